@@ -14,7 +14,7 @@ from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import read_scalars
 from tests.gpu import runs
 
-STEPS, TOLERANCE, BF16_TOLERANCE = 6, 1e-5, 2e-2
+STEPS, SAVED, TOLERANCE, BF16_TOLERANCE = 6, 3, 1e-5, 2e-2
 SCALARS = ("lm loss", "mtp_1 loss", "seq_load_balancing_loss", "z_loss", "grad norm")
 """Of the indexer's loss, some 1e-7, less than that part is the same once a near tie in the selection of keys tips over."""
 
@@ -68,10 +68,19 @@ def test_divided_experts_train_as_one_process(one: dict[str, dict[int, float]], 
 
 
 def test_fsdp_in_bf16_with_transformer_engine(corpus: str, tmp_path: Path) -> None:
-    """Blocks have parameters of two dtypes; gradients are summed over the replicas in bf16, without FSDP2 in fp32."""
-    whole, cut = (
-        train(corpus, tmp_path / f"observe {len(extra)}", 2, *extra, precision="bf16") for extra in ((), (TORCH_FSDP,))
-    )
+    """Blocks have parameters of two dtypes; gradients are summed over the replicas in bf16, without FSDP2 in fp32.
+
+    A run that goes on from a checkpoint repeats the rest of the one that wrote it.
+    """
+
+    def trained(name: str, *extra: str) -> dict[str, dict[int, float]]:
+        return train(corpus, tmp_path / name, 2, "--deterministic-mode", *extra, precision="bf16")
+
+    saved = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
+    whole, cut = trained("whole"), trained("cut", TORCH_FSDP, *saved)
     assert len(cut["lm loss"]) == STEPS
     differing = differing_scalars(whole, cut, BF16_TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)
+    resumed = trained("resumed", TORCH_FSDP, "--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED))
+    for name in SCALARS:
+        assert resumed[name] == {step: value for step, value in cut[name].items() if step > SAVED}, name

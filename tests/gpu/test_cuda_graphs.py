@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests.gpu import runs
@@ -40,19 +41,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def begin(folder: Path, corpus: str, overrides: dict[str, Any], *words: str, **settings: Any) -> subprocess.Popen[str]:
-    """A training that is under way: its receipt comes to ``folder / "run"``, its losses to ``folder / "steps"``."""
+def begin(
+    folder: Path,
+    corpus: str,
+    overrides: dict[str, Any],
+    *words: str,
+    layout: Layout = runs.ALONE,
+    processes: int = 1,
+    **settings: Any,
+) -> subprocess.Popen[str]:
+    """A training that is under way, recorded in ``folder / "run"``."""
     folder.mkdir()
     model = with_overrides(preset("nam56r_tiny"), overrides)
     arguments = runs.words_of(
         model, *words, corpus=corpus, train_iters=STEPS, learning_rate=1e-3, global_batch_size=4,
-        micro_batch_size=1 if "--dataloader-inter-document-masking" in words else 2,
+        micro_batch_size=1 if "--dataloader-inter-document-masking" in words else 2, layout=layout, processes=processes,
     )  # fmt: skip
     file = folder / "megacpp.json"
     file.write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides, **settings}))
     with (folder / "log").open("w") as log:
         return subprocess.Popen(
-            [*runs.LAUNCH, "--observe", str(folder / "run"), "--", *arguments],
+            [*runs.LAUNCH, "--nproc", str(processes), "--observe", str(folder / "run"), "--", *arguments],
             cwd=runs.ROOT,
             env=os.environ | {"MEGACPP_CONFIG": str(file)},
             stdout=log,
@@ -87,6 +96,22 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
     eager, replayed = (trained["packed", with_graphs] for with_graphs in (False, True))
     assert any(name.startswith("indexer") for name in scalars(eager)[0])
     assert scalars(replayed) == scalars(eager)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("layout", [runs.ALONE, Layout(expert=2)], ids=["replicas", "divided experts"])
+def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(corpus: str, tmp_path: Path, layout: Layout) -> None:
+    """With the distributed optimizer and both overlaps of data parallelism, whose hooks a replay has to call."""
+    overrides, words = CASES["packed"]
+    trainings = [
+        begin(tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more, layout=layout, processes=2)
+        for more in ((), GRAPHS)
+    ]
+    logs = [tmp_path / f"graphs {with_graphs}" / "log" for with_graphs in (False, True)]
+    for training, log in zip(trainings, logs, strict=True):
+        assert training.wait() == 0, log.read_text()[-6000:]
+    eager, replayed = (scalars(log.parent) for log in logs)
+    assert replayed == eager
 
 
 def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(

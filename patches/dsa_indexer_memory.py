@@ -59,9 +59,9 @@ def _topk(call: SimpleNamespace) -> Any:
     from megacpp_mcore.ops.indexer.deferred import DeferredScores
 
     indexer = _indexer(call)
-    if indexer is None or call.index_topk < 1 or not _mask_fits(call):
+    if indexer is None or call.index_topk < 1 or not mask_fits(call):
         return None
-    rule = _rule(call)
+    rule = key_rule(call)
     _, index_BSN = select(indexer, call.index_topk, rule)
     (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
     read = [call.q, call.k, call.weights, call.mask, call.varlen_starts, call.varlen_ends, call.key_positions]
@@ -87,7 +87,7 @@ def _forward(call: SimpleNamespace) -> Any:
     indexer, attention, loss_rule = parts
     # A call without mask and bounds selects among all keys, and only its loss is causal. An additive mask is in the scores
     # twice in the loss's forward pass and once in its backward pass; for masks of 0 and -inf that is all the same.
-    rule = _rule(call)
+    rule = key_rule(call)
     best_BSN, index_BSN = select(indexer, call.topk, rule)
     if call.sparse_loss:
         divergence_BS = sparse_divergence(attention, best_BSN, index_BSN, loss_rule)
@@ -130,12 +130,12 @@ def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:
     from megacpp_mcore.ops.indexer.chunked import KeyRule
 
     indexer, attention = _indexer(call), _attention(call)
-    if indexer is None or attention is None or not _mask_fits(call):
+    if indexer is None or attention is None or not mask_fits(call):
         return None
     (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
     if attention.query_SBAK.shape[:2] != (num_queries, batch) or attention.key_TBGK.shape[0] != num_keys:
         return None
-    rule = _rule(call) or KeyRule.causal(num_queries, num_keys, call.q.device)
+    rule = key_rule(call) or KeyRule.causal(num_queries, num_keys, call.q.device)
     return indexer, attention, rule
 
 
@@ -188,8 +188,8 @@ def _plain(*tensors: torch.Tensor) -> bool:
     return computed and not recorded and not torch.is_autocast_enabled(device.type)
 
 
-def _mask_fits(call: SimpleNamespace) -> bool:
-    """Whether the keys of each query are named in a form that is known here (the original refuses most of the others)."""
+def mask_fits(call: SimpleNamespace) -> bool:
+    """Whether the keys of each query are hidden in a form that is known here (the original refuses most of the others)."""
     import torch
 
     (num_queries, batch), num_keys, device = call.q.shape[:2], call.k.shape[0], call.q.device
@@ -203,7 +203,7 @@ def _mask_fits(call: SimpleNamespace) -> bool:
     return all(tensor is None or tensor.shape == (length,) for tensor, length in lengths)
 
 
-def _rule(call: SimpleNamespace) -> KeyRule | None:
+def key_rule(call: SimpleNamespace) -> KeyRule | None:
     """Which keys may be selected; None: all."""
     from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_varlen_bounds
 

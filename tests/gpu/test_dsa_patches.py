@@ -1,4 +1,4 @@
-"""dsa-graph-safety and dsa-indexer-memory on a GPU: a real capture and replay, parity with stock, and peak memory."""
+"""The patches of stock's DSA on a GPU: a real capture and replay, parity with stock, and peak memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp_mcore.backends import observed
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
 from tests import stock
-from tests.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer
+from tests.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer, stock_in_double
 from tests.gpu.device import peak
+from tests.patches import test_dsa_sparse_attention as sparse_attention
 from tests.patches.test_dsa_graph_safety import packed
 from tests.patches.test_dsa_indexer_memory import (
     assert_same_selection,
@@ -210,3 +212,41 @@ def test_peak_memory_of_the_long_forward_pass_on_a_gpu() -> None:
     assert theirs >= stocks
     assert theirs >= 20 * ours, (theirs, ours)
     assert_same_selection(found, expected, score)
+
+
+@pytest.mark.parametrize(("widths", "heads"), [((128, 64), 14)], ids=str)
+def test_sparse_attention_runs_by_kernels(widths: tuple[int, int], heads: int) -> None:
+    """Output and gradients are stock's in float64, as far as bf16 goes, and no scores of all keys are held."""
+    (S, B, N), (K, V) = (1025, 2, 64), widths
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    query, key, gradient = (
+        draw(S, B, heads, K).requires_grad_(),
+        draw(S, B, 1, K).requires_grad_(),
+        draw(S, B, heads, V),
+    )
+    score_BST = torch.rand(B, S, S, generator=generator, device="cuda")  # some of the selected keys lie ahead
+    given = query, key, score_BST.topk(N).indices, gradient
+
+    def run() -> list[torch.Tensor]:
+        output = dsa()._unfused_absorbed_dsa_fn(*given[:3], K**-0.5, V)
+        return [output.detach(), *torch.autograd.grad(output, given[:2], gradient.to(output.dtype))]
+
+    with stock_in_double():
+        expected = run()
+    theirs = peak(run)
+    with sparse_attention.patched() as original:
+        found = run()
+        ours = peak(run)
+    original.assert_not_called()
+    (note,) = observed.notes()
+    assert note["observed"] == "triton"
+    assert theirs > 10 * ours, (theirs, ours)
+    for name, one, other in zip(("output", "query", "key"), found, expected, strict=True):
+        first = S // 2 if name == "query" else 0  # of queries that see few keys the gradient cancels
+        seen = other[first:].abs().amax(-1) > 0
+        assert_parity(one[first:][seen], other[first:][seen], rms=2e-2, name=name)
+        assert (one[first:][~seen] == 0).all()

@@ -1,4 +1,4 @@
-"""Absorbed attention to selected keys: the backends, and stock's unfused function.
+"""Absorbed attention to selected keys: the backends, and stock's unfused function with and without dsa-sparse-attention.
 
 Legend: S queries and keys, B batch, H heads, K width of query and latent key (latent and rotary part), V latent width, N
 selected keys.
@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import BOUND, PEER, Options
+from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.sparse_mla.reference import attend
 from megacpp_mcore.ops.testing import EARLY, early_causal_terms
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
-STOCK = "stock unfused"
+STOCK, PATCH = "stock unfused", "dsa-sparse-attention"
 
 CANCELS = {"dq": 2.0}
 """How much more it may be off by: the mean over keys cancels in it. Plain PyTorch in bf16 is off by more than this."""
@@ -65,6 +66,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, partial(_stock, **how)),
+            Variant.of(f"patch {PATCH}", OURS, partial(_stock, **how), around=partial(patched, PATCH)),
             *ours,
             *(one.deterministic() for one in ours if one.name == "triton" and one.runs),
             *_dense(options, K, V),

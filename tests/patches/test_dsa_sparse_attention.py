@@ -1,0 +1,148 @@
+"""The patch dsa-sparse-attention against the real stock function and layer: what is attended to, memory, and what is left.
+
+Legend: S queries, T keys, B batch, H heads, N selected keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import observed
+from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.patches import dsa_sparse_attention
+from megacpp_mcore.patches.dsa_sparse_attention import PATCH
+from tests import stock
+from tests.dsa_layer import LATENT, ROPE, Recorder, dsa_attention, dsa_config, layer_inputs, run_layer, stock_in_double
+from tests.patches.test_dsa_indexer_memory import SELECTIONS, dsa, selection
+
+SCALE, HEADS = (LATENT + ROPE) ** -0.5, 5
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[mock.Mock]:
+    """The replacement in stock's place; gives the original, which counts its calls."""
+    (edit,) = PATCH.edits
+    name = edit.target.partition(":")[2]
+    original = mock.create_autospec(getattr(dsa(), name), side_effect=getattr(dsa(), name))
+    dsa_sparse_attention._say_once.cache_clear()
+    observed.forget()
+    with mock.patch.object(dsa(), name, edit.make(original)):
+        yield original
+
+
+def inputs(S: int, T: int, B: int = 2, N: int = 6, dtype: Any = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Queries, one head of keys, indices of which some are −1, and a gradient of the output."""
+    generator = torch.Generator().manual_seed(S * 1000 + T)
+    query, key, gradient = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((S, B, HEADS, LATENT + ROPE), (T, B, 1, LATENT + ROPE), (S, B, HEADS, LATENT))
+    )
+    index_BSN = torch.rand(B, S, T, generator=generator).topk(min(N, T), -1).indices
+    index_BSN[:, ::3, -1] = -1
+    return query.requires_grad_(), key.requires_grad_(), index_BSN, gradient
+
+
+def outcome(given: tuple[torch.Tensor, ...], **how: torch.Tensor) -> list[torch.Tensor]:
+    """Output, and gradients of queries and keys."""
+    query, key, index_BSN, gradient = given
+    output = dsa()._unfused_absorbed_dsa_fn(query, key, index_BSN, SCALE, LATENT, **how)
+    return [output.detach(), *torch.autograd.grad(output, (query, key), gradient.to(output.dtype))]
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The norm of the difference, of that of ``theirs``."""
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+@pytest.mark.parametrize("kind", [*SELECTIONS, "mask", "mask of each row"])
+@pytest.mark.parametrize(("S", "T"), [(37, 37), (23, 41)])
+def test_output_and_gradients_are_stocks(kind: str, S: int, T: int) -> None:
+    given, how = inputs(S, T), selection(kind, S, T)
+    with stock_in_double():
+        expected = outcome(given, **how)
+    with patched() as original:
+        found = outcome(given, **how)
+    original.assert_not_called()
+    for name, ours, theirs in zip(("output", "query", "key"), found, expected, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, torch.float32)
+        assert apart(ours, theirs) < 1e-5, name
+    # Of a query that sees none of its keys, zeros; there are such.
+    if kind in ("packed", "mask", "mask of each row"):
+        assert (found[0].abs().amax(-1) == 0).any()
+
+
+def test_16_bits_are_computed_in_float32() -> None:
+    given = inputs(61, 61, dtype=torch.bfloat16)
+    with stock_in_double():
+        expected = outcome(
+            tuple(
+                one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one
+                for one in given
+            )
+        )
+    with patched():
+        found = outcome(given)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert_parity(ours, theirs.float(), rms=5e-3)
+
+
+def test_a_layer_of_stocks_trains_as_before_and_holds_no_scores_of_all_keys(tmp_path: Path) -> None:
+    S = 96
+    with stock.one_process(tmp_path / "store"):
+        stock.loss_scale(1.0)
+        torch.manual_seed(3)
+        attention, given = dsa_attention(dsa_config()), layer_inputs(S, 2)
+        leaves = [*given.values(), *attention.parameters()]
+
+        def step() -> tuple[list[torch.Tensor], Recorder]:
+            with Recorder() as recorder:
+                output = run_layer(attention, given)
+                gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+            return [output.detach(), *(one for one in gradients if one is not None)], recorder
+
+        expected, theirs = step()
+        with patched() as original:
+            found, ours = step()
+        original.assert_not_called()
+    for one, other in zip(found, expected, strict=True):
+        assert apart(one, other) < 1e-5
+    assert "aten::topk" in {name.partition(".")[0] for name in ours.operations}  # the indexer is stock's
+    assert ours.peak_bytes < theirs.peak_bytes
+    (note,) = observed.notes()
+    assert (note["op"], note["observed"]) == ("sparse_mla", "reference")
+    assert PATCH.name in note["reason"]
+
+
+OUTSIDE: dict[str, Any] = {
+    "float64": lambda given: (
+        given[0].detach().double().requires_grad_(),
+        given[1].detach().double().requires_grad_(),
+        *given[2:],
+    ),
+    "float16": lambda given: (given[0].detach().half().requires_grad_(), *given[1:]),  # beside float32
+}
+
+
+@pytest.mark.parametrize("case", [*OUTSIDE, "autocast"])
+def test_what_is_out_of_scope_is_stocks_and_the_log_says_so_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = OUTSIDE.get(case, lambda given: given)(inputs(17, 17))
+    expected = outcome(given)
+    with patched() as original, caplog.at_level(logging.WARNING), torch.autocast("cpu", enabled=case == "autocast"):
+        found = [outcome(given) for _ in range(2)]
+    assert original.call_count == 2
+    if case != "autocast":
+        for each in found:
+            for ours, theirs in zip(each, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert len([record for record in caplog.records if PATCH.name in record.message and case in record.message]) == 1
+    (note,) = observed.notes()
+    assert (note["observed"], note["slower_than_best"]) == ("megatron", True)

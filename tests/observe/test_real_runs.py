@@ -351,3 +351,18 @@ def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> 
     assert len(found["memory"]["ranks"]) == 2
     for layer in found["routing"]["layers"].values():
         assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * TOKENS * 2
+
+
+@pytest.mark.exhaustive
+def test_three_trainings_in_one_folder_all_end_and_are_reported(data: Path) -> None:
+    """None waits for another or is refused; each has its own record, and the receipt is disqualified."""
+    run = data / "three"
+    trainings = [start(run, data, STEPS) for _ in range(3)]
+    for training in trainings:
+        training.finish()
+    starts = events.read(run)[0]
+    assert [(one.name, one.how) for one in starts] == [(f"start_{number}", events.FINISHED) for number in (1, 2, 3)]
+    first, *others = ([step.losses for step in one.steps] for one in starts)
+    assert len(first) == STEPS
+    assert others == [first, first]
+    assert [one["name"] for one in receipts.read(run)["disqualifiers"]] == ["overlapping starts"]

@@ -301,6 +301,24 @@ def test_what_a_kernel_would_read_beyond_is_refused(path: str, name: str, size: 
 
 
 @pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"P": 8}, "head dim 8: .* the nearest is 16"),
+        ({"P": 24}, "head dim 24: .* the nearest is 32"),
+        ({"N": 66}, "state 66: .* the nearest is 64"),
+        ({"N": 100}, "state 100: .* the nearest is 128"),
+        ({"R": 3}, "MIMO rank 3: .* take 1, 2, 4, 8 or 16"),
+        ({"A": 9}, "9 rotation angles need a state of at least 18, found 16"),
+    ],
+)
+def test_sizes_that_the_kernels_do_not_take_are_named_with_the_nearest(sizes: dict[str, int], message: str) -> None:
+    op = pytest.importorskip("megacpp_mcore.ops.mamba3.triton").mamba3
+    case = replace(Case(5, H=2, G=1, P=16, N=16, R=2), **sizes)
+    with pytest.raises(ModelError, match=message):
+        run(op, case, make_tensors(case, device="cpu"))
+
+
+@pytest.mark.parametrize(
     ("pairing", "message"), [("pairs", "Unknown pairing 'pairs'"), ("half", "needs an even state")]
 )
 def test_bad_pairing_is_named(pairing: Any, message: str) -> None:

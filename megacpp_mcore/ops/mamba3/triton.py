@@ -293,7 +293,8 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
         raise ModelError(f"MIMO rank {plan.R}: the Triton kernels take 1, 2, 4, 8 or 16; use the reference for others.")
     for name, size in (("head dim", plan.P), ("state", plan.N)):
         if size < 16 or size & (size - 1):
-            nearest = max(16, 1 << (size - 1).bit_length())
+            below = 1 << max(size.bit_length() - 1, 4)
+            nearest = below if 2 * size < 3 * below else 2 * below
             raise ModelError(
                 f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {nearest}."
             )

@@ -14,7 +14,7 @@ from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.receipts.assemble import utilisation
-from megacpp_mcore.observe.steps import kept
+from megacpp_mcore.observe.steps import recorded, standing
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.indices import IndexOverlap
@@ -177,5 +177,5 @@ def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
 
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
     """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back."""
-    starts = sorted((one for starts in ranks.values() for one in starts), key=lambda one: (one.number, one.rank))
-    return kept([Metrics(**one) for start in starts for one in start.metrics])
+    starts = standing(recorded(ranks))
+    return [Metrics(**one) for start, kept_to in starts for one in start.metrics if one["step"] <= kept_to]

@@ -55,7 +55,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
     found = _merged(processes)
-    steps = kept([step for start in recorded(ranks) for step in start])
+    steps = kept(recorded(ranks))
     tokens = tokens_of(steps)
     window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
     found.values |= {

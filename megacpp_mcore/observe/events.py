@@ -312,6 +312,28 @@ def read_any(run: str | os.PathLike[str], rank: int | None = None) -> dict[int, 
     return dict(sorted(found.items()))
 
 
+def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
+    """The object in the JSON file at ``path``.
+
+    Args:
+        path: the file.
+        expected: what it should be, in words.
+        remedy: what to do where it is damaged.
+
+    Raises:
+        DataError: there is no such file, or it holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
+    return found
+
+
 def _read_file(path: Path, number: int) -> Start | None:
     """The start in one file; None where not even its first line is complete.
 

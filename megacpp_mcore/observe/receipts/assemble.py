@@ -19,12 +19,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.model.flops.peaks import peak
 from megacpp_mcore.model.flops.report import Utilisation
 from megacpp_mcore.observe import events, goodput, routing
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import FINISHED, Start, Step
+from megacpp_mcore.observe.profile.table import FOLDER as PROFILES
+from megacpp_mcore.observe.profile.table import read as read_table
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.claims import Case, judge
 from megacpp_mcore.observe.receipts.schema import FAMILIES, RUNNING, SCHEMA, Facts
@@ -33,8 +34,6 @@ from megacpp_mcore.util.schema import printable
 
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
-PROFILES = "profile"
-"""Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile.table`."""
 RECEIPT = "receipt.json"
 _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
@@ -312,34 +311,9 @@ def _cache(found: Facts, window: Window) -> None:
 # --- Profiles, speed and shares ---------------------------------------------------------------------------------------
 
 
-def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
-    """The object in the JSON file at ``path``.
-
-    Args:
-        path: the file.
-        expected: what it should be, in words.
-        remedy: what to do where it is damaged.
-
-    Raises:
-        DataError: there is no such file, or it holds something else.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
-    return found
-
-
 def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
     """Rank 0's last profile of steady steps, or else its last one; another rank's lies in a folder of its own below."""
-    profiles = [
-        load(path, "the table of a profile", "delete it, or profile again")
-        for path in (run / PROFILES).glob("*/table.json")
-    ]
+    profiles = [read_table(path) for path in (run / PROFILES).glob("*/table.json")]
     best = max(profiles, key=lambda one: (one["phase"] == "steady", one["steps"]), default=None)
     if best is None:
         found.miss("the run was not profiled", "profiler")
@@ -430,6 +404,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         return assemble(place)
     place = place / RECEIPT if place.is_dir() else place
     expected = "a receipt, or the folder of a run that was observed"
-    receipt = load(place, expected, "name the folder of its run, from which it is assembled anew")
+    receipt = events.load(place, expected, "name the folder of its run, from which it is assembled anew")
     schema.validate(receipt, str(place))
     return receipt

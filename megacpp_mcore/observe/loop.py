@@ -8,7 +8,6 @@ there any more is an error before training starts. :mod:`megacpp_mcore.observe.l
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import pkgutil
@@ -23,6 +22,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.training import GPT
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.util.stand_in import stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,16 @@ class Loop:
 
         return get_args()
 
+    def data_words(self) -> list[str]:
+        """The words of a command line that name the run's datasets."""
+        args = self.arguments()
+        words: list[str] = []
+        prefixes = ("", "train_", "valid_", "test_")
+        for name in (*(f"{prefix}data_path" for prefix in prefixes), "data_args_path", "per_split_data_args_path"):
+            if value := getattr(args, name, None):
+                words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
+        return words
+
     def describe_model(self, host: str) -> tuple[object, ...]:
         """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
@@ -108,23 +118,15 @@ def replaced(seams: Sequence[Seam], notifier: Notifier, handlers: Mapping[str, H
         stack.push(notifier.end)  # first, so that the listeners hear of a missing function, too
         stack.callback(notifier.scalars.restore)
         for seam in seams:
+            owner, _, name = seam.name.rpartition(".")
             try:
-                stock = pkgutil.resolve_name(f"{seam.module}:{seam.name}")
+                holder = pkgutil.resolve_name(f"{seam.module}:{owner}")
+                stand_in(stack, holder, name, handlers.get(seam.name) or notifier.timed(seam))
             except AttributeError as error:
                 missing = f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed"
                 todo = "use megatron-core 0.19 (and megatron-bridge 0.6), or switch it off with --no-observe"
                 raise LaunchError(f"{missing}; {todo}") from error
-            standing_in = _standing_in(stock, handlers.get(seam.name) or notifier.timed(seam))
-            stack.enter_context(mock.patch(f"{seam.module}.{seam.name}", standing_in))
         yield
-
-
-def _standing_in(stock: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return handler(stock, *args, **kwargs)
-
-    return run
 
 
 class Notifier:
@@ -264,13 +266,12 @@ class ScalarTap:
             return self
         if writer is not self._writer:
             self.restore()
-            stock = writer.add_scalar
 
-            def add_scalar(tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
+            def add_scalar(stock: Callable[..., None], tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
                 self.add_scalar(tag, scalar_value)
                 stock(tag, scalar_value, *args, **kwargs)
 
-            self._restored.enter_context(mock.patch.object(writer, "add_scalar", add_scalar))
+            stand_in(self._restored, writer, "add_scalar", add_scalar)
             self._writer = writer
         return writer
 

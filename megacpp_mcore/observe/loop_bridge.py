@@ -16,7 +16,6 @@ from typing import Any
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.loop import BATCH, Handler, Loop, Notifier, Seam, replaced
-from megacpp_mcore.util import flags
 
 _BRIDGE = "megatron.bridge.training"
 _LOGGING = f"{_BRIDGE}.utils.train_utils"
@@ -72,11 +71,9 @@ class BridgeLoop(Loop):
 
     def arguments(self) -> Any:
         """What the configuration says, by the names of stock arguments."""
-        from megacpp_mcore.data.arguments import bridge_words  # brings numpy
-
         config = self._config
         model, train, data, optimizer = config.model, config.train, config.dataset, config.optimizer
-        spec, named = model.transformer_layer_spec, flags.read(bridge_words(data))
+        spec = model.transformer_layer_spec
         return SimpleNamespace(
             spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else None,
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -101,8 +98,13 @@ class BridgeLoop(Loop):
             fim_data=getattr(data, "fim_data", False),
             mock_data=data.mock,
             split=data.split,
-            **{flag[2:].replace("-", "_"): words for flag, words in named.items()},
         )
+
+    def data_words(self) -> list[str]:
+        """The words of a stock command line that would name the same datasets."""
+        from megacpp_mcore.data.arguments import bridge_words  # brings numpy
+
+        return bridge_words(self._config.dataset)
 
     def describe_model(self, host: str) -> tuple[object, ...]:
         """Bridge's provider is itself the configuration."""

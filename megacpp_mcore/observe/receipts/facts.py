@@ -104,7 +104,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
-        ("data", lambda found: _data(found, args)),
+        ("data", lambda found: _data(found, args, loop.data_words())),
         ("precision", lambda found: _precision(found, chunks, config, settings)),
         ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
         ("patches", lambda found: found.put("patches", _patches())),
@@ -254,12 +254,12 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
     facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
 
 
-def _data(facts: Facts, args: Any) -> None:
+def _data(facts: Facts, args: Any, data_words: Sequence[str]) -> None:
     from megacpp_mcore.data.arguments import blends
     from megacpp_mcore.data.manifest import load_manifest
 
     facts.put("data.fill_in_the_middle", bool(args.fim_data))
-    named = blends(_data_words(args))
+    named = blends(data_words)
     if args.mock_data or not named:
         facts.put("data.kind", "mock" if args.mock_data else None, "the run names no dataset")
         why = "mock data has no files" if args.mock_data else "the run names no dataset"
@@ -286,16 +286,6 @@ def _data(facts: Facts, args: Any) -> None:
         facts.put("data.checksum", hashlib.sha256(json.dumps([content, args.split]).encode()).hexdigest())
         one = tokenizers.pop() if len(tokenizers) == 1 else None
         facts.put("tokenizer.checksum", one, "the datasets' manifests do not name one tokenizer")
-
-
-def _data_words(args: Any) -> list[str]:
-    """The words of a command line that name the run's datasets."""
-    words: list[str] = []
-    prefixes = ("", "train_", "valid_", "test_")
-    for name in (*(f"{prefix}data_path" for prefix in prefixes), "data_args_path", "per_split_data_args_path"):
-        if value := getattr(args, name, None):
-            words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
-    return words
 
 
 def _routing(facts: Facts, config: Any) -> None:

@@ -151,11 +151,9 @@ class Log:
         with contextlib.suppress(RuntimeError):  # no more threads: there is a line at every step all the same
             self._thread.start()
 
-    def write(self, at: int | None = None, **fields: Any) -> dict[str, Any]:
-        """Write a line of ``fields``, at a time since the epoch or now, and return it."""
-        line = {"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields}
-        self._append(line)
-        return line
+    def write(self, at: int | None = None, **fields: Any) -> None:
+        """Write a line of ``fields``, at a time since the epoch or now."""
+        self._append({"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields})
 
     def close(self) -> None:
         """Close the file; a file system that does not answer the heartbeat is not waited for."""
@@ -260,9 +258,6 @@ class Start:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.ended_ns = max(self.ended_ns, self.began_ns)
-
     @property
     def name(self) -> str:
         """Its folder's name."""
@@ -349,7 +344,9 @@ def _read_file(path: Path, number: int) -> Start | None:
         try:
             line = json.loads(text)
             if start is None:
-                start = Start(number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"])
+                start = Start(
+                    number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"], line["began"]
+                )
             else:
                 start.add(line)
         except (ValueError, TypeError, LookupError, AttributeError) as error:

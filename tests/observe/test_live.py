@@ -16,6 +16,7 @@ from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live, Metrics, metrics_of
+from megacpp_mcore.observe.receipts.schema import Facts
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
 from tests.observe.recorded import at, stepped, with_loss, write_start
@@ -44,7 +45,7 @@ class Loop:
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
         others = {"routes": Routing(), "indices": IndexOverlap()}
-        self.live = Live(self.recorder, loops.Loop(), facts=lambda: facts, console=console, **others)
+        self.live = Live(self.recorder, loops.Loop(), facts=Facts(*facts), console=console, **others)
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""

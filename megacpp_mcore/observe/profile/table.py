@@ -23,7 +23,6 @@ from megacpp_mcore.observe.profile.attribution import (
     RECOMPUTE,
     Attribution,
     Place,
-    attribute,
 )
 from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
 
@@ -136,7 +135,7 @@ def table(trace: Trace) -> dict[str, Any]:
         ``collectives`` by name, and ``bubble_ns``, in which a pipeline's stage did nothing but wait for another. Of a host:
         ``no_operator_ns``, what the rows lack of the window: Python, and waiting. What is not known is None.
     """
-    found, rows = attribute(trace), _Rows(_Row)
+    found, rows = Attribution(trace), _Rows(_Row)
     times = _of_device(trace.kernels, found, rows) if trace.kernels else _of_host(found, rows)
     for (place, _), (ns, _) in found.self_time.items():
         rows[_label(place)].host_ns += ns

@@ -12,11 +12,12 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,11 @@ class Step:
     grad_norm: float | None
     learning_rate: float | None
     skipped: bool
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was skipped, or has a loss that is no number."""
+        return self.skipped or not all(map(math.isfinite, self.losses.values()))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Step:
@@ -227,6 +233,10 @@ class Span(NamedTuple):
     at: int
     phases: Mapping[str, int]
     step: int | None
+
+    def total(self, phases: Iterable[str]) -> int:
+        """Nanoseconds in several phases."""
+        return sum(self.phases.get(phase, 0) for phase in phases)
 
 
 @dataclass

@@ -183,11 +183,6 @@ class Run:
         marks = [(step, f"resumed at {step:.0f}") for step in self._resumed()]
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
 
-    @property
-    def not_finite(self) -> list[int]:
-        """The steps that were skipped or have a loss that is no number."""
-        return [step.step for step in self.kept if step.skipped or not all(map(math.isfinite, step.losses.values()))]
-
     def _resumed(self) -> list[float]:
         """The steps that the starts after the first one went on from."""
         return [float(start.steps[0].resumed_at) for start in self.starts[1:]]
@@ -207,7 +202,7 @@ class Run:
         tokens = tokens_of(list({step.step: step for step in self.done}.values()))
         curves: list[_Curve] = []
         for start in starts:
-            spans = [(span, sum(span.phases.get(phase, 0) for phase in OF_A_STEP)) for span in start.spans]
+            spans = [(span, span.total(OF_A_STEP)) for span in start.spans]
             rates = [(at(one.at), tokens[one.step] / ns * 1e9) for one, ns in spans if one.step in tokens and ns]
             curves.append(_Curve("" if curves else "tokens/s", "c1", rates))
         marks = [

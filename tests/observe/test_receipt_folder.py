@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,11 @@ from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import FINISHED, Log, Step
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.loop import Loop
+from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
 from tests.observe.recorded import TOKENS, append, at, file_of, receipt_writer, stepped, with_loss, write_start
 
-assembly = import_module("megacpp_mcore.observe.receipts.assemble")  # the package has a function of this name
 ENDED = at(0, {}, how=FINISHED)
 
 

@@ -123,7 +123,6 @@ class Window:
 
     Attributes:
         done: steps that the start did, the most of a rank.
-        left_out: of these, how many at its beginning are not measured.
         rank: whose steps these are, the rank with the largest median.
         seconds: of each step, by number, in the order of the steps.
         compiled: nanoseconds of compilation in those steps in which any rank compiled.
@@ -131,7 +130,6 @@ class Window:
     """
 
     done: int
-    left_out: int
     rank: int
     seconds: Mapping[int, float]
     compiled: Mapping[int, int]
@@ -140,25 +138,20 @@ class Window:
 
 def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
     """The window of one start, without steps that were profiled, nor the one after, in which a rank may wait for others."""
-
-    def total(phases: Mapping[str, int], names: Sequence[str]) -> int:
-        return sum(phases.get(name, 0) for name in names)
-
     times: dict[int, dict[int, float]] = {}
     compiled: Counter[int] = Counter()
     for one in processes:
-        steps = [(span.step, span.phases) for span in one.spans if span.step is not None][left_out:]
+        steps = [(span.step, span) for span in one.spans if span.step is not None][left_out:]
         steps = [each for each in steps if not any(begin <= each[0] <= end for begin, end in profiled)]
-        times[one.rank] = {number: total(phases, OF_A_STEP) / 1e9 for number, phases in steps}
-        compiled.update({number: total(phases, _COMPILING) for number, phases in steps})
+        times[one.rank] = {number: span.total(OF_A_STEP) / 1e9 for number, span in steps}
+        compiled.update({number: span.total(_COMPILING) for number, span in steps})
     slowest = max(times, key=lambda one: (percentile(sorted(times[one].values()), 50) if times[one] else 0.0, -one))
     return Window(
         done=max(len(one.done) for one in processes),
-        left_out=left_out,
         rank=slowest,
         seconds=times[slowest],
         compiled={number: spent for number, spent in sorted(compiled.items()) if spent},
-        compiled_ns=sum(total(span.phases, _COMPILING) for one in processes for span in one.spans),
+        compiled_ns=sum(span.total(_COMPILING) for one in processes for span in one.spans),
     )
 
 
@@ -184,10 +177,10 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     sizes = set(tokens.values())
     why = "steps had different numbers of tokens" if sizes else "no step was recorded"
     found.put("batch.effective_tokens", sizes.pop() if len(sizes) == 1 else None, why)
-    found.put("window.left_out", window.left_out)
+    found.put("window.left_out", WARM_UP_STEPS)
     seconds = sorted(window.seconds.values())
     if not seconds:
-        left = f"has no step after its first {window.left_out} that was not profiled"
+        left = f"has no step after its first {WARM_UP_STEPS} that was not profiled"
         reason = f"the last start {left if window.done else 'has done no step'}"
         found.miss(reason, "step_time", "window.first_step", "window.last_step")
         return

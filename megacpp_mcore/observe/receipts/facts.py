@@ -149,10 +149,8 @@ def _versions() -> dict[str, str]:
 
 
 def _commit(facts: Facts) -> None:
-    root = Path(megacpp_mcore.__file__).resolve().parent
-    own = host.git(root, "ls-files", "--error-unmatch", "__init__.py") is not None
-    head = host.git(root, "rev-parse", "HEAD") if own else None
-    if head is not None and host.git(root, "status", "--porcelain", "--untracked-files=no"):
+    head = host.own_git("rev-parse", "HEAD")
+    if head is not None and host.own_git("status", "--porcelain", "--untracked-files=no"):
         head += "+changes"
     reason = f"the package lies in no git checkout and {COMMIT} is not set; its version is {megacpp_mcore.__version__}"
     facts.put("commit", head or os.environ.get(COMMIT) or None, reason)

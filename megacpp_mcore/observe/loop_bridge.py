@@ -18,6 +18,18 @@ from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.loop import BATCH, Loop, Notifier, Seam, replaced, timed
 
 _BRIDGE = "megatron.bridge.training"
+_ALIKE = {
+    "train": ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters"),
+    "logger": ("log_interval",),
+    "model": ("seq_length",),
+    "tokenizer": ("tokenizer_type",),
+    "optimizer": (
+        "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype",
+        "exp_avg_dtype", "exp_avg_sq_dtype",
+    ),
+    "dataset": ("reset_attention_mask", "split"),
+}  # fmt: skip
+"""What the parts of the configuration hold by the names of stock arguments."""
 
 
 def _build_writer(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,32 +117,18 @@ class BridgeLoop(Loop):
     def arguments(self) -> Any:
         """What the configuration says, by the names of stock arguments."""
         config = self._config
-        model, train, data, optimizer = config.model, config.train, config.dataset, config.optimizer
+        model, data = config.model, config.dataset
         spec = model.transformer_layer_spec
+        alike = {name: getattr(getattr(config, part), name) for part, names in _ALIKE.items() for name in names}
         return SimpleNamespace(
+            **alike,
             spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else None,
             world_size=int(os.environ["WORLD_SIZE"]),
             data_parallel_size=config.data_parallel_size,
-            micro_batch_size=train.micro_batch_size,
-            global_batch_size=train.global_batch_size,
-            rampup_batch_size=train.rampup_batch_size,
-            train_iters=train.train_iters,
-            log_interval=config.logger.log_interval,
-            seq_length=model.seq_length,
             padded_vocab_size=model.padded_vocab_size(),
-            tokenizer_type=config.tokenizer.tokenizer_type,
-            optimizer=optimizer.optimizer,
-            use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            use_precision_aware_optimizer=optimizer.use_precision_aware_optimizer,
-            main_grads_dtype=optimizer.main_grads_dtype,
-            main_params_dtype=optimizer.main_params_dtype,
-            exp_avg_dtype=optimizer.exp_avg_dtype,
-            exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype,
             dataloader_inter_document_masking=data.inter_document_masking,
-            reset_attention_mask=data.reset_attention_mask,
             fim_data=getattr(data, "fim_data", False),
             mock_data=data.mock,
-            split=data.split,
         )
 
     def data_words(self) -> list[str]:

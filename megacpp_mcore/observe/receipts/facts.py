@@ -234,15 +234,11 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
     else:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
     if settings is not None and settings.fp8.recipe is not None:
-        also = f"; {plan.kernel_fp8}" if plan.kernel_fp8 != "none" else ""
-        plan = dataclasses.replace(plan, kernel_fp8=f"{settings.fp8.label}{also}", dispatch="refuse")
+        plan = _also_in_fp8(plan, settings.fp8.label)
         if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
-        also = f"; {plan.kernel_fp8}" if plan.kernel_fp8 != "none" else ""
-        plan = dataclasses.replace(
-            plan, kernel_fp8=f"products of the experts' rows by triton_fp8{also}", dispatch="refuse"
-        )
+        plan = _also_in_fp8(plan, "products of the experts' rows by triton_fp8")
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -250,6 +246,12 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         return
     experts = [one for one in _modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")]
     facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
+
+
+def _also_in_fp8(plan: precision.PrecisionPlan, kernels: str) -> precision.PrecisionPlan:
+    """``plan`` with ``kernels`` in FP8, which refuse what they cannot do, before those that are."""
+    before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
+    return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
 
 
 def _data(facts: Facts, args: Any, data_words: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from megacpp_mcore.observe.goodput import CLASSES, PRODUCTIVE, Goodput
 from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import tokens_of
-from megacpp_mcore.observe.steps import kept, recorded
+from megacpp_mcore.observe.steps import kept, recorded, standing
 
 
 class Level(NamedTuple):
@@ -172,13 +172,12 @@ class Run:
     def loss(self) -> Markup | None:
         """The losses of the heads by step, what was lost to a restart faint, and every restart marked."""
         names = [name for name in self.losses if name == "lm loss" or name.startswith("mtp_")]
-        still = {id(step) for step in self.kept}
         curves: list[_Curve] = []
         for number, name in enumerate(names[:6], 1):
             words = "next token" if name == "lm loss" else f"MTP depth {name[4:-5]}"
             curves.append(_Curve(words, f"c{number}", _finite((one.step, one.losses.get(name)) for one in self.kept)))
-            for start in self.starts:
-                lost = _finite((one.step, one.losses.get(name)) for one in start.steps if id(one) not in still)
+            for start, kept_to in standing(self.starts):
+                lost = _finite((one.step, one.losses.get(name)) for one in start.steps if one.step > kept_to)
                 curves.append(_Curve("", f"c{number}", lost, faint=True))
         marks = [(step, f"resumed at {step:.0f}") for step in self._resumed()]
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)

@@ -99,11 +99,7 @@ def compare(before: list[Step], after: list[Step]) -> Comparison:
         raise DataError(f"found no step in common among {spans[0]} and {spans[1]}; expected at least one")
     names = sorted(set().union(*(left[number].keys() | right[number].keys() for number in common)))
     differences = (
-        (number, name)
-        for number in common
-        for name in names
-        if (name in left[number] or name in right[number])
-        and left[number].get(name) != right[number].get(name, math.nan)
+        (number, name) for number in common for name in names if left[number].get(name) != right[number].get(name)
     )
     apart = [abs(left[number].get("lm loss", math.nan) - right[number].get("lm loss", math.nan)) for number in common]
     largest = math.nan if any(map(math.isnan, apart)) else max(apart)

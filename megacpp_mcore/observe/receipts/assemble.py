@@ -56,6 +56,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     found = _merged(processes)
     steps = kept(recorded(ranks))
     tokens = tokens_of(steps)
+    spent = goodput.of_starts(ranks)
+    slowest, *_ = goodput.slowest_first(spent)
     window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
     found.values |= {
         "schema": SCHEMA,
@@ -64,12 +66,12 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
         "environment": processes[0].facts.get("environment", {}),
+        "goodput": {"rank": slowest, **spent[slowest].record()},
     }
     _moe(found, processes)
     _cache(found, window)
     _time(found, tokens, window)
     _losses(found, steps)
-    _goodput(found, ranks)
     _speed(found)
     _shares(found, _read_profile(found, Path(run)))
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, events.overlap(ranks)))
@@ -200,13 +202,6 @@ def _losses(found: Facts, steps: Sequence[Step]) -> None:
     for name, (number, loss) in zip(("first", "last"), losses[:1] + losses[-1:], strict=False):
         found.put(f"loss.{name}_step", number)
         found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
-
-
-def _goodput(found: Facts, ranks: Mapping[int, Sequence[Start]]) -> None:
-    """The goodput of the slowest rank."""
-    by_rank = goodput.of_starts(ranks)
-    slowest, *_ = goodput.slowest_first(by_rank)
-    found.put("goodput", {"rank": slowest, **by_rank[slowest].record()})
 
 
 # --- What processes know ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,14 +157,11 @@ def _commit(facts: Facts) -> None:
 
 
 def _patches() -> list[dict[str, Any]]:
-    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in _applied()]
-
-
-def _applied() -> list[Mapping[str, Any]]:
     """The patches that are not out."""
     from megacpp_mcore.patches.machinery import registry
 
-    return [record for record in registry.default().status() if record["state"] != "not applied"]
+    there = [record for record in registry.default().status() if record["state"] != "not applied"]
+    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in there]
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
@@ -472,7 +469,7 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Stock's loss where there is a head, and no patch that notes what it does instead."""
     has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
-    if not has_head or "linear-cross-entropy" in {record["name"] for record in _applied()}:
+    if not has_head or "linear-cross-entropy" in {record["name"] for record in _patches()}:
         return
     config = bare(chunks[0]).config
     is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"

@@ -98,17 +98,17 @@ def load_manifest(prefix: str) -> Manifest:
         checksum, expected = body.pop("checksum", None), _digest({"schema_version": found, **body})
         if checksum != expected:
             raise ValueError(f"its checksum is {checksum!r}, expected {expected!r}")
+        return Manifest(**body)
     except FileNotFoundError as error:
         raise DataError(
             f"{path} does not exist; expected the manifest of the dataset {prefix}. For a dataset that another tool "
             f"made, run: megacpp-mcore data verify --adopt {prefix}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} cannot be used: {error}; expected the manifest that made the dataset. Restore it from a copy, prepare "
             "the dataset again, or delete it and adopt the dataset (megacpp-mcore data verify --adopt PREFIX)"
         ) from error
-    return Manifest(**body)
 
 
 def describe_sources(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

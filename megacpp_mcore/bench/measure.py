@@ -108,14 +108,10 @@ def device_name(device: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the commit measured."""
+    """The installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the commit measured.
+
+    A commit is marked when it has changes. For a copy, which is in no clone, set MEGACPP_COMMIT.
+    """
     found = {name: host.version(name) or "absent" for name in ("torch", "megatron-core", *packages)}
-    return {**found, "commit": os.environ.get("MEGACPP_COMMIT") or _described_commit()}
-
-
-def _described_commit() -> str:
-    """The commit of the clone that this file is tracked in, marked when it has changes; for a copy, set MEGACPP_COMMIT."""
-    here = Path(__file__).resolve()
-    # An installed copy may lie in somebody else's repository.
-    own = host.git(here.parent, "ls-files", "--error-unmatch", here.name) is not None
-    return (own and host.git(here.parent, "describe", "--always", "--dirty", "--exclude=*")) or "unknown"
+    commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("describe", "--always", "--dirty", "--exclude=*")
+    return {**found, "commit": commit or "unknown"}

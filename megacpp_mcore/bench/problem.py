@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore import backends
+from megacpp_mcore.backends.candidates import grouped_fp8_candidates
 from megacpp_mcore.bench.measure import Captured
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
@@ -133,7 +134,8 @@ class Variant:
         Raises:
             BenchmarkError: no backend of that op is known.
         """
-        known = [one for one in backends.own_candidates() if one.op == op and one.name != backends.STOCK]
+        every = (*backends.own_candidates(), *grouped_fp8_candidates())
+        known = [one for one in every if one.op == op and one.name != backends.STOCK]
         if not known:
             raise BenchmarkError(f"op {op!r} has no backend; name what is measured in the benchmark itself")
         for candidate in known:

@@ -6,7 +6,7 @@ What fails parity gets no time, and no speed-up is given unless parity of both s
 from __future__ import annotations
 
 import gc
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,8 +74,7 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
 
 def load(benchmark: Benchmark, options: Options) -> Problem:
     """The problem of a benchmark."""
-    module, _, function = benchmark.problem.partition(":")
-    made: Problem = getattr(importlib.import_module(f"megacpp_mcore.bench.cases.{module}"), function)(options)
+    made: Problem = pkgutil.resolve_name(f"megacpp_mcore.bench.cases.{benchmark.problem}")(options)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts
-from megacpp_mcore.observe.profile import ranks
+from megacpp_mcore.observe.profile import table
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
@@ -141,7 +141,7 @@ def _goodput(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    print("\n".join(ranks.pages(_found(args.run_folder, whole=True))), end="")
+    print("\n".join(table.pages(_found(args.run_folder, whole=True))), end="")
     return 0
 
 

@@ -104,8 +104,10 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     if not prefixes:
         return "data: none named"
     _check_forms(given)
-    note = fim.check(given)
-    vocab_size, eod_id, checksum = _find_tokenizer(given)
+    kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
+    tokenizer = HuggingFaceTokenizer(folder) if folder and kind == "HuggingFaceTokenizer" else None
+    note = fim.check(given, tokenizer)
+    vocab_size, eod_id, checksum = _vocabulary(given, tokenizer)
     verify_for_training(prefixes, vocab_size=vocab_size, eod_id=eod_id, tokenizer_checksum=checksum)
     line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
     return f"{line}; {note}" if note else line
@@ -211,15 +213,13 @@ def _read_splits(path: str) -> list[Blend]:
     return [Blend(flag, f"{path}, {split}", list(each)) for flag, split, each in places]
 
 
-def _find_tokenizer(given: flags.Flags) -> tuple[int, int | None, str | None]:
+def _vocabulary(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> tuple[int, int | None, str | None]:
     """Vocabulary size, end-of-document id and checksum of the run's tokenizer; None is what only Megatron will know."""
-    kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
-    if kind == "HuggingFaceTokenizer" and folder:
-        tokenizer = HuggingFaceTokenizer(folder)
+    if tokenizer is not None:
         return tokenizer.vocab_size, tokenizer.eod_id, tokenizer.checksum()
     named, padded = (flags.whole(given, flag, DataError) for flag in ("--vocab-size", "--padded-vocab-size"))
     embedded = next((size for size in (padded, named) if size is not None), _UNBOUNDED)
-    if kind != "NullTokenizer":
+    if flags.first(given, "--tokenizer-type") != "NullTokenizer":
         return embedded, None, None
     eod_id = flags.whole(given, "--null-tokenizer-eod-id", DataError)
     if eod_id is None and named is not None:

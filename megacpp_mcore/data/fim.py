@@ -28,8 +28,12 @@ _REFUSED = {
 }
 
 
-def check(given: flags.Flags) -> str | None:
+def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | None:
     """Check what ``--fim-data`` needs, and return what there is to say of it; None without the flag.
+
+    Args:
+        given: the command line.
+        tokenizer: that of the run; None where there is no way to read it here.
 
     Raises:
         DataError: stock would stop at it, leave it out or cut up other documents than are there.
@@ -39,21 +43,19 @@ def check(given: flags.Flags) -> str | None:
     for flag, why in _REFUSED.items():
         if flag in given:
             raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
-    kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
+    kind = flags.first(given, "--tokenizer-type")
     if kind == "NullTokenizer":
         raise DataError(
             "--fim-data was given with the tokenizer NullTokenizer (which stands for the byte tokenizer, too), but it cuts "
             "text, which that knows not; expected --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR with the five "
             "tokens that --fim-prefix-token … --fim-eod-token name, and a dataset prepared with it"
         )
-    if kind != "HuggingFaceTokenizer" or not folder:
+    if tokenizer is None:
         return f"the tokens of --fim-data are not checked, for want of a way to read the tokenizer {kind}"
     named = {flag: flags.first(given, flag) or default for flag, default in TOKENS.items()}
     if separator := flags.first(given, _SPLIT):
         named[_SPLIT] = separator
-    return "FIM tokens " + ", ".join(
-        f"{token} = {id_}" for token, id_ in _find(HuggingFaceTokenizer(folder), named).items()
-    )
+    return "FIM tokens " + ", ".join(f"{token} = {id_}" for token, id_ in _find(tokenizer, named).items())
 
 
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:

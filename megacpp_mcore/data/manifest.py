@@ -17,7 +17,6 @@ import numpy as np
 from megacpp_mcore.data.files import hash_file, require_readable
 from megacpp_mcore.data.index import DatasetIndex, read_index, size_of
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.util import schema
 from megacpp_mcore.util.files import replace
 
 if TYPE_CHECKING:
@@ -71,24 +70,6 @@ class Manifest:
         return json.dumps(body, indent=1, sort_keys=True).encode("ascii") + b"\n"
 
 
-@dataclass(frozen=True)
-class _TokenizerFacts:
-    """What ``Manifest.tokenizer`` holds."""
-
-    kind: str | None
-    checksum: str | None
-    vocab_size: int | None
-    eod_id: int | None
-
-
-@dataclass(frozen=True)
-class _FileFacts:
-    """What ``Manifest.files`` holds of each file."""
-
-    size: int
-    sha256: str
-
-
 def _digest(body: Any) -> str:
     """Return the SHA-256 over the canonical JSON of ``body``."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
@@ -101,6 +82,8 @@ def manifest_path(prefix: str) -> str:
 
 def load_manifest(prefix: str) -> Manifest:
     """Read the manifest of the dataset at ``prefix``; of an adopted one, what is not known is None (see Manifest).
+
+    One whose checksum is right holds what :class:`Manifest` says: this package alone writes it.
 
     Raises:
         DataError: there is none, or it is damaged or of another schema.
@@ -115,21 +98,17 @@ def load_manifest(prefix: str) -> Manifest:
         checksum, expected = body.pop("checksum", None), _digest({"schema_version": found, **body})
         if checksum != expected:
             raise ValueError(f"its checksum is {checksum!r}, expected {expected!r}")
-        manifest = schema.build(Manifest, body)
-        schema.build(_TokenizerFacts, manifest.tokenizer, "tokenizer")
-        for suffix in (".bin", ".idx"):
-            schema.build(_FileFacts, manifest.files.get(suffix), f"files{suffix}")
+        return Manifest(**body)
     except FileNotFoundError as error:
         raise DataError(
             f"{path} does not exist; expected the manifest of the dataset {prefix}. For a dataset that another tool "
             f"made, run: megacpp-mcore data verify --adopt {prefix}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} cannot be used: {error}; expected the manifest that made the dataset. Restore it from a copy, prepare "
             "the dataset again, or delete it and adopt the dataset (megacpp-mcore data verify --adopt PREFIX)"
         ) from error
-    return manifest
 
 
 def describe_sources(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,8 +123,12 @@ def describe_sources(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return ``Manifest.tokenizer``."""
-    facts = _TokenizerFacts(tokenizer.kind, tokenizer.checksum(), tokenizer.vocab_size, tokenizer.eod_id)
-    return dataclasses.asdict(facts)
+    return {
+        "kind": tokenizer.kind,
+        "checksum": tokenizer.checksum(),
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+    }
 
 
 def write_manifest(
@@ -205,7 +188,7 @@ def adopt(
         raise DataError(f"{path} exists; expected a dataset without one: to adopt it anew, delete that file first")
     if tokenizer is not None and (vocab_size, eod_id) != (None, None):
         raise DataError("found a tokenizer and a vocabulary size or end-of-document id; expected one or the other")
-    described = dataclasses.asdict(_TokenizerFacts(None, None, vocab_size, eod_id))
+    described: dict[str, Any] = {"kind": None, "checksum": None, "vocab_size": vocab_size, "eod_id": eod_id}
     if tokenizer is not None:
         described = describe_tokenizer(tokenizer)
     command = f"megacpp-mcore data verify --adopt {os.path.basename(prefix)}"
@@ -292,25 +275,25 @@ def verify_for_training(
 
 def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None) -> None:
     """Refuse a run whose tokenizer, vocabulary or end of document is not the dataset's."""
-    made_by = _TokenizerFacts(**manifest.tokenizer)
-    if checksum is not None and made_by.checksum not in (None, checksum):
+    made_by = manifest.tokenizer
+    if checksum is not None and made_by["checksum"] not in (None, checksum):
         raise DataError(
-            f"{prefix}.bin was made with the {made_by.kind} tokenizer of checksum {str(made_by.checksum)[:12]}, and "
+            f"{prefix}.bin was made with the {made_by['kind']} tokenizer of checksum {made_by['checksum'][:12]}, and "
             f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
             "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
             f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}"
         )
-    needed = max(manifest.max_token_id + 1, made_by.vocab_size or 0)
+    needed = max(manifest.max_token_id + 1, made_by["vocab_size"] or 0)
     if needed > vocab_size:
         raise DataError(
             f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
             f"least {needed}, or prepare the dataset with the model's tokenizer"
         )
-    if eod_id is not None and made_by.eod_id not in (None, eod_id):
+    if eod_id is not None and made_by["eod_id"] not in (None, eod_id):
         raise DataError(
-            f"{prefix}.bin ends its documents with id {made_by.eod_id}, and training uses {eod_id} as end of document; name "
+            f"{prefix}.bin ends its documents with id {made_by['eod_id']}, and training uses {eod_id} as end of document; name "
             f"the dataset where the command is made (recipe emit --data {prefix}), or pass --null-tokenizer-eod-id "
-            f"{made_by.eod_id}; otherwise prepare it again with the tokenizer of training"
+            f"{made_by['eod_id']}; otherwise prepare it again with the tokenizer of training"
         )
 
 

@@ -33,7 +33,6 @@ from megacpp_mcore.data.sources import (
     Piece,
     Skipped,
     Source,
-    Split,
     choose_split,
     cut_sources,
     find_sources,
@@ -70,14 +69,14 @@ class Plan:
         return describe_tokenizer(load_tokenizer(self.tokenizer_name))
 
     @cached_property
-    def splits(self) -> tuple[Split, ...]:
-        """The sides of the split; one without a name where nothing is split."""
-        return parse_split(self.split) if self.split else (Split("", 1.0),)
+    def shares(self) -> dict[str, float]:
+        """The share of each side of the split; of one without a name where nothing is split."""
+        return parse_split(self.split) if self.split else {"": 1.0}
 
     @property
     def prefixes(self) -> list[str]:
         """The datasets to write, one per split."""
-        return [f"{self.output}_{side.name}" for side in self.splits] if self.split else [self.output]
+        return [f"{self.output}_{name}" for name in self.shares] if self.split else [self.output]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -226,7 +225,7 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
     """Write the datasets of ``plan``, with their manifests, in ``folder``; return their prefixes there."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    built = [str(folder / f"{_REPLACING if plan.overwrite else _NEW}.{number}") for number in range(len(plan.splits))]
+    built = [str(folder / f"{_REPLACING if plan.overwrite else _NEW}.{number}") for number in range(len(plan.shares))]
     builders = [IndexedDatasetBuilder(prefix + ".bin", dtype=plan.dtype.type) for prefix in built]
     documents = np.zeros((len(built), len(plan.sources)), dtype=np.int64)
     text_bytes = [0 for _ in built]
@@ -243,10 +242,10 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
             hashes[piece.number] = encoded.sha256
             progress.advance(bool(encoded.sha256), piece.stop - piece.start)
     progress.show()
-    for side, split in enumerate(plan.splits):
+    for side, name in enumerate(plan.shares):
         if not documents[side].any():  # Megatron cannot open an empty dataset
             raise DataError(
-                f"{f'split {split.name!r}' if plan.split else 'the dataset'} got none of {documents.sum()} documents from "
+                f"{f'split {name!r}' if plan.split else 'the dataset'} got none of {documents.sum()} documents from "
                 f"{len(plan.sources)} files; expected at least one: give more text or larger shares"
             )
         builders[side].finalize(built[side] + ".idx")
@@ -264,7 +263,7 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
             text_bytes=text_bytes[side],
             sources=describe_sources(records),
             skipped=[dataclasses.asdict(item) for item in skipped],
-            split={"name": split.name, "of": plan.split} if plan.split else None,
+            split={"name": name, "of": plan.split} if plan.split else None,
         )
     return built
 
@@ -369,8 +368,9 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
         DataError: the source cannot be read or changes meanwhile, or holds a document that no index can.
     """
     skipped: list[Skipped] = []
+    shares = plan.shares.values()
     documents = [
-        (choose_split(each.key, plan.splits), _encode(plan, tokenizer, each.text, piece.source), len(each.text))
+        (choose_split(each.key, shares), _encode(plan, tokenizer, each.text, piece.source), len(each.text))
         for each in read_documents(piece, skipped if plan.skip_errors else None)
     ]
     is_last = piece.stop == piece.source.size

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,16 +225,8 @@ def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | N
     skipped.append(Skipped(source.relative, offset, reason))
 
 
-@dataclass(frozen=True)
-class Split:
-    """A named share of the documents."""
-
-    name: str
-    share: float
-
-
-def parse_split(text: str) -> tuple[Split, ...]:
-    """Parse ``train=0.98,valid=0.02``.
+def parse_split(text: str) -> dict[str, float]:
+    """Parse ``train=0.98,valid=0.02`` into the share of each name.
 
     Raises:
         DataError: not of that form, a name given twice, or shares that are not positive or do not add up to 1.
@@ -248,15 +242,11 @@ def parse_split(text: str) -> tuple[Split, ...]:
             f"split {text!r} is {shares or 'no list of shares'}, which add up to {total}; expected NAME=SHARE,NAME=SHARE, each "
             "name a word that occurs once, with shares above 0 that add up to 1, such as train=0.98,valid=0.02"
         )
-    return tuple(Split(name, share) for name, share in shares.items())
+    return shares
 
 
-def choose_split(key: str, splits: Sequence[Split]) -> int:
-    """Return which of ``splits`` the document called ``key`` falls into: a function of the key and the shares alone."""
+def choose_split(key: str, shares: Iterable[float]) -> int:
+    """Return in which of ``shares`` the document called ``key`` lies, by their order: a function of these two alone."""
     position = int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2.0**64
-    bound = 0.0
-    for number, split in enumerate(splits):
-        bound += split.share
-        if position < bound:
-            return number
-    return len(splits) - 1
+    bounds = list(itertools.accumulate(shares))
+    return min(bisect_right(bounds, position), len(bounds) - 1)

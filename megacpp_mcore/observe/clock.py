@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import importlib.util
 import threading
 import time
@@ -17,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import psutil
+
+from megacpp_mcore.util.stand_in import stand_in
 
 
 class Phase(enum.StrEnum):
@@ -166,7 +167,7 @@ def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:
     from triton import knobs
     from triton.runtime.autotuner import Autotuner
 
-    before, after, bench = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook, Autotuner._bench
+    before, after = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
 
     def on_start(*args: Any, **kwargs: Any) -> Any:
         cached = before(*args, **kwargs) if before is not None else None
@@ -178,14 +179,10 @@ def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:
         clock.leave(Phase.JIT)
         return after(*args, **kwargs) if after is not None else None
 
-    @functools.wraps(bench)
-    def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def tune(bench: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with clock.within(Phase.JIT):
-            return bench(self, *args, **kwargs)
+            return bench(*args, **kwargs)
 
-    for holder, name, hook in (
-        (knobs.runtime, "jit_cache_hook", on_start),
-        (knobs.runtime, "jit_post_compile_hook", on_end),
-        (Autotuner, "_bench", tuned),
-    ):
-        stack.enter_context(mock.patch.object(holder, name, hook))
+    stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", on_start))
+    stack.enter_context(mock.patch.object(knobs.runtime, "jit_post_compile_hook", on_end))
+    stand_in(stack, Autotuner, "_bench", tune)

@@ -12,11 +12,12 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,11 @@ class Step:
     grad_norm: float | None
     learning_rate: float | None
     skipped: bool
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was skipped, or has a loss that is no number."""
+        return self.skipped or not all(map(math.isfinite, self.losses.values()))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Step:
@@ -151,11 +157,9 @@ class Log:
         with contextlib.suppress(RuntimeError):  # no more threads: there is a line at every step all the same
             self._thread.start()
 
-    def write(self, at: int | None = None, **fields: Any) -> dict[str, Any]:
-        """Write a line of ``fields``, at a time since the epoch or now, and return it."""
-        line = {"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields}
-        self._append(line)
-        return line
+    def write(self, at: int | None = None, **fields: Any) -> None:
+        """Write a line of ``fields``, at a time since the epoch or now."""
+        self._append({"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields})
 
     def close(self) -> None:
         """Close the file; a file system that does not answer the heartbeat is not waited for."""
@@ -230,6 +234,10 @@ class Span(NamedTuple):
     phases: Mapping[str, int]
     step: int | None
 
+    def total(self, phases: Iterable[str]) -> int:
+        """Nanoseconds in several phases."""
+        return sum(self.phases.get(phase, 0) for phase in phases)
+
 
 @dataclass
 class Start:
@@ -259,9 +267,6 @@ class Start:
     steps: list[Step] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.ended_ns = max(self.ended_ns, self.began_ns)
 
     @property
     def name(self) -> str:
@@ -312,6 +317,28 @@ def read_any(run: str | os.PathLike[str], rank: int | None = None) -> dict[int, 
     return dict(sorted(found.items()))
 
 
+def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
+    """The object in the JSON file at ``path``.
+
+    Args:
+        path: the file.
+        expected: what it should be, in words.
+        remedy: what to do where it is damaged.
+
+    Raises:
+        DataError: there is no such file, or it holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
+    return found
+
+
 def _read_file(path: Path, number: int) -> Start | None:
     """The start in one file; None where not even its first line is complete.
 
@@ -327,7 +354,9 @@ def _read_file(path: Path, number: int) -> Start | None:
         try:
             line = json.loads(text)
             if start is None:
-                start = Start(number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"])
+                start = Start(
+                    number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"], line["began"]
+                )
             else:
                 start.add(line)
         except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -5,7 +5,6 @@ Which steps a restart had to repeat is known only then, so that files hold phase
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.clock import Phase
 from megacpp_mcore.observe.events import FINISHED, Listener, Log, Start, Step
+from megacpp_mcore.observe.steps import standing
 
 PRODUCTIVE = "productive"
 RECOVERY = "recovery"
@@ -129,8 +129,8 @@ class Stretch(NamedTuple):
 
 def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
     """One rank's wall time in order, without gaps but for pauses between starts that follow no death."""
-    for index, start in enumerate(starts):
-        after_death, kept_to = _goes_on(starts[:index]), _kept_to(starts[index + 1 :])
+    for index, (start, kept_to) in enumerate(standing(starts)):
+        after_death = _goes_on(starts[:index])
         if after_death and start.began_ns > starts[index - 1].ended_ns:
             yield Stretch(starts[index - 1].ended_ns, start.began_ns, DOWN)
         at = start.began_ns
@@ -166,22 +166,14 @@ def _goes_on(starts: Sequence[Start]) -> bool:
     return next((one.how != FINISHED for one in reversed(starts) if one.how in (FINISHED, None) or one.done), False)
 
 
-def _kept_to(later: Sequence[Start]) -> float:
-    """The last step that the starts after it did not do again."""
-    return min((start.resumed_at for start in later if start.resumed_at is not None), default=math.inf)
-
-
 def of_rank(starts: Sequence[Start]) -> Goodput:
     """The goodput of one rank's ``starts``."""
     spent: Counter[str] = Counter()
     for stretch in timeline(starts):
         spent[stretch.kind] += stretch.end - stretch.begin
-    kept = lost = 0
-    for index, start in enumerate(starts, 1):
-        kept_to = _kept_to(starts[index:])
-        repeated = sum(step > kept_to for step in start.done)
-        kept, lost = kept + len(start.done) - repeated, lost + repeated
-    return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, lost)
+    are_kept = [step <= kept_to for start, kept_to in standing(starts) for step in start.done]
+    kept = sum(are_kept)
+    return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, len(are_kept) - kept)
 
 
 def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from megacpp_mcore.observe.events import HookErrors, Listener
 from megacpp_mcore.observe.routing import is_capturing
+from megacpp_mcore.util.stand_in import stand_in
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -54,14 +54,14 @@ class IndexOverlap(Listener):
 
     def watch(self, cache: Any) -> None:
         """Look at what is published in ``cache``, until the end; an error of it must not end a forward pass."""
-        publish, sample = cache.publish, self._errors.guard(self._sample)
+        sample = self._errors.guard(self._sample)
 
-        def watched(layer: int, selection: Any) -> None:
+        def publish(stock: Callable[..., None], layer: int, selection: Any) -> None:
             if self._sampling:
                 sample(layer, selection.index)
-            publish(layer, selection)
+            stock(layer, selection)
 
-        self._hooks.enter_context(mock.patch.object(cache, "publish", watched))
+        stand_in(self._hooks, cache, "publish", publish)
 
     def on_step_begin(self, number: int) -> None:
         """Decide whether this step is sampled."""

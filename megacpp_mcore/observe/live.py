@@ -6,15 +6,16 @@ The last rank does it, which is where Megatron has the losses and its writers, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.receipts.assemble import utilisation
-from megacpp_mcore.observe.steps import kept
+from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.observe.steps import recorded, standing
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.indices import IndexOverlap
@@ -27,9 +28,6 @@ _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STE
 """The classes of time that tokens/s are about: the same as a receipt's step times."""
 TAG = "observe/"
 """What our scalars' names begin with, so that none is Megatron's: that writes losses, gradient norm and learning rate."""
-
-Facts = tuple[Mapping[str, Any], Mapping[str, str]]
-"""What is known of the run by field of a receipt, and why other fields are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ class Live(Listener):
     Args:
         recorder: what records this rank's goodput; it has to come before this one.
         loop: the loop that trains.
-        facts: gives what is known of the run.
+        facts: what is known of the run, and comes to be.
         routes: what counts the experts' tokens; it has to come before this one, too.
         indices: what samples the indices of Full layers, likewise.
         console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
@@ -109,7 +107,7 @@ class Live(Listener):
         recorder: Recorder,
         loop: Loop,
         *,
-        facts: Callable[[], Facts],
+        facts: Facts,
         routes: Routing,
         indices: IndexOverlap,
         console: str = PROGRESS,
@@ -148,7 +146,7 @@ class Live(Listener):
         if self._before is not None and in_steps > self._before[1]:
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
-        mfu, reason = _mfu(self._facts(), rate)
+        mfu, reason = _mfu(self._facts, rate)
         return Metrics(
             step=step.step,
             resumed_at=step.resumed_at,
@@ -166,16 +164,15 @@ class Live(Listener):
 
 def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
     """The utilisation at a rate, or why there is none."""
-    known, unknown = facts
-    if (counted := known.get("flops")) is None:
-        return None, unknown.get("flops", "the work of a step is not known")
+    if (counted := facts.values.get("flops")) is None:
+        return None, facts.unknown.get("flops", "the work of a step is not known")
     if tokens_per_s is None:
         return None, "no step before it to measure from"
-    used = utilisation(known, counted["tokens"] / tokens_per_s)
+    used = utilisation(facts.values, counted["tokens"] / tokens_per_s)
     return used.mfu, used.reason or ""
 
 
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
     """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back."""
-    starts = sorted((one for starts in ranks.values() for one in starts), key=lambda one: (one.number, one.rank))
-    return kept([Metrics(**one) for start in starts for one in start.metrics])
+    starts = standing(recorded(ranks))
+    return [Metrics(**one) for start, kept_to in starts for one in start.metrics if one["step"] <= kept_to]

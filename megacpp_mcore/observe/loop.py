@@ -8,7 +8,6 @@ there any more is an error before training starts. :mod:`megacpp_mcore.observe.l
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import pkgutil
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,16 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.training import GPT
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.util.stand_in import stand_in
 
 logger = logging.getLogger(__name__)
+
+
+# --- A seam -----------------------------------------------------------------------------------------------------------
+
+Handler = Callable[..., Any]
+"""Stands in for a function of the loop: called with the notifier, the stock function and what that is given; returns what that
+returns."""
 
 
 @dataclass(frozen=True)
@@ -34,71 +42,28 @@ class Seam:
     Attributes:
         module: where the loop looks it up.
         name: its name there, dotted for a method.
-        phase: what the process is in while it runs, or None.
-        within: the phase in which alone that holds; None: any.
+        handler: what stands in for it.
     """
 
     module: str
     name: str
-    phase: Phase | None = None
-    within: Phase | None = None
+    handler: Handler
 
 
-_TRAINING = "megatron.training.training"
-_FINALIZE = "maybe_finalize_async_save"
-BATCH = Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, Phase.STEP)
-STOCK = (
-    Seam(_TRAINING, "setup_model_and_optimizer"),
-    Seam(_TRAINING, "load_checkpoint", Phase.LOAD),
-    Seam(_TRAINING, "train"),
-    Seam(_TRAINING, "train_step", Phase.STEP),
-    Seam(_TRAINING, "training_log"),
-    Seam(_TRAINING, "save_checkpoint", Phase.SAVE),
-    Seam(_TRAINING, "save_checkpoint_and_time", Phase.SAVE),
-    Seam(_TRAINING, _FINALIZE, Phase.SAVE),
-    Seam(_TRAINING, "evaluate_and_print_results", Phase.EVALUATION),
-    BATCH,
-)
-"""The functions of Megatron's own loop."""
+def timed(phase: Phase, within: Phase | None = None) -> Handler:
+    """A handler that runs the function in ``phase``; if ``within`` is one, in that phase alone."""
 
-Handler = Callable[..., Any]
-"""Stands in for a function of the loop: called with the stock function and what that is given, returns what that returns."""
+    def run(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if within is not None and notifier.clock.phase is not within:
+            return stock(*args, **kwargs)
+        with notifier.clock.within(phase):
+            return stock(*args, **kwargs)
 
-
-class Loop:
-    """A loop that trains, as those see it who record a run: Megatron's own, where nothing is overridden."""
-
-    def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
-        """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
-
-        Raises:
-            LaunchError: the loop has not the functions that it has to have; nothing has been replaced.
-        """
-        seams = _StockSeams(clock, listeners)
-        return replaced(STOCK, seams, seams.handlers())
-
-    def arguments(self) -> Any:
-        """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
-        from megatron.training import get_args
-
-        return get_args()
-
-    def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
-        from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
-
-        described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())
-        return (described.transformer, described)
-
-    def writers(self) -> tuple[Any, Any]:
-        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
-        from megatron.training import get_tensorboard_writer, get_wandb_writer
-
-        return get_tensorboard_writer(), get_wandb_writer()
+    return run
 
 
 @contextlib.contextmanager
-def replaced(seams: Sequence[Seam], notifier: Notifier, handlers: Mapping[str, Handler]) -> Iterator[None]:
+def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
     """Put functions that notify in the place of those of ``seams``, and those back when the context ends, of which it notifies.
 
     Raises:
@@ -108,23 +73,15 @@ def replaced(seams: Sequence[Seam], notifier: Notifier, handlers: Mapping[str, H
         stack.push(notifier.end)  # first, so that the listeners hear of a missing function, too
         stack.callback(notifier.scalars.restore)
         for seam in seams:
+            owner, _, name = seam.name.rpartition(".")
             try:
-                stock = pkgutil.resolve_name(f"{seam.module}:{seam.name}")
+                holder = pkgutil.resolve_name(f"{seam.module}:{owner}")
+                stand_in(stack, holder, name, partial(seam.handler, notifier))
             except AttributeError as error:
                 missing = f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed"
                 todo = "use megatron-core 0.19 (and megatron-bridge 0.6), or switch it off with --no-observe"
                 raise LaunchError(f"{missing}; {todo}") from error
-            standing_in = _standing_in(stock, handlers.get(seam.name) or notifier.timed(seam))
-            stack.enter_context(mock.patch(f"{seam.module}.{seam.name}", standing_in))
         yield
-
-
-def _standing_in(stock: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return handler(stock, *args, **kwargs)
-
-    return run
 
 
 class Notifier:
@@ -135,17 +92,6 @@ class Notifier:
         self._listeners = list(listeners)
         self._step = 0
         self._resumed_at: int | None = None
-
-    def timed(self, seam: Seam) -> Handler:
-        """A handler that runs the function in the seam's phase."""
-
-        def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if seam.phase is None or (seam.within is not None and self.clock.phase is not seam.within):
-                return stock(*args, **kwargs)
-            with self.clock.within(seam.phase):
-                return stock(*args, **kwargs)
-
-        return run
 
     def notify_begin(self, number: int) -> None:
         """Step ``number`` begins."""
@@ -197,59 +143,6 @@ class Notifier:
         self.notify(lambda listener: listener.on_end(None if quiet else error))
 
 
-class _StockSeams(Notifier):
-    """What stands in for Megatron's functions."""
-
-    def handlers(self) -> dict[str, Handler]:
-        """Each by the name of its function."""
-        return {
-            "setup_model_and_optimizer": self._set_up,
-            "train": self._train,
-            "train_step": self._train_step,
-            "training_log": self._training_log,
-            _FINALIZE: self._finalize,
-        }
-
-    def _set_up(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """It returns the model's chunks and the optimizer first."""
-        made = stock(*args, **kwargs)
-        self.notify(lambda listener: listener.on_model(made[0], made[1]))
-        return made
-
-    def _train(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start-up is over."""
-        self.clock.become(Phase.IDLE)
-        return stock(*args, **kwargs)
-
-    def _train_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Its number is one more than that of the iterations that are done."""
-        from megatron.training import get_args
-
-        self.notify_begin(get_args().curr_iteration + 1)
-        with self.clock.within(Phase.STEP):
-            return stock(*args, **kwargs)
-
-    def _finalize(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Called every step, which is part of a save only with ``--async-save``."""
-        from megatron.training import get_args
-
-        with self.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
-            return stock(*args, **kwargs)
-
-    def _training_log(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """It asks for the writer that it gives the auxiliary losses to, which are in none of its arguments."""
-        from megatron.training import get_args, training
-
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        self.scalars.values = {}
-        writer = self.scalars.tap(training.get_tensorboard_writer())
-        with mock.patch.object(training, "get_tensorboard_writer", return_value=writer):
-            result = stock(*args, **kwargs)
-        options = get_args()
-        self.notify_step(given, given["iteration"], options.consumed_train_samples * options.seq_length)
-        return result
-
-
 class ScalarTap:
     """Notes the losses of a step that TensorBoard's writer is given; where there is no writer, it takes them itself."""
 
@@ -264,13 +157,12 @@ class ScalarTap:
             return self
         if writer is not self._writer:
             self.restore()
-            stock = writer.add_scalar
 
-            def add_scalar(tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
+            def add_scalar(stock: Callable[..., None], tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
                 self.add_scalar(tag, scalar_value)
                 stock(tag, scalar_value, *args, **kwargs)
 
-            self._restored.enter_context(mock.patch.object(writer, "add_scalar", add_scalar))
+            stand_in(self._restored, writer, "add_scalar", add_scalar)
             self._writer = writer
         return writer
 
@@ -284,3 +176,108 @@ class ScalarTap:
         """Leave the writer as it was."""
         self._restored.close()
         self._writer = None
+
+
+# --- Megatron's own loop ----------------------------------------------------------------------------------------------
+
+
+def _set_up(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """It returns the model's chunks and the optimizer first."""
+    made = stock(*args, **kwargs)
+    notifier.notify(lambda listener: listener.on_model(made[0], made[1]))
+    return made
+
+
+def _train(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Start-up is over."""
+    notifier.clock.become(Phase.IDLE)
+    return stock(*args, **kwargs)
+
+
+def _train_step(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Its number is one more than that of the iterations that are done."""
+    from megatron.training import get_args
+
+    notifier.notify_begin(get_args().curr_iteration + 1)
+    with notifier.clock.within(Phase.STEP):
+        return stock(*args, **kwargs)
+
+
+def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Called every step, which is part of a save only with ``--async-save``."""
+    from megatron.training import get_args
+
+    with notifier.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
+        return stock(*args, **kwargs)
+
+
+def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """It asks for the writer that it gives the auxiliary losses to, which are in none of its arguments."""
+    from megatron.training import get_args, training
+
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    notifier.scalars.values = {}
+    writer = notifier.scalars.tap(training.get_tensorboard_writer())
+    with mock.patch.object(training, "get_tensorboard_writer", return_value=writer):
+        result = stock(*args, **kwargs)
+    options = get_args()
+    notifier.notify_step(given, given["iteration"], options.consumed_train_samples * options.seq_length)
+    return result
+
+
+_TRAINING = "megatron.training.training"
+BATCH = Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", timed(Phase.DATA, within=Phase.STEP))
+STOCK = (
+    Seam(_TRAINING, "setup_model_and_optimizer", _set_up),
+    Seam(_TRAINING, "load_checkpoint", timed(Phase.LOAD)),
+    Seam(_TRAINING, "train", _train),
+    Seam(_TRAINING, "train_step", _train_step),
+    Seam(_TRAINING, "training_log", _training_log),
+    Seam(_TRAINING, "save_checkpoint", timed(Phase.SAVE)),
+    Seam(_TRAINING, "save_checkpoint_and_time", timed(Phase.SAVE)),
+    Seam(_TRAINING, "maybe_finalize_async_save", _finalize),
+    Seam(_TRAINING, "evaluate_and_print_results", timed(Phase.EVALUATION)),
+    BATCH,
+)
+"""The functions of Megatron's own loop."""
+
+
+class Loop:
+    """A loop that trains, as those see it who record a run: Megatron's own, where nothing is overridden."""
+
+    def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
+        """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
+
+        Raises:
+            LaunchError: the loop has not the functions that it has to have; nothing has been replaced.
+        """
+        return replaced(STOCK, Notifier(clock, listeners))
+
+    def arguments(self) -> Any:
+        """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
+        from megatron.training import get_args
+
+        return get_args()
+
+    def data_words(self) -> list[str]:
+        """The words of a command line that name the run's datasets."""
+        args = self.arguments()
+        words: list[str] = []
+        prefixes = ("", "train_", "valid_", "test_")
+        for name in (*(f"{prefix}data_path" for prefix in prefixes), "data_args_path", "per_split_data_args_path"):
+            if value := getattr(args, name, None):
+                words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
+        return words
+
+    def describe_model(self, host: str) -> tuple[object, ...]:
+        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
+        from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+        described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())
+        return (described.transformer, described)
+
+    def writers(self) -> tuple[Any, Any]:
+        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+        return get_tensorboard_writer(), get_wandb_writer()

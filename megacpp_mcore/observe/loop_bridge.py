@@ -15,23 +15,67 @@ from typing import Any
 
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
-from megacpp_mcore.observe.loop import BATCH, Handler, Loop, Notifier, Seam, replaced
-from megacpp_mcore.util import flags
+from megacpp_mcore.observe.loop import BATCH, Loop, Notifier, Seam, replaced, timed
 
 _BRIDGE = "megatron.bridge.training"
-_LOGGING = f"{_BRIDGE}.utils.train_utils"
-_WRITER = "_build_moe_metric_writer"
-"""Gives ``training_log`` the writer for auxiliary losses, which are in none of its arguments."""
-_FINALIZE = "maybe_finalize_async_save"
+_ALIKE = {
+    "train": ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters"),
+    "logger": ("log_interval",),
+    "model": ("seq_length",),
+    "tokenizer": ("tokenizer_type",),
+    "optimizer": (
+        "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype",
+        "exp_avg_dtype", "exp_avg_sq_dtype",
+    ),
+    "dataset": ("reset_attention_mask", "split"),
+}  # fmt: skip
+"""What the parts of the configuration hold by the names of stock arguments."""
+
+
+def _build_writer(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """It gives ``training_log`` the writer for auxiliary losses, which are in none of its arguments."""
+    return notifier.scalars.tap(stock(*args, **kwargs))
+
+
+def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Called every step, which is part of a save only if that is asynchronous."""
+    asynchronous = inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
+    with notifier.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
+        return stock(*args, **kwargs)
+
+
+def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Bridge adds the indexer's loss up, and neither logs nor clears it."""
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    model, state = given["config"].model, given["global_state"]
+    number = state.train_state.step
+    notifier.scalars.values = {}
+    result = stock(*args, **kwargs)
+    if model.dsa_indexer_loss_coeff:
+        _track_indexer(number, notifier.scalars.tap(state.tensorboard_logger), state.wandb_logger)
+    notifier.notify_step(given, number, state.train_state.consumed_train_samples * model.seq_length)
+    return result
+
+
+def _track_indexer(step: int, writer: Any, wandb: Any) -> None:
+    """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); each rank has to."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(
+        loss_scale=1 / get_num_microbatches(), iteration=step, writer=writer, wandb_writer=wandb
+    )
+
+
 SEAMS = (
-    Seam(f"{_BRIDGE}.checkpointing", "load_checkpoint", Phase.LOAD),
-    Seam(f"{_BRIDGE}.train", "train_step", Phase.STEP),
-    Seam(f"{_BRIDGE}.train", "training_log"),
-    Seam(_LOGGING, _WRITER),
-    Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", Phase.SAVE),
-    Seam(f"{_BRIDGE}.checkpointing", _FINALIZE, Phase.SAVE),
-    Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", Phase.EVALUATION),
-    Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", Phase.EVALUATION),
+    Seam(f"{_BRIDGE}.checkpointing", "load_checkpoint", timed(Phase.LOAD)),
+    Seam(f"{_BRIDGE}.train", "train_step", timed(Phase.STEP)),
+    Seam(f"{_BRIDGE}.train", "training_log", _training_log),
+    Seam(f"{_BRIDGE}.utils.train_utils", "_build_moe_metric_writer", _build_writer),
+    Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", timed(Phase.SAVE)),
+    Seam(f"{_BRIDGE}.checkpointing", "maybe_finalize_async_save", _finalize),
+    Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", timed(Phase.EVALUATION)),
+    Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", timed(Phase.EVALUATION)),
     BATCH,
 )
 """The functions of Bridge's loop for which there is no callback."""
@@ -54,55 +98,44 @@ class BridgeLoop(Loop):
     @contextlib.contextmanager
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
         """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; of a run that logs no step, listeners hear of none."""
-        seams = _BridgeSeams(clock, listeners)
+        notifier = Notifier(clock, listeners)
 
         def on_model(context: Any) -> None:
             self._state = context.state
-            seams.notify(lambda listener: listener.on_model(context.model, context.optimizer))
+            notifier.notify(lambda listener: listener.on_model(context.model, context.optimizer))
 
-        with replaced(SEAMS, seams, seams.handlers()):
+        with replaced(SEAMS, notifier):
             # Bridge takes no callback for data of whole epochs, whose number of steps it knows only later.
             has_steps = self._config.train.num_epochs is None
             self._callbacks.register("on_data_init_start" if has_steps else "on_train_start", on_model)
             self._callbacks.register("on_train_start", lambda _: clock.become(Phase.IDLE))
             self._callbacks.register(
-                "on_train_step_start", lambda context: seams.notify_begin(context.state.train_state.step + 1)
+                "on_train_step_start", lambda context: notifier.notify_begin(context.state.train_state.step + 1)
             )
             yield
 
     def arguments(self) -> Any:
         """What the configuration says, by the names of stock arguments."""
-        from megacpp_mcore.data.arguments import bridge_words  # brings numpy
-
         config = self._config
-        model, train, data, optimizer = config.model, config.train, config.dataset, config.optimizer
-        spec, named = model.transformer_layer_spec, flags.read(bridge_words(data))
+        model, data = config.model, config.dataset
+        spec = model.transformer_layer_spec
+        alike = {name: getattr(getattr(config, part), name) for part, names in _ALIKE.items() for name in names}
         return SimpleNamespace(
+            **alike,
             spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else None,
             world_size=int(os.environ["WORLD_SIZE"]),
             data_parallel_size=config.data_parallel_size,
-            micro_batch_size=train.micro_batch_size,
-            global_batch_size=train.global_batch_size,
-            rampup_batch_size=train.rampup_batch_size,
-            train_iters=train.train_iters,
-            log_interval=config.logger.log_interval,
-            seq_length=model.seq_length,
             padded_vocab_size=model.padded_vocab_size(),
-            tokenizer_type=config.tokenizer.tokenizer_type,
-            optimizer=optimizer.optimizer,
-            use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            use_precision_aware_optimizer=optimizer.use_precision_aware_optimizer,
-            main_grads_dtype=optimizer.main_grads_dtype,
-            main_params_dtype=optimizer.main_params_dtype,
-            exp_avg_dtype=optimizer.exp_avg_dtype,
-            exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype,
             dataloader_inter_document_masking=data.inter_document_masking,
-            reset_attention_mask=data.reset_attention_mask,
             fim_data=getattr(data, "fim_data", False),
             mock_data=data.mock,
-            split=data.split,
-            **{flag[2:].replace("-", "_"): words for flag, words in named.items()},
         )
+
+    def data_words(self) -> list[str]:
+        """The words of a stock command line that would name the same datasets."""
+        from megacpp_mcore.data.arguments import bridge_words  # brings numpy
+
+        return bridge_words(self._config.dataset)
 
     def describe_model(self, host: str) -> tuple[object, ...]:
         """Bridge's provider is itself the configuration."""
@@ -113,42 +146,3 @@ class BridgeLoop(Loop):
         if self._state is None:
             return None, None
         return self._state.tensorboard_logger, self._state.wandb_logger
-
-
-class _BridgeSeams(Notifier):
-    """What stands in for Bridge's functions."""
-
-    def handlers(self) -> dict[str, Handler]:
-        """Each by the name of its function."""
-        return {"training_log": self._training_log, _WRITER: self._build_writer, _FINALIZE: self._finalize}
-
-    def _build_writer(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.scalars.tap(stock(*args, **kwargs))
-
-    def _finalize(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Called every step, which is part of a save only if that is asynchronous."""
-        asynchronous = inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
-        with self.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
-            return stock(*args, **kwargs)
-
-    def _training_log(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Bridge adds the indexer's loss up, and neither logs nor clears it."""
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        model, state = given["config"].model, given["global_state"]
-        number = state.train_state.step
-        self.scalars.values = {}
-        result = stock(*args, **kwargs)
-        if model.dsa_indexer_loss_coeff:
-            _track_indexer(number, self.scalars.tap(state.tensorboard_logger), state.wandb_logger)
-        self.notify_step(given, number, state.train_state.consumed_train_samples * model.seq_length)
-        return result
-
-
-def _track_indexer(step: int, writer: Any, wandb: Any) -> None:
-    """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); each rank has to."""
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    DSAIndexerLossLoggingHelper.track_indexer_metrics(
-        loss_scale=1 / get_num_microbatches(), iteration=step, writer=writer, wandb_writer=wandb
-    )

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.clock import OF_A_STEP
 from megacpp_mcore.observe.events import Start, Step
 from megacpp_mcore.observe.goodput import CLASSES, PRODUCTIVE, Goodput
-from megacpp_mcore.observe.live import Metrics, metrics_of
+from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import tokens_of
-from megacpp_mcore.observe.steps import kept, recorded
+from megacpp_mcore.observe.steps import kept, recorded, standing
 
 
 class Level(NamedTuple):
@@ -93,8 +93,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     name = whole.parent.name if place.is_file() else whole.name
     if whole.name == "observe":
         name = f"{whole.parent.name}/{name}"
-    ranks = events.read_any(place)
-    return Run(name, receipts.read(place), ranks, goodput.of_starts(ranks), metrics_of(ranks))
+    return Run(name, receipts.read(place), events.read_any(place))
 
 
 _OF_METRICS = {
@@ -114,9 +113,7 @@ class Run:
 
     name: str
     receipt: Mapping[str, Any]
-    ranks: Mapping[int, Sequence[Start]] = field(default_factory=dict)
-    spent: Mapping[int, Goodput] = field(default_factory=dict)
-    metrics: Sequence[Metrics] = ()
+    ranks: Mapping[int, Sequence[Start]]
     addition: Addition = Addition()
 
     @property
@@ -134,14 +131,24 @@ class Run:
         return schema.flatten(self.receipt)
 
     @functools.cached_property
-    def starts(self) -> list[list[Step]]:
-        """The steps of each start, repeated ones too."""
+    def spent(self) -> Mapping[int, Goodput]:
+        """What the wall time of each rank went to."""
+        return goodput.of_starts(self.ranks)
+
+    @functools.cached_property
+    def starts(self) -> list[Start]:
+        """The starts that recorded losses, in order."""
         return recorded(self.ranks)
+
+    @functools.cached_property
+    def done(self) -> list[Step]:
+        """The steps of all starts, repeated ones too."""
+        return [step for start in self.starts for step in start.steps]
 
     @functools.cached_property
     def kept(self) -> list[Step]:
         """The steps that the run's present state rests on, ascending."""
-        return kept([step for start in self.starts for step in start])
+        return kept(self.starts)
 
     @functools.cached_property
     def losses(self) -> list[str]:
@@ -165,25 +172,19 @@ class Run:
     def loss(self) -> Markup | None:
         """The losses of the heads by step, what was lost to a restart faint, and every restart marked."""
         names = [name for name in self.losses if name == "lm loss" or name.startswith("mtp_")]
-        still = {id(step) for step in self.kept}
         curves: list[_Curve] = []
         for number, name in enumerate(names[:6], 1):
             words = "next token" if name == "lm loss" else f"MTP depth {name[4:-5]}"
             curves.append(_Curve(words, f"c{number}", _finite((one.step, one.losses.get(name)) for one in self.kept)))
-            for start in self.starts:
-                lost = _finite((one.step, one.losses.get(name)) for one in start if id(one) not in still)
+            for start, kept_to in standing(self.starts):
+                lost = _finite((one.step, one.losses.get(name)) for one in start.steps if one.step > kept_to)
                 curves.append(_Curve("", f"c{number}", lost, faint=True))
         marks = [(step, f"resumed at {step:.0f}") for step in self._resumed()]
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
 
-    @property
-    def not_finite(self) -> list[int]:
-        """The steps that were skipped or have a loss that is no number."""
-        return [step.step for step in self.kept if step.skipped or not all(map(math.isfinite, step.losses.values()))]
-
     def _resumed(self) -> list[float]:
         """The steps that the starts after the first one went on from."""
-        return [float(start[0].resumed_at) for start in self.starts[1:]]
+        return [float(start.steps[0].resumed_at) for start in self.starts[1:]]
 
     def time(self) -> tuple[Markup | None, list[str]]:
         """Tokens per second over the wall time, with what else the time went to behind it; and the classes of that."""
@@ -197,10 +198,10 @@ class Run:
         def at(since_epoch_ns: int) -> float:
             return (since_epoch_ns - began) / 1e9 / seconds
 
-        tokens = tokens_of(list({step.step: step for start in self.starts for step in start}.values()))
+        tokens = tokens_of(list({step.step: step for step in self.done}.values()))
         curves: list[_Curve] = []
         for start in starts:
-            spans = [(span, sum(span.phases.get(phase, 0) for phase in OF_A_STEP)) for span in start.spans]
+            spans = [(span, span.total(OF_A_STEP)) for span in start.spans]
             rates = [(at(one.at), tokens[one.step] / ns * 1e9) for one, ns in spans if one.step in tokens and ns]
             curves.append(_Curve("" if curves else "tokens/s", "c1", rates))
         marks = [
@@ -230,13 +231,14 @@ class Run:
 
     def by_step(self) -> list[tuple[str, Markup]]:
         """A small plot of everything else that is known by step."""
+        metrics = metrics_of(self.ranks)
         others = [name for name in self.losses if name != "lm loss" and not name.startswith("mtp_")]
         series = {
             "gradient norm": _finite((one.step, one.grad_norm) for one in self.kept),
             "learning rate": _finite((one.step, one.learning_rate) for one in self.kept),
             **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
             **{
-                title: _finite(((one.step, getattr(one, name)) for one in self.metrics), scale)
+                title: _finite(((one.step, getattr(one, name)) for one in metrics), scale)
                 for title, (name, scale) in _OF_METRICS.items()
             },
         }

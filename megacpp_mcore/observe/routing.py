@@ -172,8 +172,12 @@ class Routing(Listener):
             now[router.layer] = now[router.layer] + load if router.layer in now else load
         window = [load - self._read[layer] if layer in self._read else load for layer, load in now.items()]
         self._read = now
-        if any(load.asked for load in window):
-            self.latest = _summary(window)
+        if asked := sum(load.asked for load in window):
+            self.latest = {
+                "dropped_share": sum(load.dropped for load in window) / asked,
+                "routing_entropy": fmean(load.entropy for load in window),
+                "routing_max_over_mean": max(load.max_over_mean for load in window),
+            }
 
     def record(self) -> dict[str, Any]:
         """What this rank knows as of the last reading, of its own tokens; nothing once a hook failed: a part is no whole."""
@@ -187,11 +191,3 @@ class Routing(Listener):
     def _not_counted(self) -> dict[str, str]:
         """The layers of which no count can be had, and why."""
         return {router.layer: CAPTURED for router in self._routers if router.captured}
-
-
-def _summary(window: Sequence[Load]) -> dict[str, float]:
-    return {
-        "dropped_share": sum(load.dropped for load in window) / sum(load.asked for load in window),
-        "routing_entropy": fmean(load.entropy for load in window),
-        "routing_max_over_mean": max(load.max_over_mean for load in window),
-    }

@@ -11,16 +11,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.events import Start, Step
 
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.live import Metrics
-
-__all__ = ["Comparison", "Step", "compare", "kept", "read_steps", "recorded"]
+__all__ = ["Comparison", "Step", "compare", "kept", "read_steps", "recorded", "standing"]
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -34,33 +30,33 @@ def read_steps(run: str | os.PathLike[str]) -> list[Step]:
     """
     if not Path(run).is_dir():
         raise DataError(f"{run} is no folder; expected that of a run that was observed")
-    return [step for steps in recorded(events.read_any(run)) for step in steps]
+    return [step for start in recorded(events.read_any(run)) for step in start.steps]
 
 
-def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[list[Step]]:
-    """The steps of every start that recorded losses, in order; those that a restart did again, too."""
+def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[Start]:
+    """Every start that recorded losses, in order."""
     starts = [start for starts in ranks.values() for start in starts if start.steps]
-    return [start.steps for start in sorted(starts, key=lambda one: (one.number, one.rank))]
+    return sorted(starts, key=lambda one: (one.number, one.rank))
 
 
-def kept[Recorded: (Step, Metrics)](recorded: Sequence[Recorded]) -> list[Recorded]:
-    """The steps that the run's present state rests on, ascending.
+def standing(starts: Sequence[Start]) -> list[tuple[Start, float]]:
+    """Each of a run's starts, in order, with the last step of which it holds that no later start did it again.
 
     A start that goes on from the checkpoint of a step undoes all that earlier starts did beyond it, as soon as it has recorded
     a step, also what it has not done again itself yet.
-
-    Args:
-        recorded: the steps, or what was shown of them, in the order they were written, start by start.
     """
-    found: list[Recorded] = []
-    before: Recorded | None = None
-    for one in recorded:
-        if before is None or one.resumed_at != before.resumed_at or one.step <= before.step:  # the first of a start
-            while found and found[-1].step > one.resumed_at:
-                found.pop()
-        found.append(one)
-        before = one
-    return found
+    found: list[tuple[Start, float]] = []
+    kept_to = math.inf
+    for start in reversed(starts):
+        found.append((start, kept_to))
+        if start.resumed_at is not None:
+            kept_to = min(kept_to, start.resumed_at)
+    return found[::-1]
+
+
+def kept(starts: Sequence[Start]) -> list[Step]:
+    """The steps that the run's present state rests on, ascending."""
+    return [step for start, kept_to in standing(starts) for step in start.steps if step.step <= kept_to]
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------
@@ -103,11 +99,7 @@ def compare(before: list[Step], after: list[Step]) -> Comparison:
         raise DataError(f"found no step in common among {spans[0]} and {spans[1]}; expected at least one")
     names = sorted(set().union(*(left[number].keys() | right[number].keys() for number in common)))
     differences = (
-        (number, name)
-        for number in common
-        for name in names
-        if (name in left[number] or name in right[number])
-        and left[number].get(name) != right[number].get(name, math.nan)
+        (number, name) for number in common for name in names if left[number].get(name) != right[number].get(name)
     )
     apart = [abs(left[number].get("lm loss", math.nan) - right[number].get("lm loss", math.nan)) for number in common]
     largest = math.nan if any(map(math.isnan, apart)) else max(apart)

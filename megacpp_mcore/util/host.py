@@ -7,6 +7,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+import megacpp_mcore
+
 CPU_FACTS = Path("/proc/cpuinfo")
 """Where Linux says which processor this is; :func:`platform.processor` is empty there."""
 
@@ -24,6 +26,12 @@ def processor() -> str:
     facts = CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.exists() else ""
     models = (line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()
+
+
+def own_git(*words: str) -> str | None:
+    """What git prints in the checkout that tracks this package; None in a copy, which may lie in somebody else's repository."""
+    root = Path(megacpp_mcore.__file__).resolve().parent
+    return git(root, *words) if git(root, "ls-files", "--error-unmatch", "__init__.py") is not None else None
 
 
 def git(folder: Path, *words: str) -> str | None:

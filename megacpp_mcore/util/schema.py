@@ -49,14 +49,6 @@ class Kind:
             raise SchemaError(wrong(where, value, self.words))
         return self.inner(value, where)
 
-    def accepts(self, value: Any) -> bool:
-        """Whether nothing is wrong with ``value``."""
-        try:
-            self.read(value, "it")
-        except SchemaError:
-            return False
-        return True
-
 
 def check(value: Any, kind: Any, where: str = "it") -> Any:
     """``value`` as ``kind`` (or an annotation) has it: a dataclass where it names one, a float where a number is whole.
@@ -87,11 +79,6 @@ def printable(value: Any) -> Any:
 # --- Kinds ------------------------------------------------------------------------------------------------------------
 
 
-def plain(words: str, holds: Callable[[Any], bool]) -> Kind:
-    """A kind of which a value either is or is not."""
-    return Kind(words, holds)
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -100,17 +87,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-TEXT = plain("a text of printable characters", lambda value: isinstance(value, str) and not _CONTROL.search(value))
-FLAG = plain("true or false", lambda value: isinstance(value, bool))
-COUNT = plain("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
-SIZE = plain("a whole number, 1 or more", lambda value: _is_whole(value) and value >= 1)
-NUMBER = plain("a finite number", _is_number)
-AMOUNT = plain("a finite number, 0 or more", lambda value: _is_number(value) and value >= 0)
-POSITIVE = plain("a finite number above 0", lambda value: _is_number(value) and value > 0)
-SHARE = plain("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-LIST = plain("a list", lambda value: isinstance(value, list))
-MAP = plain("an object", lambda value: isinstance(value, dict))
-NULL = plain("null", lambda value: value is None)
+TEXT = Kind("a text of printable characters", lambda value: isinstance(value, str) and not _CONTROL.search(value))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
+SIZE = Kind("a whole number, 1 or more", lambda value: _is_whole(value) and value >= 1)
+NUMBER = Kind("a finite number", _is_number)
+AMOUNT = Kind("a finite number, 0 or more", lambda value: _is_number(value) and value >= 0)
+POSITIVE = Kind("a finite number above 0", lambda value: _is_number(value) and value > 0)
+SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+LIST = Kind("a list", lambda value: isinstance(value, list))
+MAP = Kind("an object", lambda value: isinstance(value, dict))
+NULL = Kind("null", lambda value: value is None)
 
 
 def either(*kinds: Kind) -> Kind:
@@ -123,14 +110,9 @@ def either(*kinds: Kind) -> Kind:
     return Kind(words, lambda value: any(kind.holds(value) for kind in kinds), inner)
 
 
-def nullable(kind: Kind) -> Kind:
-    """``kind`` or null."""
-    return either(kind, NULL)
-
-
 def one_of(*values: str) -> Kind:
     """One of some texts."""
-    return plain(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+    return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
 def list_of(kind: Kind) -> Kind:
@@ -151,19 +133,19 @@ def map_of(kind: Kind, keys: Kind = TEXT) -> Kind:
     return Kind(MAP.words, MAP.holds, inner)
 
 
-def record(fields: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None, *, more: bool = False) -> Kind:
-    """An object with ``fields``, and perhaps ``optional`` ones; ``more``: also others, whatever they are."""
-    every = {**fields, **(optional or {})}
+def record(fields: Mapping[str, Kind], *, more: bool = False) -> Kind:
+    """An object with ``fields``; ``more``: also with others, whatever they are."""
     words = f"a record of {', '.join(fields)}"
 
     def inner(value: Any, where: str) -> dict[str, Any]:
         missing = [name for name in fields if name not in value]
-        other = [] if more else [str(printable(name)) for name in value if name not in every]
+        other = [] if more else [str(printable(name)) for name in value if name not in fields]
         if missing or other:
             parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(other)}"] * bool(other)
             raise SchemaError(f"{where} {' and '.join(parts)}; expected {words}")
         return {
-            name: every[name].read(each, _path(where, name)) if name in every else each for name, each in value.items()
+            name: fields[name].read(each, _path(where, name)) if name in fields else each
+            for name, each in value.items()
         }
 
     return Kind(words, MAP.holds, inner)
@@ -180,7 +162,7 @@ VALUE = Kind(f"{_LEAF.words}, or lists and objects of them", lambda value: True,
 _LIST_OF_VALUE, _MAP_OF_VALUE = list_of(VALUE), map_of(VALUE)
 NAMES: Mapping[str, Kind] = {
     "text": TEXT, "flag": FLAG, "count": COUNT, "size": SIZE, "number": NUMBER, "amount": AMOUNT, "positive": POSITIVE,
-    "share": SHARE, "layer": either(COUNT, TEXT), "list": LIST, "map": MAP, "value": VALUE,
+    "share": SHARE, "value": VALUE,
 }  # fmt: skip
 
 
@@ -189,8 +171,7 @@ def named(words: Any) -> Kind:
 
     Args:
         words: ``count``, ``list of text``, ``number?`` (may be null), ``warm|cold`` (one of these texts); ``[words]`` is a list
-            of it, ``{"*": words}`` a map of it, and any other mapping a record, in which a key may be left out that ends in
-            ``?``, and with ``...`` among the keys there may be others.
+            of it, ``{"*": words}`` a map of it, and any other mapping a record, with ``...`` among its keys one of others, too.
     """
     if isinstance(words, Kind):
         return words
@@ -199,11 +180,10 @@ def named(words: Any) -> Kind:
     if isinstance(words, Mapping):
         if "*" in words:
             return map_of(named(words["*"]))
-        fields = {name: named(each) for name, each in words.items() if name[-1] not in "?."}
-        optional = {name[:-1]: named(each) for name, each in words.items() if name[-1] == "?"}
-        return record(fields, optional, more="..." in words)
+        fields = {name: named(each) for name, each in words.items() if name != "..."}
+        return record(fields, more="..." in words)
     if words.endswith("?"):
-        return nullable(named(words[:-1]))
+        return either(named(words[:-1]), NULL)
     outer, _, inner = words.partition(" of ")
     if inner:
         return list_of(named(inner)) if outer == "list" else map_of(named(inner))
@@ -236,7 +216,7 @@ def of(hint: Any) -> Kind:
     if hint is float:
         return Kind(_PLAIN[float], lambda value: type(value) in (int, float), lambda value, where: float(value))
     name = _PLAIN.get(hint, str(getattr(hint, "__name__", hint)))
-    return plain(name, lambda value: hint is Any or type(value) is hint)
+    return Kind(name, lambda value: hint is Any or type(value) is hint)
 
 
 def build[T](definition: type[T], content: Any, where: str = "") -> T:

@@ -124,11 +124,11 @@ def test_split_is_stable_and_complete(texts, tmp_path):
 
 
 def test_split_shares_are_met():
-    splits = parse_split("train=0.9,valid=0.06,test=0.04")
-    counts = np.bincount([choose_split(f"file{n}.txt", splits) for n in range(20_000)])
+    shares = parse_split("train=0.9,valid=0.06,test=0.04").values()
+    counts = np.bincount([choose_split(f"file{n}.txt", shares) for n in range(20_000)])
     # Five standard deviations of a binomial count.
-    for count, split in zip(counts, splits, strict=True):
-        assert abs(count - 20_000 * split.share) < 5 * (20_000 * split.share * (1 - split.share)) ** 0.5
+    for count, share in zip(counts, shares, strict=True):
+        assert abs(count - 20_000 * share) < 5 * (20_000 * share * (1 - share)) ** 0.5
 
 
 @pytest.mark.parametrize(

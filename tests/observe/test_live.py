@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live, Metrics, metrics_of
+from megacpp_mcore.observe.receipts.schema import Facts
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
-from tests.observe.recorded import at, stepped, write_start
+from tests.observe.recorded import at, stepped, with_loss, write_start
 
 SECOND = 1_000_000_000
 
@@ -43,7 +45,7 @@ class Loop:
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
         others = {"routes": Routing(), "indices": IndexOverlap()}
-        self.live = Live(self.recorder, loops.Loop(), facts=lambda: facts, console=console, **others)
+        self.live = Live(self.recorder, loops.Loop(), facts=Facts(*facts), console=console, **others)
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""
@@ -140,7 +142,11 @@ def test_what_a_restart_rolled_back_is_not_shown(tmp_path: Path) -> None:
         "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": None, "mfu": None, "mfu_reason": "", "goodput": 0.5,
         "memory_allocated_bytes": 0, "memory_reserved_bytes": 0,
     }  # fmt: skip
-    write_start(tmp_path, 1, 0, *(at(number, metrics=metrics | {"step": number}) for number in range(1, 6)))
-    write_start(tmp_path, 2, 0, at(9, metrics=metrics | {"step": 3, "resumed_at": 2}), began=8)
+    lines = [
+        [with_loss(stepped(number, number)), at(number, metrics=metrics | {"step": number})] for number in range(1, 6)
+    ]
+    write_start(tmp_path, 1, 0, *itertools.chain(*lines))
+    again = metrics | {"step": 3, "resumed_at": 2}
+    write_start(tmp_path, 2, 0, with_loss(stepped(9, 3, resumed_at=2)), at(9, metrics=again), began=8)
     found = metrics_of(events.read(tmp_path))
     assert [(one.step, one.resumed_at) for one in found] == [(1, 0), (2, 0), (3, 2)]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore.commands import cli
-from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
+from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Attribution, Place
 from megacpp_mcore.observe.profile.table import collective, is_communication, page, table
 from megacpp_mcore.observe.profile.trace import NODE, Cover, Kernel, Op, Trace, read
 
@@ -61,7 +61,7 @@ class Host:
 
 def places(host: Host) -> dict[str, Place]:
     """The place of every operator, by its name."""
-    found = attribute(Trace(ops=list(reversed(host.ops))))
+    found = Attribution(Trace(ops=list(reversed(host.ops))))
     return {op.name: found.operators[op.correlation] for op in host.ops if op.correlation in found.operators}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,11 +16,12 @@ from megacpp_mcore.observe import receipts, routing
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import FINISHED, Log, Step
 from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.loop import Loop
+from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
 from tests.observe.recorded import TOKENS, append, at, file_of, receipt_writer, stepped, with_loss, write_start
 
-assembly = import_module("megacpp_mcore.observe.receipts.assemble")  # the package has a function of this name
 ENDED = at(0, {}, how=FINISHED)
 
 
@@ -371,7 +372,8 @@ def data_facts(**given: Any) -> dict[str, Any]:
     """What a run's arguments say of its data."""
     args = SimpleNamespace(fim_data=False, mock_data=False, split=None, **given)
     facts = receipt_facts.Facts()
-    receipt_facts._data(facts, args)
+    with mock.patch.object(Loop, "arguments", return_value=args):
+        receipt_facts._data(facts, args, Loop().data_words())
     return facts.values
 
 

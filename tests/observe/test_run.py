@@ -93,13 +93,13 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
     monkeypatch.setitem(sys.modules, module.__name__, module)
     heard = Heard()
     told = loop.Notifier(Clock(), [heard])
-    seams = [loop.Seam(module.__name__, "train"), loop.Seam(module.__name__, "Steps.train_step")]
+    seams = [loop.Seam(module.__name__, name, loop.timed(Phase.STEP)) for name in ("train", "Steps.train_step")]
     said = r"a_training_loop has no Steps\.train_step.*--no-observe"
-    with pytest.raises(LaunchError, match=said) as refused, loop.replaced(seams, told, {}):
+    with pytest.raises(LaunchError, match=said) as refused, loop.replaced(seams, told):
         raise AssertionError("it observes a loop that it does not know")
     assert module.train is stock
     assert heard.ends == [refused.value]
-    with loop.replaced(seams[:1], told, {}):
+    with loop.replaced(seams[:1], told):
         assert module.train is not stock
         assert module.train() == "stock"
     assert module.train is stock
@@ -112,7 +112,7 @@ def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFi
             raise OSError("the disk is full\nand its details")
 
     heard = Heard()
-    with loop.replaced([], loop.Notifier(Clock(), [Failing(), heard]), {}):
+    with loop.replaced([], loop.Notifier(Clock(), [Failing(), heard])):
         pass
     assert heard.ends == [None]
     assert heard.failures == ["Failing failed in step 0 and recorded nothing more: OSError: the disk is full"]
@@ -194,7 +194,7 @@ def test_what_fails_hears_of_nothing_more_but_its_end_and_training_goes_on(
     """Also one that fails when it hears of another's failure."""
     failing, deaf, sound = Failing(where), Failing("on_failure"), Failing("nowhere")
     told = loop.Notifier(Clock(), [failing, deaf, sound])
-    with loop.replaced([], told, {}):
+    with loop.replaced([], told):
         told.notify(lambda listener: listener.on_model([], None))
         for number in (1, 2):
             told.notify_begin(number)
@@ -240,7 +240,7 @@ def test_what_a_function_of_the_loop_is_timed_as(
     clock = Clock()
     clock.become(around)
     seam = next(seam for seam in seams if seam.name == name)
-    assert loop.Notifier(clock, []).timed(seam)(lambda: clock.phase) is phase
+    assert seam.handler(loop.Notifier(clock, []), lambda: clock.phase) is phase
     assert clock.phase is around
 
 
@@ -262,7 +262,7 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
         clock.become(Phase.IDLE)
         training.maybe_finalize_async_save(blocking=True, terminate=True)
     (seam,) = (seam for seam in loop_bridge.SEAMS if seam.name == "maybe_finalize_async_save")
-    loop_bridge._BridgeSeams(clock, []).handlers()[seam.name](finalize, global_state=None, ckpt_cfg=settings)
+    seam.handler(loop.Notifier(clock, []), finalize, global_state=None, ckpt_cfg=settings)
     assert found == [phase, phase]
     assert clock.phase is Phase.IDLE
 

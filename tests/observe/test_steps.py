@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe.events import Start
 from megacpp_mcore.observe.steps import Step, compare, kept, read_steps
 from tests.observe.recorded import at, stepped, with_loss, write_start
 
@@ -47,22 +48,25 @@ def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) 
     ("recorded", "left"),
     [
         ([], []),
-        ([(1, 0), (2, 0), (3, 0)], [(1, 0), (2, 0), (3, 0)]),
+        ([(0, [1, 2, 3])], [(1, 0), (2, 0), (3, 0)]),
         # gone on from 2: 3, 4 and 5 are undone, of which it has only done the first again
-        ([(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (3, 2)], [(1, 0), (2, 0), (3, 2)]),
+        ([(0, [1, 2, 3, 4, 5]), (2, [3])], [(1, 0), (2, 0), (3, 2)]),
         # twice from the same checkpoint, and then from one before that
-        ([(1, 0), (2, 0), (3, 2), (4, 2), (3, 2)], [(1, 0), (2, 0), (3, 2)]),
-        ([(1, 0), (2, 0), (3, 2), (4, 2), (2, 1), (3, 1)], [(1, 0), (2, 1), (3, 1)]),
+        ([(0, [1, 2]), (2, [3, 4]), (2, [3])], [(1, 0), (2, 0), (3, 2)]),
+        ([(0, [1, 2]), (2, [3, 4]), (1, [2, 3])], [(1, 0), (2, 1), (3, 1)]),
         # anew
-        ([(1, 0), (2, 0), (3, 0), (1, 0)], [(1, 0)]),
+        ([(0, [1, 2, 3]), (0, [1])], [(1, 0)]),
         # steps that the log interval left out
-        ([(1, 0), (10, 0), (20, 0), (11, 10)], [(1, 0), (10, 0), (11, 10)]),
-        ([(1, 0), (10, 0), (15, 0), (20, 10)], [(1, 0), (10, 0), (20, 10)]),
+        ([(0, [1, 10, 20]), (10, [11])], [(1, 0), (10, 0), (11, 10)]),
+        ([(0, [1, 10, 15]), (10, [20])], [(1, 0), (10, 0), (20, 10)]),
     ],
 )
-def test_what_a_restart_rolled_back_is_gone(recorded: list[tuple[int, int]], left: list[tuple[int, int]]) -> None:
-    found = kept([step(number, resumed_at=resumed_at) for number, resumed_at in recorded])
-    assert [(one.step, one.resumed_at) for one in found] == left
+def test_what_a_restart_rolled_back_is_gone(recorded: list[tuple[int, list[int]]], left: list[tuple[int, int]]) -> None:
+    starts = [
+        Start(1, 0, 1, 0, resumed_at=resumed_at, steps=[step(number, resumed_at=resumed_at) for number in numbers])
+        for resumed_at, numbers in recorded
+    ]
+    assert [(one.step, one.resumed_at) for one in kept(starts)] == left
 
 
 def test_equal_steps_are_equal() -> None:

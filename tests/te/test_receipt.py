@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megacpp_mcore.observe.receipts import assemble
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.settings import load
 from megacpp_mcore.te import quantized
 
-assemble = import_module("megacpp_mcore.observe.receipts.assemble")  # the package has a function of this name
 CONFIG = SimpleNamespace(params_dtype="torch.bfloat16", fp8=None, fp8_recipe=None, quant_recipe=None)
 
 

@@ -30,7 +30,7 @@ class Point:
         (Mapping[str, Point], {"a": {"x": 1}}, {"a": Point(1.0)}),
         (Any, math.nan, math.nan),
         (schema.named("number?"), None, None),
-        (schema.named([{"a": "warm|cold", "b?": "layer"}]), [{"a": "cold"}, {"a": "warm", "b": "mtp"}], None),
+        (schema.named([{"a": "warm|cold"}]), [{"a": "cold"}, {"a": "warm"}], None),
         (schema.named({"a": "share", "...": ""}), {"a": 1, "more": [1]}, None),
         (schema.named("map of value"), {"a": [None, {"b": True}]}, None),
     ],
@@ -62,10 +62,9 @@ def test_a_value_is_read_as_its_kind_has_it(kind: Any, value: Any, as_read: Any)
 def test_what_is_of_another_kind_is_named_with_its_place(kind: Any, value: Any, named: str) -> None:
     with pytest.raises(schema.SchemaError, match=f"^{re.escape(named)}"):
         schema.check(value, kind)
-    assert not schema.of(kind).accepts(value)
 
 
 def test_what_a_terminal_obeys_is_written_as_its_escape() -> None:
     found = schema.printable({"a\x1b": ["\u202eb", "\ud800", "é\n", 3]})
     assert found == {r"a\x1b": [r"\u202eb", r"\ud800", "é\n", 3]}
-    assert schema.VALUE.accepts(found)
+    schema.check(found, schema.VALUE)

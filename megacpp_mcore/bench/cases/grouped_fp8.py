@@ -5,15 +5,13 @@ Legend: T rows (of 128 an expert at least), E experts, D hidden, F expert width.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from megacpp_mcore.backends.candidates import grouped_fp8_candidates
 from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant, obstacle
-from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.grouped_fp8.reference import BLOCK, dequantized, grouped_product, quantize_blocks, quantize_rows
 
@@ -42,17 +40,14 @@ def problem(options: Options) -> Problem:
     def in_bf16(_: Inputs) -> torch.Tensor:
         return torch._grouped_mm(x_bf16, w_bf16.transpose(1, 2), offs=ends)
 
-    variants = [Variant(name="torch._grouped_mm in bf16", side=PEER, runs={FORWARD: in_bf16})]
-    for one in grouped_fp8_candidates():
-        if reason := obstacle(one, options, dtype=operands[0].dtype):
-            variants.append(Variant.missing(one.name, reason, OURS))
-        else:
-            variants.append(Variant(name=one.name, side=OURS, runs={FORWARD: partial(call, one.load())}))
     work = product(T * D * width)
     return Problem(
         shape={**options.shape, "T": T},
         inputs=inputs,
-        variants=variants,
+        variants=[
+            Variant.of("torch._grouped_mm in bf16", PEER, in_bf16),
+            *Variant.candidates("grouped_fp8", options, call, dtype=operands[0].dtype),
+        ],
         works={FORWARD: Floor(operations=work.forward, moved=T * D + E * D * width + 2 * T * width, precision="fp8")},
         check=AgainstTruth({"y": grouped_product(*operands).double()}, LIMIT),
     )

@@ -1,5 +1,5 @@
 """Where the time of a few steps goes, by block family and phase. No torch at import."""
 
-from megacpp_mcore.observe.profile.profiler import FOLDER, Profiler
+from megacpp_mcore.observe.profile.profiler import Profiler
 
-__all__ = ["FOLDER", "Profiler"]
+__all__ = ["Profiler"]

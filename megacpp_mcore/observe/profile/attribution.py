@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megacpp_mcore.observe.profile.trace import NODE, PREFIX, STEP, Cover, Interval, Op, Trace
+from megacpp_mcore.observe.profile.trace import NODE, PREFIX, STEP, Cover, Op, Trace
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER = "forward", "recompute", "backward", "optimizer", "other"
 
@@ -39,23 +39,6 @@ class Place(NamedTuple):
 
 
 _NOWHERE = Place(None, OTHER)
-
-
-@dataclass
-class Attribution:
-    """What was found.
-
-    Attributes:
-        steps: begin and end of every step.
-        self_time: by place and name of an operator in a step, nanoseconds without what it calls, and calls.
-        operators: the place of each operator in a step, by its correlation.
-        launches: the place of each launch in a step, by its correlation.
-    """
-
-    steps: list[Interval] = field(default_factory=list)
-    self_time: defaultdict[tuple[Place, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    operators: dict[int, Place] = field(default_factory=dict)
-    launches: dict[int, Place] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -93,16 +76,23 @@ class _Nodes:
         return self._labels[place] if place >= 0 else None
 
 
-def attribute(trace: Trace) -> Attribution:
-    """Go through the host's events once, in the order in which they began; those of ``trace`` are sorted in place."""
-    trace.ops.sort(key=lambda op: (op.start_ns, -op.end_ns))
-    return _Sweep(trace).found
+class Attribution:
+    """Where the events of a trace belong. They are gone through once, in the order in which they began, and sorted in place.
 
+    Attributes:
+        steps: begin and end of every step.
+        self_time: by place and name of an operator in a step, nanoseconds without what it calls, and calls.
+        operators: the place of each operator in a step, by its correlation.
+        launches: the place of each launch in a step, by its correlation.
+    """
 
-class _Sweep:
     def __init__(self, trace: Trace) -> None:
-        self.found = Attribution([(op.start_ns, op.end_ns) for op in trace.ops if op.name.startswith(_STEP)])
-        self._in_steps = Cover(self.found.steps)
+        trace.ops.sort(key=lambda op: (op.start_ns, -op.end_ns))
+        self.steps = [(op.start_ns, op.end_ns) for op in trace.ops if op.name.startswith(_STEP)]
+        self.self_time: defaultdict[tuple[Place, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.operators: dict[int, Place] = {}
+        self.launches: dict[int, Place] = {}
+        self._in_steps = Cover(self.steps)
         self._open: defaultdict[int, list[_Frame]] = defaultdict(lambda: [_Frame(_NOWHERE, _NOWHERE)])
         self._nodes: defaultdict[int, _Nodes] = defaultdict(_Nodes)
         self._wanted = {kernel.operator for kernel in trace.kernels}
@@ -120,7 +110,7 @@ class _Sweep:
         in_step = self._in_steps.holds(op.start_ns)
         if op.launch:
             if in_step:
-                self.found.launches[op.correlation] = above.place
+                self.launches[op.correlation] = above.place
             return
         is_range, is_node = op.name.startswith(PREFIX), op.name.startswith(NODE)
         if is_range:
@@ -134,7 +124,7 @@ class _Sweep:
         counted = in_step and not is_range
         stack.append(_Frame(place, place, op, above.in_node or is_node, counted))
         if counted and (op.correlation in self._wanted or not self._wanted):
-            self.found.operators[op.correlation] = place
+            self.operators[op.correlation] = place
         if op.sequence >= 0 and op.forward and not is_node:
             self._nodes[op.torch_thread].began(op.sequence, place.label)
 
@@ -146,7 +136,7 @@ class _Sweep:
     def _leave(self, stack: list[_Frame], op: Op) -> None:
         frame = stack.pop()
         if frame.counted:
-            time = self.found.self_time[frame.place, op.name]
+            time = self.self_time[frame.place, op.name]
             time[0] += max(0, op.end_ns - op.start_ns - frame.inner_ns)
             time[1] += 1
         stack[-1].inner_ns += op.end_ns - op.start_ns  # of a range, too: what Python does in it is no operator's time

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "profile"
 SCHEMA = 1
 _NO_KERNEL = (
     "no kernel was recorded on a device that torch uses: the times are those of the host; see whether this process may use "
@@ -60,7 +59,7 @@ class Profiler(Listener):
         *,
         trace: bool = False,
     ) -> None:
-        self._folder, self._rank = Path(run) / FOLDER, rank
+        self._folder, self._rank = Path(run) / tables.FOLDER, rank
         self._first, self._last = first, last
         self._trace, self._clock = trace, clock
         self._chunks: Sequence[Any] = ()

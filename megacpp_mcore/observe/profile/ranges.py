@@ -16,7 +16,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -26,6 +25,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
 from megacpp_mcore.observe.profile.trace import PARTS, PREFIX
+from megacpp_mcore.util.stand_in import stand_in
 
 BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER, PIPELINE = PARTS
 MTP = "MTP"
@@ -95,17 +95,17 @@ def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
             _name_chunk(stack, ranges, chunk)
-            _stand_in(stack, ranges, chunk, "zero_grad_buffer", GRADIENTS)
+            _range_around(stack, ranges, chunk, "zero_grad_buffer", GRADIENTS)
             groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
             for group in groups:
                 for name in ("start_grad_sync", "finish_grad_sync"):
-                    _stand_in(stack, ranges, group, name, GRADIENTS)
+                    _range_around(stack, ranges, group, name, GRADIENTS)
                 for name in ("start_param_sync", "finish_param_sync"):
-                    _stand_in(stack, ranges, group, name, OPTIMIZER)
-            _stand_in(stack, ranges, getattr(chunk, "config", None), "finalize_model_grads_func", GRADIENTS)
+                    _range_around(stack, ranges, group, name, OPTIMIZER)
+            _range_around(stack, ranges, getattr(chunk, "config", None), "finalize_model_grads_func", GRADIENTS)
         for name in ("step", "zero_grad"):
-            _stand_in(stack, ranges, optimizer, name, OPTIMIZER)
-        _stand_in(stack, ranges, P2PCommunicator, "_communicate", PIPELINE)
+            _range_around(stack, ranges, optimizer, name, OPTIMIZER)
+        _range_around(stack, ranges, P2PCommunicator, "_communicate", PIPELINE)
         _name_forward_step(stack, ranges)
         yield
 
@@ -134,7 +134,7 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
             parts = [(layer, f"{family(layer)}/{layer.layer_number}") for layer in layers]
             for part, label in (*parts, (getattr(decoder, "final_layernorm", None), NORM)):
                 if hasattr(part, "cudagraph_manager"):  # of whose replays Megatron runs no hooks, and refuses them
-                    _stand_in(stack, ranges, part, "run_captured", label)
+                    _range_around(stack, ranges, part, "run_captured", label)
                 elif part is not None:
                     _hook(stack, part, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
         elif isinstance(module, MultiTokenPredictionBlock):
@@ -173,10 +173,8 @@ def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenP
 
 def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
     """One micro-batch: data until the model is called, and the loss after it."""
-    stock = schedules.forward_step
 
-    @functools.wraps(stock)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
+    def forward_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ranges.in_forward_step = True
         ranges.open(DATA)
         try:
@@ -185,7 +183,7 @@ def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
             ranges.close_stages()
             ranges.in_forward_step = False
 
-    stack.enter_context(mock.patch.object(schedules, "forward_step", forward_step))
+    stand_in(stack, schedules, "forward_step", forward_step)
 
 
 def _hook(
@@ -195,15 +193,12 @@ def _hook(
     stack.callback(module.register_forward_hook(lambda *_: after(), always_call=True).remove)
 
 
-def _stand_in(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: str, label: str) -> None:
+def _range_around(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: str, label: str) -> None:
     """A range around a function of one object, where it has one."""
-    stock = getattr(holder, name, None)
-    if stock is None:
-        return
 
-    @functools.wraps(stock)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ranges.within(label):
             return stock(*args, **kwargs)
 
-    stack.enter_context(mock.patch.object(holder, name, run))
+    if getattr(holder, name, None) is not None:
+        stand_in(stack, holder, name, run)

@@ -1,16 +1,20 @@
 """Where the time of some steps went: by family and phase, what was hidden, and how long the device waited for the host.
 
-On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. No torch.
+On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. The table of every rank is
+a file of the run's folder, from which :func:`pages` puts the ranks side by side. No torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import events
 from megacpp_mcore.observe.profile.attribution import (
     BACKWARD,
     FORWARD,
@@ -19,10 +23,11 @@ from megacpp_mcore.observe.profile.attribution import (
     RECOMPUTE,
     Attribution,
     Place,
-    attribute,
 )
 from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
 
+FOLDER = "profile"
+"""Of the run's folder: ``profile/10-14/table.json`` is of rank 0, ``profile/10-14/rank_00003/table.json`` of another."""
 EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
 COLUMNS = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER, EXPOSED, HIDDEN)
 UNATTRIBUTED = "unattributed"
@@ -56,65 +61,65 @@ def collective(kernel: str, label: str | None = None) -> str:
 
 @dataclass
 class _Row:
-    """The time of one family, or of one layer: nanoseconds by column, and with calls by the kernel's or operator's name."""
+    """The time of one layer, or of a family of them: nanoseconds by column, and with calls by kernel or operator."""
 
-    ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0))
-    by_name: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    ns: Counter[str] = field(default_factory=Counter)
+    ns_by_name: Counter[str] = field(default_factory=Counter)
+    calls_by_name: Counter[str] = field(default_factory=Counter)
     host_ns: int = 0
 
-    @property
-    def total_ns(self) -> int:
-        return sum(self.ns.values())
-
-    def add(self, column: str, name: str, ns: int, calls: int) -> None:
+    def add(self, column: str, name: str, ns: int, calls: int = 1) -> None:
         self.ns[column] += ns
-        time = self.by_name[name]
-        time[0] += ns
-        time[1] += calls
+        self.ns_by_name[name] += ns
+        self.calls_by_name[name] += calls
+
+    def __iadd__(self, other: _Row) -> _Row:
+        self.ns.update(other.ns)
+        self.ns_by_name.update(other.ns_by_name)
+        self.calls_by_name.update(other.calls_by_name)
+        self.host_ns += other.host_ns
+        return self
 
     def record(self, whole_ns: int) -> dict[str, Any]:
         return {
-            "total_ns": self.total_ns,
-            "share": self.total_ns / whole_ns if whole_ns else None,
-            **{f"{column}_ns": ns for column, ns in self.ns.items()},
-            "kernels": sum(calls for _, calls in self.by_name.values()),
+            "total_ns": self.ns.total(),
+            "share": self.ns.total() / whole_ns if whole_ns else None,
+            **{f"{column}_ns": self.ns[column] for column in COLUMNS},
+            "kernels": self.calls_by_name.total(),
             "host_ns": self.host_ns,
         }
 
     def top(self) -> list[dict[str, Any]]:
-        longest = sorted(self.by_name.items(), key=lambda item: (-item[1][0], item[0]))[:TOP]
-        return [{"name": name, "ns": ns, "calls": calls} for name, (ns, calls) in longest]
+        longest = sorted(self.ns_by_name.items(), key=lambda item: (-item[1], item[0]))[:TOP]
+        return [{"name": name, "ns": ns, "calls": self.calls_by_name[name]} for name, ns in longest]
 
 
-class _Rows:
-    """The rows by family (``A``) and by layer (``A/3``)."""
+_Rows = defaultdict[str, _Row]
+"""A row for every label: of a layer (``A/3``), or of a part that has no number (``head``)."""
 
-    def __init__(self) -> None:
-        self.families: defaultdict[str, _Row] = defaultdict(_Row)
-        self.layers: defaultdict[str, _Row] = defaultdict(_Row)
 
-    def of(self, place: Place) -> tuple[_Row, _Row]:
-        label = place.label or UNATTRIBUTED
-        return self.families[label.partition("/")[0]], self.layers[label]
+def _record(layers: _Rows) -> dict[str, Any]:
+    """What a table says of its rows; a family's is the sum of its layers'."""
+    families = _Rows(_Row)
+    for label, row in layers.items():
+        families[label.partition("/")[0]] += row
+    total_ns = sum(row.ns.total() for row in families.values())
+    by_family, by_layer = (
+        sorted(rows.items(), key=lambda item: (-item[1].ns.total(), item[0])) for rows in (families, layers)
+    )
+    known = [name for name, row in by_family if name != UNATTRIBUTED and row.ns.total()]
+    lost_ns = families[UNATTRIBUTED].ns.total() if UNATTRIBUTED in families else 0
+    return {
+        "total_ns": total_ns,
+        "attributed_share": 1 - lost_ns / total_ns if total_ns else None,
+        "dominant": known[0] if known else None,
+        "families": {name: row.record(total_ns) | {"top": row.top()} for name, row in by_family},
+        "layers": {name: row.record(total_ns) for name, row in by_layer},
+    }
 
-    def add(self, place: Place, column: str, name: str, ns: int, calls: int = 1) -> None:
-        for row in self.of(place):
-            row.add(column, name, ns, calls)
 
-    def record(self) -> dict[str, Any]:
-        total_ns = sum(row.total_ns for row in self.families.values())
-        families, layers = (
-            sorted(rows.items(), key=lambda item: (-item[1].total_ns, item[0])) for rows in (self.families, self.layers)
-        )
-        known = [name for name, row in families if name != UNATTRIBUTED and row.total_ns]
-        lost_ns = self.families[UNATTRIBUTED].total_ns if UNATTRIBUTED in self.families else 0
-        return {
-            "total_ns": total_ns,
-            "attributed_share": 1 - lost_ns / total_ns if total_ns else None,
-            "dominant": known[0] if known else None,
-            "families": {name: row.record(total_ns) | {"top": row.top()} for name, row in families},
-            "layers": {name: row.record(total_ns) for name, row in layers},
-        }
+def _label(place: Place) -> str:
+    return place.label or UNATTRIBUTED
 
 
 def table(trace: Trace) -> dict[str, Any]:
@@ -130,17 +135,16 @@ def table(trace: Trace) -> dict[str, Any]:
         ``collectives`` by name, and ``bubble_ns``, in which a pipeline's stage did nothing but wait for another. Of a host:
         ``no_operator_ns``, what the rows lack of the window: Python, and waiting. What is not known is None.
     """
-    found, rows = attribute(trace), _Rows()
+    found, rows = Attribution(trace), _Rows(_Row)
     times = _of_device(trace.kernels, found, rows) if trace.kernels else _of_host(found, rows)
     for (place, _), (ns, _) in found.self_time.items():
-        for row in rows.of(place):
-            row.host_ns += ns
-    return times | rows.record()
+        rows[_label(place)].host_ns += ns
+    return times | _record(rows)
 
 
 def _of_host(found: Attribution, rows: _Rows) -> dict[str, Any]:
     for (place, name), (ns, calls) in found.self_time.items():
-        rows.add(place, place.phase, name, ns, calls)
+        rows[_label(place)].add(place.phase, name, ns, calls)
     window_ns = Cover(found.steps).total
     in_operators_ns = sum(ns for ns, _ in found.self_time.values())
     return _times(HOST_TIME, window_ns) | {"no_operator_ns": max(0, window_ns - in_operators_ns)}
@@ -175,14 +179,14 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
             moving.append((kernel, place))
         else:
             compute.append((kernel.start_ns, kernel.end_ns))
-            rows.add(place, place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
+            rows[_label(place)].add(place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
     computing = Cover(compute)
     collectives: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"calls": 0, "ns": 0, "exposed_ns": 0})
     for kernel, place in moving:
         ns, name = kernel.end_ns - kernel.start_ns, collective(kernel.name, place.label)
         hidden_ns = computing.within(kernel.start_ns, kernel.end_ns)
-        rows.add(place, EXPOSED, name, ns - hidden_ns)
-        rows.add(place, HIDDEN, name, hidden_ns, calls=0)
+        rows[_label(place)].add(EXPOSED, name, ns - hidden_ns)
+        rows[_label(place)].add(HIDDEN, name, hidden_ns, calls=0)
         for field_, more in (("calls", 1), ("ns", ns), ("exposed_ns", ns - hidden_ns)):
             collectives[name][field_] += more
     together = [(kernel.start_ns, kernel.end_ns) for kernel, _ in moving]
@@ -280,3 +284,56 @@ def page(profile: Mapping[str, Any]) -> str:
         lines += ["", f"{name}: what takes longest (milliseconds a step, calls a step)"]
         lines += [f"  {a_step(one['ns']):>9} {one['calls'] / steps:9.1f}  {one['name']}" for one in row["top"]]
     return "\n".join(lines) + "\n"
+
+
+# --- Of a run's folder --------------------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The profile in a ``table.json``.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    return events.load(file, "the table of a profile", "delete it, or profile again")
+
+
+def pages(run: Path) -> list[str]:
+    """A page for every profile of a run: its ranks side by side, and the tables of rank 0 and of the slowest.
+
+    Raises:
+        DataError: there is none, or one cannot be read.
+    """
+    windows = sorted(file.parent for file in (run / FOLDER).glob("*/table.json"))
+    if not windows:
+        raise DataError(f"{run / FOLDER} holds no profile of rank 0; launch with --profile FIRST-LAST")
+    return [
+        _of_ranks([read(file) for file in (folder / "table.json", *sorted(folder.glob("rank_*/table.json")))])
+        for folder in windows
+    ]
+
+
+def _of_ranks(profiles: Sequence[Mapping[str, Any]]) -> str:
+    slowest = max(profiles, key=_computing_ns)
+    kinds = sorted({name for profile in profiles for name in profile["collectives"]})
+    first, last = profiles[0]["steps"]
+    heads = ["step", "computing", "bubble", *kinds]
+    lines = [
+        f"steps {first} to {last}, milliseconds a step; communication as far as it is exposed, waiting included:",
+        f"{'rank':<16}" + "".join(f"{head:>15}" for head in heads),
+    ]
+    for profile in profiles:
+        exposed = [profile["collectives"].get(kind, {"exposed_ns": 0})["exposed_ns"] for kind in kinds]
+        cells = [profile["window_ns"], _computing_ns(profile), profile["bubble_ns"], *exposed]
+        mark = ", slowest" if profile is slowest and len(profiles) > 1 else ""
+        row = "".join(f"{ns / 1e6 / (last - first + 1):>15.3f}" for ns in cells)
+        lines.append(f"{profile['rank']}{mark}".ljust(16) + row)
+    shown = [profiles[0]] if slowest is profiles[0] else [profiles[0], slowest]
+    return "\n".join([*lines, "", *map(page, shown)])
+
+
+def _computing_ns(profile: Mapping[str, Any]) -> int:
+    """The time in which a rank computed; the others wait for the one that does longest."""
+    if profile["busy_ns"] is None:  # of a host
+        return int(profile["total_ns"])
+    return int(profile["busy_ns"] - profile["communication_ns"] + profile["hidden_ns"])

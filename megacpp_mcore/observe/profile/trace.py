@@ -100,24 +100,22 @@ def read(events: Sequence[Any]) -> Trace:
         name = sys.intern(event.name())
         is_launch = _LAUNCH.match(name) is not None
         if not is_launch or event.correlation_id() in launches:
-            trace.ops.append(_op(event, name, is_launch))
+            start = event.start_ns()
+            trace.ops.append(
+                Op(
+                    start,
+                    start + event.duration_ns(),
+                    name,
+                    event.device_resource_id(),
+                    event.start_thread_id(),
+                    event.sequence_nr(),
+                    event.fwd_thread_id(),
+                    event.correlation_id(),
+                    event.scope() == 0,  # at::RecordScope::FUNCTION; the node's own call is BACKWARD_FUNCTION
+                    is_launch,
+                )
+            )
     return trace
-
-
-def _op(event: Any, name: str, is_launch: bool) -> Op:
-    start = event.start_ns()
-    return Op(
-        start,
-        start + event.duration_ns(),
-        name,
-        event.device_resource_id(),
-        event.start_thread_id(),
-        event.sequence_nr(),
-        event.fwd_thread_id(),
-        event.correlation_id(),
-        event.scope() == 0,  # at::RecordScope::FUNCTION; the node's own call is BACKWARD_FUNCTION
-        is_launch,
-    )
 
 
 # --- Intervals --------------------------------------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.model.flops.peaks import peak
 from megacpp_mcore.model.flops.report import Utilisation
 from megacpp_mcore.observe import events, goodput, routing
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import FINISHED, Start, Step
+from megacpp_mcore.observe.profile.table import FOLDER as PROFILES
+from megacpp_mcore.observe.profile.table import read as read_table
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.claims import Case, judge
 from megacpp_mcore.observe.receipts.schema import FAMILIES, RUNNING, SCHEMA, Facts
@@ -33,8 +34,6 @@ from megacpp_mcore.util.schema import printable
 
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
-PROFILES = "profile"
-"""Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile.table`."""
 RECEIPT = "receipt.json"
 _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
@@ -55,8 +54,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
     found = _merged(processes)
-    steps = kept([step for start in recorded(ranks) for step in start])
+    steps = kept(recorded(ranks))
     tokens = tokens_of(steps)
+    spent = goodput.of_starts(ranks)
+    slowest, *_ = goodput.slowest_first(spent)
     window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
     found.values |= {
         "schema": SCHEMA,
@@ -65,12 +66,12 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
         "environment": processes[0].facts.get("environment", {}),
+        "goodput": {"rank": slowest, **spent[slowest].record()},
     }
     _moe(found, processes)
     _cache(found, window)
     _time(found, tokens, window)
     _losses(found, steps)
-    _goodput(found, ranks)
     _speed(found)
     _shares(found, _read_profile(found, Path(run)))
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, events.overlap(ranks)))
@@ -124,7 +125,6 @@ class Window:
 
     Attributes:
         done: steps that the start did, the most of a rank.
-        left_out: of these, how many at its beginning are not measured.
         rank: whose steps these are, the rank with the largest median.
         seconds: of each step, by number, in the order of the steps.
         compiled: nanoseconds of compilation in those steps in which any rank compiled.
@@ -132,7 +132,6 @@ class Window:
     """
 
     done: int
-    left_out: int
     rank: int
     seconds: Mapping[int, float]
     compiled: Mapping[int, int]
@@ -141,25 +140,20 @@ class Window:
 
 def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
     """The window of one start, without steps that were profiled, nor the one after, in which a rank may wait for others."""
-
-    def total(phases: Mapping[str, int], names: Sequence[str]) -> int:
-        return sum(phases.get(name, 0) for name in names)
-
     times: dict[int, dict[int, float]] = {}
     compiled: Counter[int] = Counter()
     for one in processes:
-        steps = [(span.step, span.phases) for span in one.spans if span.step is not None][left_out:]
+        steps = [(span.step, span) for span in one.spans if span.step is not None][left_out:]
         steps = [each for each in steps if not any(begin <= each[0] <= end for begin, end in profiled)]
-        times[one.rank] = {number: total(phases, OF_A_STEP) / 1e9 for number, phases in steps}
-        compiled.update({number: total(phases, _COMPILING) for number, phases in steps})
+        times[one.rank] = {number: span.total(OF_A_STEP) / 1e9 for number, span in steps}
+        compiled.update({number: span.total(_COMPILING) for number, span in steps})
     slowest = max(times, key=lambda one: (percentile(sorted(times[one].values()), 50) if times[one] else 0.0, -one))
     return Window(
         done=max(len(one.done) for one in processes),
-        left_out=left_out,
         rank=slowest,
         seconds=times[slowest],
         compiled={number: spent for number, spent in sorted(compiled.items()) if spent},
-        compiled_ns=sum(total(span.phases, _COMPILING) for one in processes for span in one.spans),
+        compiled_ns=sum(span.total(_COMPILING) for one in processes for span in one.spans),
     )
 
 
@@ -185,10 +179,10 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     sizes = set(tokens.values())
     why = "steps had different numbers of tokens" if sizes else "no step was recorded"
     found.put("batch.effective_tokens", sizes.pop() if len(sizes) == 1 else None, why)
-    found.put("window.left_out", window.left_out)
+    found.put("window.left_out", WARM_UP_STEPS)
     seconds = sorted(window.seconds.values())
     if not seconds:
-        left = f"has no step after its first {window.left_out} that was not profiled"
+        left = f"has no step after its first {WARM_UP_STEPS} that was not profiled"
         reason = f"the last start {left if window.done else 'has done no step'}"
         found.miss(reason, "step_time", "window.first_step", "window.last_step")
         return
@@ -208,13 +202,6 @@ def _losses(found: Facts, steps: Sequence[Step]) -> None:
     for name, (number, loss) in zip(("first", "last"), losses[:1] + losses[-1:], strict=False):
         found.put(f"loss.{name}_step", number)
         found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
-
-
-def _goodput(found: Facts, ranks: Mapping[int, Sequence[Start]]) -> None:
-    """The goodput of the slowest rank."""
-    by_rank = goodput.of_starts(ranks)
-    slowest, *_ = goodput.slowest_first(by_rank)
-    found.put("goodput", {"rank": slowest, **by_rank[slowest].record()})
 
 
 # --- What processes know ----------------------------------------------------------------------------------------------
@@ -312,34 +299,9 @@ def _cache(found: Facts, window: Window) -> None:
 # --- Profiles, speed and shares ---------------------------------------------------------------------------------------
 
 
-def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
-    """The object in the JSON file at ``path``.
-
-    Args:
-        path: the file.
-        expected: what it should be, in words.
-        remedy: what to do where it is damaged.
-
-    Raises:
-        DataError: there is no such file, or it holds something else.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
-    return found
-
-
 def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
     """Rank 0's last profile of steady steps, or else its last one; another rank's lies in a folder of its own below."""
-    profiles = [
-        load(path, "the table of a profile", "delete it, or profile again")
-        for path in (run / PROFILES).glob("*/table.json")
-    ]
+    profiles = [read_table(path) for path in (run / PROFILES).glob("*/table.json")]
     best = max(profiles, key=lambda one: (one["phase"] == "steady", one["steps"]), default=None)
     if best is None:
         found.miss("the run was not profiled", "profiler")
@@ -430,6 +392,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         return assemble(place)
     place = place / RECEIPT if place.is_dir() else place
     expected = "a receipt, or the folder of a run that was observed"
-    receipt = load(place, expected, "name the folder of its run, from which it is assembled anew")
+    receipt = events.load(place, expected, "name the folder of its run, from which it is assembled anew")
     schema.validate(receipt, str(place))
     return receipt

@@ -124,7 +124,7 @@ def _fallen_back(case: Case) -> str:
 def _skipped(case: Case) -> str:
     if not case.steps:
         raise _Unjudged("no step was recorded")
-    bad = [step.step for step in case.steps if step.skipped or not all(map(math.isfinite, step.losses.values()))]
+    bad = [step.step for step in case.steps if step.failed]
     return f"{len(bad)} steps were skipped or had a loss that is no number, the first is step {bad[0]}" if bad else ""
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +104,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
-        ("data", lambda found: _data(found, args)),
+        ("data", lambda found: _data(found, args, loop.data_words())),
         ("precision", lambda found: _precision(found, chunks, config, settings)),
         ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
         ("patches", lambda found: found.put("patches", _patches())),
@@ -149,24 +149,19 @@ def _versions() -> dict[str, str]:
 
 
 def _commit(facts: Facts) -> None:
-    root = Path(megacpp_mcore.__file__).resolve().parent
-    own = host.git(root, "ls-files", "--error-unmatch", "__init__.py") is not None
-    head = host.git(root, "rev-parse", "HEAD") if own else None
-    if head is not None and host.git(root, "status", "--porcelain", "--untracked-files=no"):
+    head = host.own_git("rev-parse", "HEAD")
+    if head is not None and host.own_git("status", "--porcelain", "--untracked-files=no"):
         head += "+changes"
     reason = f"the package lies in no git checkout and {COMMIT} is not set; its version is {megacpp_mcore.__version__}"
     facts.put("commit", head or os.environ.get(COMMIT) or None, reason)
 
 
 def _patches() -> list[dict[str, Any]]:
-    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in _applied()]
-
-
-def _applied() -> list[Mapping[str, Any]]:
     """The patches that are not out."""
     from megacpp_mcore.patches.machinery import registry
 
-    return [record for record in registry.default().status() if record["state"] != "not applied"]
+    there = [record for record in registry.default().status() if record["state"] != "not applied"]
+    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in there]
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
@@ -236,15 +231,11 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
     else:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
     if settings is not None and settings.fp8.recipe is not None:
-        also = f"; {plan.kernel_fp8}" if plan.kernel_fp8 != "none" else ""
-        plan = dataclasses.replace(plan, kernel_fp8=f"{settings.fp8.label}{also}", dispatch="refuse")
+        plan = _also_in_fp8(plan, settings.fp8.label)
         if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
-        also = f"; {plan.kernel_fp8}" if plan.kernel_fp8 != "none" else ""
-        plan = dataclasses.replace(
-            plan, kernel_fp8=f"products of the experts' rows by triton_fp8{also}", dispatch="refuse"
-        )
+        plan = _also_in_fp8(plan, "products of the experts' rows by triton_fp8")
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -254,12 +245,18 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
     facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
 
 
-def _data(facts: Facts, args: Any) -> None:
+def _also_in_fp8(plan: precision.PrecisionPlan, kernels: str) -> precision.PrecisionPlan:
+    """``plan`` with ``kernels`` in FP8, which refuse what they cannot do, before those that are."""
+    before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
+    return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
+
+
+def _data(facts: Facts, args: Any, data_words: Sequence[str]) -> None:
     from megacpp_mcore.data.arguments import blends
     from megacpp_mcore.data.manifest import load_manifest
 
     facts.put("data.fill_in_the_middle", bool(args.fim_data))
-    named = blends(_data_words(args))
+    named = blends(data_words)
     if args.mock_data or not named:
         facts.put("data.kind", "mock" if args.mock_data else None, "the run names no dataset")
         why = "mock data has no files" if args.mock_data else "the run names no dataset"
@@ -286,16 +283,6 @@ def _data(facts: Facts, args: Any) -> None:
         facts.put("data.checksum", hashlib.sha256(json.dumps([content, args.split]).encode()).hexdigest())
         one = tokenizers.pop() if len(tokenizers) == 1 else None
         facts.put("tokenizer.checksum", one, "the datasets' manifests do not name one tokenizer")
-
-
-def _data_words(args: Any) -> list[str]:
-    """The words of a command line that name the run's datasets."""
-    words: list[str] = []
-    prefixes = ("", "train_", "valid_", "test_")
-    for name in (*(f"{prefix}data_path" for prefix in prefixes), "data_args_path", "per_split_data_args_path"):
-        if value := getattr(args, name, None):
-            words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
-    return words
 
 
 def _routing(facts: Facts, config: Any) -> None:
@@ -482,7 +469,7 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Stock's loss where there is a head, and no patch that notes what it does instead."""
     has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
-    if not has_head or "linear-cross-entropy" in {record["name"] for record in _applied()}:
+    if not has_head or "linear-cross-entropy" in {record["name"] for record in _patches()}:
         return
     config = bare(chunks[0]).config
     is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"

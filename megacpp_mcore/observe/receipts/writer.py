@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ class ReceiptWriter(Listener):
         self._log, self._every_s = log, every_s
         self._settings, self._routes, self._indices, self._loop = settings, routes, indices, loop
         self._written = -math.inf
-        self._facts = of_run.at_start(launched)
+        self.facts = of_run.at_start(launched)
+        """What is known of the run by field, and why other fields are not known."""
         self._chunks: Sequence[Any] = ()
         self._failed: list[str] = []
         # The files in the caches of this host, before anything of this run compiles, its warm-up included.
@@ -69,15 +70,11 @@ class ReceiptWriter(Listener):
         observed.forget()  # of a run before in this process
         self._write_facts()
 
-    def facts(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-        """What is known of the run by field, and why other fields are not known."""
-        return self._facts.values, self._facts.unknown
-
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Learn what the model and Megatron's arguments say, and write it."""
         self._chunks = chunks
-        self._facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
-        self._facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
+        self.facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
+        self.facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
         self._write_facts()
 
     def on_step(self, step: Step) -> None:
@@ -107,7 +104,7 @@ class ReceiptWriter(Listener):
         self._chunks = ()
 
     def _write_facts(self) -> None:
-        self._log.write(facts={**self._facts.values, "unknown": self._facts.unknown})
+        self._log.write(facts={**self.facts.values, "unknown": self.facts.unknown})
 
     def _write(self) -> None:
         """Write what has changed since the model stood: memory, the experts' tokens, and what patches run."""

@@ -317,7 +317,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sparse_attention(rms: float, wide: bool = False, **sizes: Any) -> None:
+def sparse_attention(rms: float, wide: bool = False, heads: int = 64, **sizes: Any) -> None:
     """By sums of floats and by sums of integers; the kernels for wide latents, in several chunks of queries."""
     case = sparse_mla_case.Case(**{"S": 37, "H": 3, "K": 32, "V": 16, "N": 20} | sizes)
     sparse_mla.WIDTHS, sparse_mla.DTYPES = ((case.K, case.V),), (case.dtype,)
@@ -329,6 +329,7 @@ def sparse_attention(rms: float, wide: bool = False, **sizes: Any) -> None:
         poison_new_memory()
         sparse_mla.kernels.KEYS, sparse_mla.wide.TILE = 32, tl.constexpr(32)
         sparse_mla.QUERIES["KEYS"] = 32
+        sparse_mla.HEADS = heads
     sparse_mla.GRADIENTS["W"] = 16
     sparse_mla.SCRATCH = 2**14 * case.dtype.itemsize
     sparse_mla.kernels.FEW = sparse_mla.wide.FEW = tl.constexpr(12)  # of 20 keys
@@ -398,7 +399,9 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         layers=2,
     ),
     "sparse_mla, wide, float16": partial(sparse_attention, 2e-3, wide=True, K=48, V=32, dtype=FP16, ragged=True),
-    "sparse_mla, wide, many heads": partial(sparse_attention, 4e-6, wide=True, S=9, H=70, K=32, V=16, dtype=FP32),
+    "sparse_mla, wide, many heads": partial(
+        sparse_attention, 4e-6, wide=True, heads=16, S=11, H=35, K=48, V=32, dtype=FP32, ragged=True, layers=2
+    ),
 }
 
 

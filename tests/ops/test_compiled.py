@@ -235,7 +235,7 @@ def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, determinis
 @pytest.fixture(params=["bf16", "fp16"])
 def attention(request: pytest.FixtureRequest) -> dict[str, str]:
     given = types(fp32="lse_ptr mean_ptr dkv_ptr sum_ptr unit_ptr", i32="index_ptr") | {"scale": "fp32"}
-    return given | types(**{request.param: "q_ptr kv_ptr o_ptr do_ptr dq_ptr p_ptr dx_ptr"})
+    return given | types(**{request.param: "q_ptr kv_ptr o_ptr do_ptr dq_ptr d_ptr"})
 
 
 NARROW = [widths for widths in sparse_launch.WIDTHS if widths not in sparse_launch.WIDE]
@@ -282,18 +282,22 @@ SHARED_MEMORY = 232_448
 
 
 @pytest.mark.parametrize("widths", sparse_launch.WIDE)
-@pytest.mark.parametrize("heads", [sparse_launch.HEADS, 16])
+@pytest.mark.parametrize("heads", [2 * sparse_launch.HEADS, sparse_launch.HEADS, 16])
 @pytest.mark.parametrize("variant", WIDE_SPARSE)
 def test_wide_sparse_mla(
     tmp_path: Path, attention: dict[str, str], variant: str, widths: tuple[int, int], heads: int
 ) -> None:
-    """Of 64 heads a launch and fewer: more are several launches."""
+    """Of all heads that are rounded up to: others are several launches."""
     kernel, launch, absent = WIDE_SPARSE[variant]
-    constants = launch | {"M": heads, "V": widths[1], "R": widths[0] - widths[1]} | dict.fromkeys(absent)
+    function = getattr(wide_sparse_mla, kernel)
+    groups = max(1, heads // sparse_launch.HEADS)
+    sizes = {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
+    constants = launch | {"V": widths[1], "R": widths[0] - widths[1]} | dict.fromkeys(absent)
+    constants |= {name: size for name, size in sizes.items() if name in function.arg_names}
     given = attention | (types(i64="dkv_ptr") if variant == "keys, integers" else {})
-    made = compiled(getattr(wide_sparse_mla, kernel), given, constants, tmp_path)
+    made = compiled(function, given, constants, tmp_path)
     assert made.shared <= SHARED_MEMORY, made
-    assert made.instructions["HGMMA" if heads == sparse_launch.HEADS or kernel == "keys" else "HMMA"], made
+    assert made.instructions["HGMMA" if heads >= sparse_launch.HEADS or kernel == "keys" else "HMMA"], made
 
 
 # --- M²RNN ------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Sparse MLA by Triton kernels, on a GPU: what :func:`megacpp_mcore.ops.sparse_mla.reference.attend` does.
 
-One launch forward for each :data:`HEADS` heads, and two backward; for :data:`WIDE` widths, three for each chunk of queries.
+One launch forward for each :data:`HEADS` heads, and two backward; for :data:`WIDE` widths, two for each chunk of queries.
 Output, gradient of the queries and sum of probabilities have one order of summing. The gradient of a key is summed over the
 queries that selected it by atomics in float32, in whatever order they come; under ``torch.use_deterministic_algorithms``, in
 integers, which have the same sum in any order.
 
 Legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys, P columns of the
-padded index, C queries of one chunk, M heads of one launch rounded up.
+padded index, C queries of one chunk, M its heads, rounded up.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
 """How the kernels are launched; forward and backward: what was fastest on an H200."""
 
 WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 8}
-SCORES = WIDE_FORWARD | {"KEYS": kernels.KEYS // 2}
+SCORES = WIDE_FORWARD | {"STAGES": 1}
 QUERIES = dict(WIDE_FORWARD)
-GRADIENTS = WIDE_FORWARD | {"W": 128}
+GRADIENTS = WIDE_FORWARD | {"W": 64}
 WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS)
 """How those of :data:`WIDE` widths are: what is spilled nowhere."""
 
 SCRATCH = 2**28
-"""Bytes, at most, of a chunk's probabilities and gradients of scores, unless one query has more: 512 queries of 2048 keys,
-which are four programs for each multiprocessor."""
+"""Bytes, at most, of a chunk's probabilities and gradients of scores, unless one query has more: 256 queries of 128 heads
+and 2048 keys, which are four programs for each multiprocessor in any kernel."""
 
 
 def attend(
@@ -189,24 +189,25 @@ def _wide_backward(
     """What :func:`_backward` does, a chunk of queries at a time."""
     (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
     dq_SBHK = q_SBHK.new_empty(S, B, H, K)
-    M = _rows(H, 64)
-    chunk = min(S, max(1, SCRATCH // (2 * B * P * M * q_SBHK.itemsize)))
-    p_CBPM, dx_CBPM = (q_SBHK.new_empty(chunk, B, P, M) for _ in range(2))
+    chunk = min(S, max(1, SCRATCH // (2 * B * P * _all_rows(H) * q_SBHK.itemsize)))
+    d_CBPMM = q_SBHK.new_empty(chunk, B, P, 2 * _all_rows(H))
     of_queries, of_keys, of_output = eighths(q_SBHK, 3), eighths(kv_TBK), eighths(do_SBHV, 3)
-    for first in range(0, H, HEADS):
-        sizes = {"M": _rows(H - first, 64), "V": V, "R": K - V}
-        for begin in range(0, S, chunk):
-            grid, place = (min(chunk, S - begin), B), (P, begin, first)
-            wide.scores[grid](
-                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, p_CBPM, dx_CBPM, sum_BSN, softmax_scale,
-                S, H, selected, *place, *of_queries, *of_keys, *of_output, **sizes, **SCORES,
+    for begin in range(0, S, chunk):
+        queries = min(chunk, S - begin)
+        for first in range(0, H, 2 * HEADS):
+            ALL, place = _all_rows(H - first), (P, begin, first)
+            M, PARTS, widths = min(ALL, HEADS), max(1, ALL // HEADS), {"ALL": ALL, "V": V, "R": K - V}
+            for group in range(PARTS):
+                wide.scores[(queries, B)](
+                    q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPMM, sum_BSN, softmax_scale,
+                    S, H, selected, *place, *of_queries, *of_keys, *of_output, M=M, GROUP=group, **widths, **SCORES,
+                )  # fmt: skip
+            wide.queries[(queries, B, PARTS)](
+                kv_TBK, index_BSP, d_CBPMM, dq_SBHK, S, H, *place, *of_keys, PARTS=PARTS, **widths, **QUERIES
             )  # fmt: skip
-            wide.queries[grid](
-                kv_TBK, index_BSP, dx_CBPM, dq_SBHK, S, H, *place, *of_keys, **sizes, **QUERIES
-            )  # fmt: skip
-            wide.keys[grid](
-                q_SBHK, index_BSP, do_SBHV, p_CBPM, dx_CBPM, dkv_TBK, unit,
-                S, H, *place, *of_queries, *of_output, **sizes, **GRADIENTS,
+            wide.keys[(queries, B, PARTS)](
+                q_SBHK, index_BSP, do_SBHV, d_CBPMM, dkv_TBK, unit,
+                S, H, *place, *of_queries, *of_output, PARTS=PARTS, **widths, **GRADIENTS,
             )  # fmt: skip
     return dq_SBHK
 
@@ -220,6 +221,11 @@ def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
 def _rows(heads: int, second: int) -> int:
     """Heads of a launch with ``heads`` left, rounded up to 16, the least that a tensor core takes, ``second``, or the most."""
     return next(rows for rows in (16, second, HEADS) if rows >= min(heads, HEADS))
+
+
+def _all_rows(heads: int) -> int:
+    """Heads of the two launches of scores before one of queries and keys, with ``heads`` left, rounded up."""
+    return 2 * HEADS if heads > HEADS else _rows(heads, HEADS)
 
 
 def _integer_scale(

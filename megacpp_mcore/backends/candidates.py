@@ -70,10 +70,12 @@ _INDEXER_GRAD_TRITON = dataclasses.replace(_INDEXER_TRITON, dims={"dim": Dim(one
 _SPARSE_MLA_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
+    dims={"qk_dim": Dim(one_of=(128, 576)), "v_dim": Dim(one_of=(64, 512))},
+    together=({"qk_dim": 128, "v_dim": 64}, {"qk_dim": 576, "v_dim": 512}),
 )
-"""The widths that its kernels are compiled for without a spill, and compared with the reference at. Its sums have one order
-where ``torch.use_deterministic_algorithms`` asks for it, as every door does in deterministic mode."""
+"""The widths that its kernels are compiled for without a spill, and compared with the reference at: NAM56R's and DeepSeek's.
+Any number of heads. Its sums have one order where ``torch.use_deterministic_algorithms`` asks for it, as every door does in
+deterministic mode."""
 
 _EXPERTS_TRITON = Support(
     devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS, "experts": Dim(largest=256)}

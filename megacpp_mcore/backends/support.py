@@ -51,6 +51,7 @@ class Support:
         devices: where it runs, of :data:`DEVICES`.
         dtypes: of its inputs, of :data:`DTYPES`.
         dims: the sizes of dimensions by the name that requests give them; others may have any.
+        together: combinations of sizes by name: those that a request gives are of one of them. None: any.
         mask: whether it takes an attention mask.
         packed: whether it keeps the documents of a packed row (THD) apart.
         deterministic: whether the same inputs give the same bits, forward and backward.
@@ -60,6 +61,7 @@ class Support:
     devices: tuple[str, ...] = DEVICES
     dtypes: tuple[str, ...] = DTYPES
     dims: Mapping[str, Dim] = field(default_factory=dict)
+    together: tuple[Mapping[str, int], ...] = ()
     mask: bool = True
     packed: bool = True
     deterministic: bool = True
@@ -80,7 +82,19 @@ class Support:
             BackendError: a need is none of these.
         """
         reasons = [self._lacking(name, value) for name, value in needs.items()]
-        return "; ".join(reason for reason in reasons if reason) or None
+        found = "; ".join(reason for reason in reasons if reason)
+        return found or self._apart(needs)
+
+    def _apart(self, needs: Mapping[str, Any]) -> str | None:
+        """Why the sizes do not go together, or None."""
+        if not self.together or any(
+            all(needs.get(name, size) == size for name, size in one.items()) for one in self.together
+        ):
+            return None
+        names = [name for name in self.together[0] if name in needs]
+        given = ", ".join(f"{name} {needs[name]}" for name in names)
+        expected = " or ".join(", ".join(f"{name} {one[name]}" for name in names) for one in self.together)
+        return f"{given} do not go together, but {expected}"
 
     def _lacking(self, name: str, value: Any) -> str | None:
         if name == "device":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.sparse_mla import triton as launch
 from megacpp_mcore.ops.sparse_mla.reference import attend as reference
 from megacpp_mcore.ops.sparse_mla.triton import attend
 from tests.gpu.device import peak, replayed, without_waiting
@@ -33,6 +34,21 @@ CASES = {
     "float16": Case(S=515, dtype=torch.float16, ragged=True, strided=True),
     "float16, few heads": Case(S=515, H=14, dtype=torch.float16, popular=True),
 }
+DEEPSEEK = {"K": 576, "V": 512}
+"""Its widths, which have kernels of their own."""
+
+WIDE_CASES = {
+    "64 heads, 2048 keys": Case(S=257, H=64, N=2048, **DEEPSEEK),
+    "128 heads": Case(S=257, H=128, N=128, **DEEPSEEK),
+    "128 heads, float16, ragged, strided": Case(
+        S=257, B=1, H=128, N=200, dtype=torch.float16, ragged=True, strided=True, **DEEPSEEK
+    ),
+    "56 heads, ragged, popular, two layers": Case(S=515, H=56, ragged=True, popular=True, layers=2, **DEEPSEEK),
+    "32 heads": Case(S=300, H=32, N=64, B=3, popular=True, **DEEPSEEK),
+    "16 heads": Case(S=300, H=16, ragged=True, **DEEPSEEK),
+    "three heads beyond a launch": Case(S=130, H=67, N=20, ragged=True, **DEEPSEEK),
+    "one token": Case(S=1, B=1, H=3, **DEEPSEEK),
+}
 WIDE = Case(S=4096, popular=True)
 
 
@@ -52,7 +68,16 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **how: new_empty(*args, **how).fill_(float("nan")))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of some hundred queries, the last one not full, of the kernels that take queries so."""
+    monkeypatch.setattr(launch, "SCRATCH", 2**23)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *WIDE_CASES.values()], ids=[*CASES, *map("wide, {}".format, WIDE_CASES)]
+)
 def test_parity_with_fp64(case: Case) -> None:
     inputs = draw(case, "cuda")
     truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)
@@ -69,14 +94,15 @@ def test_parity_with_fp64(case: Case) -> None:
         assert not found["p"][inputs["index"] < 0].count_nonzero()
 
 
-def test_the_same_bits_each_time() -> None:
-    inputs = draw(WIDE, "cuda")
+@pytest.mark.parametrize("case", [WIDE, Case(S=1024, H=128, N=512, popular=True, **DEEPSEEK)], ids=["", "wide"])
+def test_the_same_bits_each_time(case: Case) -> None:
+    inputs = draw(case, "cuda")
     with ordered():
-        first = outcome(attend, WIDE, inputs)
+        first = outcome(attend, case, inputs)
         for _ in range(20):
-            for name, tensor in outcome(attend, WIDE, inputs).items():
+            for name, tensor in outcome(attend, case, inputs).items():
                 assert torch.equal(tensor, first[name]), name
-    for name, tensor in outcome(attend, WIDE, inputs).items():  # float sums of the keys' gradient have no fixed order
+    for name, tensor in outcome(attend, case, inputs).items():  # float sums of the keys' gradient have no fixed order
         assert torch.equal(tensor, first[name]) or name == "dkv", name
 
 
@@ -119,9 +145,10 @@ def test_an_expanded_gradient() -> None:
     assert torch.equal(expanded, whole)
 
 
+@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["", "wide"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_nan_stays_nan(deterministic: bool) -> None:
-    case = Case(S=300, N=20, H=14)
+def test_nan_stays_nan(deterministic: bool, widths: dict[str, int]) -> None:
+    case = Case(S=300, N=20, H=14, **widths)
     inputs = draw(case, "cuda")
     inputs["kv"][7, 0, 100] = float("nan")
     with ordered(deterministic):
@@ -135,9 +162,10 @@ def test_nan_stays_nan(deterministic: bool) -> None:
     assert torch.isnan(found["dkv"][7, 0]).all()
 
 
-def test_very_negative_scores() -> None:
+@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["", "wide"])
+def test_very_negative_scores(widths: dict[str, int]) -> None:
     """Log-sum-exps far below the log of the least float, beside columns that select nothing."""
-    case = Case(S=200, ragged=True, H=14)
+    case = Case(S=200, ragged=True, H=14, **widths)
     inputs = draw(case, "cuda")
     inputs["q"][0].mul_(0.1)[..., 0] = 30.0
     inputs["kv"].mul_(0.1)[..., 0] = -30 * case.K**0.5
@@ -181,9 +209,26 @@ def test_nothing_is_gathered() -> None:
     assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small)
 
 
+def test_a_chunk_of_scores_is_kept_at_a_time() -> None:
+    """Of wide latents: beside the gradients, no more than :data:`launch.SCRATCH`."""
+    case = Case(S=2048, H=128, N=2048, **DEEPSEEK)
+    inputs = draw(case, "cuda")
+    outcome(attend, case, inputs)
+    q, kv, do = inputs["q"][0], inputs["kv"], inputs["do"][0]
+    leaves = [q.requires_grad_(), kv.requires_grad_()]
+
+    def run() -> object:
+        o = attend(*leaves, inputs["index"], softmax_scale=0.1, value_dim=case.V, sink=TargetSum())
+        return torch.autograd.grad(o, leaves, do)
+
+    small = case.B * case.S * (4 * case.H + 4 * case.N + 10 * case.K)
+    assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small + launch.SCRATCH)
+
+
+@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["", "wide"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_nothing_waits_and_a_graph_replays(deterministic: bool) -> None:
-    case = Case(S=515, ragged=True)
+def test_nothing_waits_and_a_graph_replays(deterministic: bool, widths: dict[str, int]) -> None:
+    case = Case(S=515, ragged=True, **widths)
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
     tensors = [[*drawn["q"], drawn["kv"], *drawn["do"]] for drawn in (inputs, others)]
     with ordered(deterministic):

@@ -71,6 +71,17 @@ def strided(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: op(*args, **{name: apart(value) for name, value in kwargs.items()})
 
 
+def poison_new_memory() -> None:
+    """What is read before it is written is NaN."""
+    new_empty: Any = torch.Tensor.new_empty
+
+    def poisoned(*args: Any, **how: Any) -> torch.Tensor:
+        made: torch.Tensor = new_empty(*args, **how)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    torch.Tensor.new_empty = poisoned  # type: ignore[method-assign, assignment]
+
+
 def grouped_mlp(rms: float, small_tiles: bool = False, **sizes: Any) -> None:
     """Of tokens and of rows, by PyTorch's own grouped products for a CPU; a token of too few or many experts is NaN."""
     case = grouped_mlp_case.Case(**sizes)
@@ -306,14 +317,23 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sparse_attention(rms: float, **sizes: Any) -> None:
-    """By sums of floats and by sums of integers."""
+def sparse_attention(rms: float, wide: bool = False, heads: int = 64, **sizes: Any) -> None:
+    """By sums of floats and by sums of integers; the kernels for wide latents, in several chunks of queries."""
     case = sparse_mla_case.Case(**{"S": 37, "H": 3, "K": 32, "V": 16, "N": 20} | sizes)
     sparse_mla.WIDTHS, sparse_mla.DTYPES = ((case.K, case.V),), (case.dtype,)
+    sparse_mla.WIDE = sparse_mla.WIDTHS if wide else ()
     sparse_mla.kernels.KEYS = 16
-    for launch in (sparse_mla.FORWARD, sparse_mla.MEANS, sparse_mla.BACKWARD):
+    for launch in (sparse_mla.FORWARD, sparse_mla.MEANS, sparse_mla.BACKWARD, *sparse_mla.WIDE_LAUNCHES):
         launch["KEYS"] = 16
-    sparse_mla.kernels.FEW = tl.constexpr(12)  # of 20 keys
+    if wide:
+        poison_new_memory()
+        sparse_mla.kernels.KEYS, sparse_mla.wide.TILE = 32, tl.constexpr(32)
+        sparse_mla.QUERIES["KEYS"] = 32
+        sparse_mla.HEADS = heads
+    sparse_mla.GRADIENTS["W"] = 16
+    sparse_mla.SCRATCH = 2**14 * case.dtype.itemsize
+    sparse_mla.kernels.FEW = sparse_mla.wide.FEW = tl.constexpr(12)  # of 20 keys
+    sparse_mla.wide.SPAN = tl.constexpr(16)
     inputs, outcome = sparse_mla_case.draw(case), sparse_mla_case.outcome
     truth, plain = outcome(attend, case, inputs, torch.float64), outcome(sparse_mla_case.eager, case, inputs)
     for deterministic in (False, True):
@@ -365,6 +385,23 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "sparse_mla": partial(sparse_attention, 4e-6, dtype=FP32, ragged=True, popular=True, strided=True, layers=2),
     "sparse_mla, float16": partial(sparse_attention, 2e-3, dtype=FP16, ragged=True),
     "sparse_mla, many heads": partial(sparse_attention, 4e-6, S=9, H=70, dtype=FP32),
+    "sparse_mla, wide": partial(
+        sparse_attention,
+        4e-6,
+        wide=True,
+        S=29,
+        K=48,
+        V=32,
+        dtype=FP32,
+        ragged=True,
+        popular=True,
+        strided=True,
+        layers=2,
+    ),
+    "sparse_mla, wide, float16": partial(sparse_attention, 2e-3, wide=True, K=48, V=32, dtype=FP16, ragged=True),
+    "sparse_mla, wide, many heads": partial(
+        sparse_attention, 4e-6, wide=True, heads=16, S=11, H=35, K=48, V=32, dtype=FP32, ragged=True, layers=2
+    ),
 }
 
 

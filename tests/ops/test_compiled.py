@@ -30,6 +30,7 @@ from megacpp_mcore.ops.router import kernels as router
 from megacpp_mcore.ops.router import triton as router_launch
 from megacpp_mcore.ops.sparse_mla import kernels as sparse_mla
 from megacpp_mcore.ops.sparse_mla import triton as sparse_launch
+from megacpp_mcore.ops.sparse_mla import wide as wide_sparse_mla
 from tests.ops.sm90 import Compiled, compiled, types
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
@@ -234,10 +235,13 @@ def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, determinis
 @pytest.fixture(params=["bf16", "fp16"])
 def attention(request: pytest.FixtureRequest) -> dict[str, str]:
     given = types(fp32="lse_ptr mean_ptr dkv_ptr sum_ptr unit_ptr", i32="index_ptr") | {"scale": "fp32"}
-    return given | types(**{request.param: "q_ptr kv_ptr o_ptr do_ptr dq_ptr"})
+    return given | types(**{request.param: "q_ptr kv_ptr o_ptr do_ptr dq_ptr d_ptr"})
 
 
-@pytest.mark.parametrize("widths", sparse_launch.WIDTHS)
+NARROW = [widths for widths in sparse_launch.WIDTHS if widths not in sparse_launch.WIDE]
+
+
+@pytest.mark.parametrize("widths", NARROW)
 @pytest.mark.parametrize("heads", [sparse_launch.HEADS, 16])
 @pytest.mark.parametrize("kernel", ["forward", "means"])
 def test_heads_on_rows(
@@ -252,7 +256,7 @@ def test_heads_on_rows(
 
 @pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("widths", sparse_launch.WIDTHS)
+@pytest.mark.parametrize("widths", NARROW)
 @pytest.mark.parametrize("heads", [sparse_launch.HEADS, 32, 16])
 def test_keys_on_rows(
     tmp_path: Path, attention: dict[str, str], widths: tuple[int, int], heads: int, deterministic: bool, sink: bool
@@ -263,6 +267,37 @@ def test_keys_on_rows(
     )
     given = attention | (types(i64="dkv_ptr") if deterministic else {})
     assert compiled(sparse_mla.backward, given, constants, tmp_path).instructions["HGMMA"]
+
+
+WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "forward": ("forward", sparse_launch.WIDE_FORWARD, []),
+    "scores": ("scores", sparse_launch.SCORES, ["sum_ptr"]),
+    "scores, sum": ("scores", sparse_launch.SCORES, []),
+    "queries": ("queries", sparse_launch.QUERIES, []),
+    "keys": ("keys", sparse_launch.GRADIENTS, ["unit_ptr"]),
+    "keys, integers": ("keys", sparse_launch.GRADIENTS, []),
+}
+SHARED_MEMORY = 232_448
+"""Bytes that one program may have on an H200."""
+
+
+@pytest.mark.parametrize("widths", sparse_launch.WIDE)
+@pytest.mark.parametrize("heads", [2 * sparse_launch.HEADS, sparse_launch.HEADS, 16])
+@pytest.mark.parametrize("variant", WIDE_SPARSE)
+def test_wide_sparse_mla(
+    tmp_path: Path, attention: dict[str, str], variant: str, widths: tuple[int, int], heads: int
+) -> None:
+    """Of all heads that are rounded up to: others are several launches."""
+    kernel, launch, absent = WIDE_SPARSE[variant]
+    function = getattr(wide_sparse_mla, kernel)
+    groups = max(1, heads // sparse_launch.HEADS)
+    sizes = {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
+    constants = launch | {"V": widths[1], "R": widths[0] - widths[1]} | dict.fromkeys(absent)
+    constants |= {name: size for name, size in sizes.items() if name in function.arg_names}
+    given = attention | (types(i64="dkv_ptr") if variant == "keys, integers" else {})
+    made = compiled(function, given, constants, tmp_path)
+    assert made.shared <= SHARED_MEMORY, made
+    assert made.instructions["HGMMA" if heads >= sparse_launch.HEADS or kernel == "keys" else "HMMA"], made
 
 
 # --- M²RNN ------------------------------------------------------------------------------------------------------------

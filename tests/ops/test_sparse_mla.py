@@ -175,7 +175,7 @@ def test_the_kernels_refuse() -> None:
         attend(q, kv, index, **how)
     with pytest.raises(ModelError, match=r"torch\.bfloat16 and torch\.float16"):
         attend(q.bfloat16(), kv.half(), index, **how)
-    with pytest.raises(ModelError, match=r"widths \(128, 32\) .* one of \(\(128, 64\),\)"):
+    with pytest.raises(ModelError, match=r"widths \(128, 32\) .* one of \(\(128, 64\), \(576, 512\)\)"):
         attend(q.half(), kv.half(), index, **how | {"value_dim": 32})
     with pytest.raises(ModelError, match=r"softmax_scale is -1\.0"):
         attend(q.half(), kv.half(), index, **how | {"softmax_scale": -1.0})

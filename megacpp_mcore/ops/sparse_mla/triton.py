@@ -1,11 +1,12 @@
 """Sparse MLA by Triton kernels, on a GPU: what :func:`megacpp_mcore.ops.sparse_mla.reference.attend` does.
 
-One launch forward for each :data:`HEADS` heads, and two backward. Output, gradient of the queries and sum of probabilities have
-one order of summing. The gradient of a key is summed over the queries that selected it by atomics in float32, in whatever order
-they come; under ``torch.use_deterministic_algorithms``, in integers, which have the same sum in any order.
+One launch forward for each :data:`HEADS` heads, and two backward; for :data:`WIDE` widths, two for each chunk of queries.
+Output, gradient of the queries and sum of probabilities have one order of summing. The gradient of a key is summed over the
+queries that selected it by atomics in float32, in whatever order they come; under ``torch.use_deterministic_algorithms``, in
+integers, which have the same sum in any order.
 
 Legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys, P columns of the
-padded index.
+padded index, C queries of one chunk, M its heads, rounded up.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from torch.autograd.function import once_differentiable
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.slices import aligned, eighths
-from megacpp_mcore.ops.sparse_mla import kernels
+from megacpp_mcore.ops.sparse_mla import kernels, wide
 from megacpp_mcore.ops.sparse_mla.reference import check_attention
 from megacpp_mcore.ops.sums import integer_unit
 
-WIDTHS = ((128, 64),)
+WIDE = ((576, 512),)
+"""Widths of a query and of its value, of those below, that have kernels of their own: DeepSeek's."""
+
+WIDTHS = ((128, 64), *WIDE)
 """Widths of a query and of its value that the kernels are compiled for without a spill."""
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,6 +40,17 @@ FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 4}
 MEANS = FORWARD | {"STAGES": 1}
 BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
 """How the kernels are launched; forward and backward: what was fastest on an H200."""
+
+WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 8}
+SCORES = WIDE_FORWARD | {"STAGES": 1}
+QUERIES = dict(WIDE_FORWARD)
+GRADIENTS = WIDE_FORWARD | {"W": 64}
+WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS)
+"""How those of :data:`WIDE` widths are: what is spilled nowhere."""
+
+SCRATCH = 2**28
+"""Bytes, at most, of a chunk's probabilities and gradients of scores, unless one query has more: 256 queries of 128 heads
+and 2048 keys, which are four programs for each multiprocessor in any kernel."""
 
 
 def attend(
@@ -99,10 +114,11 @@ class SparseMLAKernels(torch.autograd.Function):
         (S, B, H, K), V = q_SBHK.shape, value_dim
         q_SBHK, kv_TBK, index_BSP = aligned(q_SBHK), aligned(kv_TBK), _padded(index_BSN)
         o_SBHV, lse_BSH = q_SBHK.new_empty(S, B, H, V), q_SBHK.new_empty(B, S, H, dtype=torch.float32)
+        kernel, launch = (wide.forward, WIDE_FORWARD) if (K, V) in WIDE else (kernels.forward, FORWARD)
         for first in range(0, H, HEADS):
-            kernels.forward[(S, B)](
+            kernel[(S, B)](
                 q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, softmax_scale, S, H, index_BSP.shape[2], first,
-                *eighths(q_SBHK, 3), *eighths(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **FORWARD,
+                *eighths(q_SBHK, 3), *eighths(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **launch,
             )  # fmt: skip
         ctx.save_for_backward(q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH)
         ctx.softmax_scale, ctx.sink = softmax_scale, sink
@@ -113,28 +129,87 @@ class SparseMLAKernels(torch.autograd.Function):
     def backward(ctx: Any, do_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of q and kv; the probabilities' sum over heads is added to the sink's."""
         q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH = ctx.saved_tensors
-        (S, B, H, K), V = q_SBHK.shape, o_SBHV.shape[-1]
         do_SBHV = aligned(do_SBHV)
-        dq_SBHK = q_SBHK.new_empty(S, B, H, K)
         deterministic = torch.are_deterministic_algorithms_enabled()
         dkv_TBK = kv_TBK.new_zeros(kv_TBK.shape, dtype=torch.int64 if deterministic else torch.float32)
         unit = _integer_scale(q_SBHK, kv_TBK, do_SBHV, ctx.softmax_scale) if deterministic else None
         sum_BSN = None if ctx.sink is None else ctx.sink.accumulator(index_BSN, torch.float32)
-        mean_BSH = lse_BSH.new_empty(B, S, H)
-        for first in range(0, H, HEADS):
-            kernels.means[(S, B)](
-                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, ctx.softmax_scale, S, H,
-                index_BSP.shape[2], first, *eighths(q_SBHK, 3), *eighths(kv_TBK), *eighths(do_SBHV, 3),
-                M=_rows(H - first, 64), V=V, R=K - V, **MEANS,
-            )  # fmt: skip
-            kernels.backward[(S, B)](
-                q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, ctx.softmax_scale,
-                S, H, index_BSN.shape[2], index_BSP.shape[2], first, *eighths(q_SBHK, 3), *eighths(kv_TBK),
-                *eighths(do_SBHV, 3), M=_rows(H - first, 32), V=V, R=K - V, **BACKWARD,
-            )  # fmt: skip
+        given = (q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, dkv_TBK, sum_BSN, unit)
+        go_back = _wide_backward if (q_SBHK.shape[3], o_SBHV.shape[3]) in WIDE else _backward
+        dq_SBHK = go_back(*given, softmax_scale=ctx.softmax_scale, selected=index_BSN.shape[2])
         if unit is not None:
             dkv_TBK = dkv_TBK.double() / unit
         return dq_SBHK, dkv_TBK.to(kv_TBK.dtype), None, None, None, None
+
+
+def _backward(
+    q_SBHK: torch.Tensor,
+    kv_TBK: torch.Tensor,
+    index_BSP: torch.Tensor,
+    o_SBHV: torch.Tensor,
+    lse_BSH: torch.Tensor,
+    do_SBHV: torch.Tensor,
+    dkv_TBK: torch.Tensor,
+    sum_BSN: torch.Tensor | None,
+    unit: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    selected: int,
+) -> torch.Tensor:
+    """dq; added to dkv, in 1/unit where given, and to the sum: what these queries, of ``selected`` columns, give."""
+    (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
+    dq_SBHK, mean_BSH = q_SBHK.new_empty(S, B, H, K), lse_BSH.new_empty(B, S, H)
+    for first in range(0, H, HEADS):
+        kernels.means[(S, B)](
+            q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, softmax_scale, S, H, P, first,
+            *eighths(q_SBHK, 3), *eighths(kv_TBK), *eighths(do_SBHV, 3), M=_rows(H - first, 64), V=V, R=K - V, **MEANS,
+        )  # fmt: skip
+        kernels.backward[(S, B)](
+            q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, softmax_scale,
+            S, H, selected, P, first, *eighths(q_SBHK, 3), *eighths(kv_TBK), *eighths(do_SBHV, 3),
+            M=_rows(H - first, 32), V=V, R=K - V, **BACKWARD,
+        )  # fmt: skip
+    return dq_SBHK
+
+
+def _wide_backward(
+    q_SBHK: torch.Tensor,
+    kv_TBK: torch.Tensor,
+    index_BSP: torch.Tensor,
+    o_SBHV: torch.Tensor,
+    lse_BSH: torch.Tensor,
+    do_SBHV: torch.Tensor,
+    dkv_TBK: torch.Tensor,
+    sum_BSN: torch.Tensor | None,
+    unit: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    selected: int,
+) -> torch.Tensor:
+    """What :func:`_backward` does, a chunk of queries at a time."""
+    (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
+    dq_SBHK = q_SBHK.new_empty(S, B, H, K)
+    chunk = min(S, max(1, SCRATCH // (2 * B * P * _all_rows(H) * q_SBHK.itemsize)))
+    d_CBPMM = q_SBHK.new_empty(chunk, B, P, 2 * _all_rows(H))
+    of_queries, of_keys, of_output = eighths(q_SBHK, 3), eighths(kv_TBK), eighths(do_SBHV, 3)
+    for begin in range(0, S, chunk):
+        queries = min(chunk, S - begin)
+        for first in range(0, H, 2 * HEADS):
+            ALL, place = _all_rows(H - first), (P, begin, first)
+            M, PARTS, widths = min(ALL, HEADS), max(1, ALL // HEADS), {"ALL": ALL, "V": V, "R": K - V}
+            for group in range(PARTS):
+                wide.scores[(queries, B)](
+                    q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPMM, sum_BSN, softmax_scale,
+                    S, H, selected, *place, *of_queries, *of_keys, *of_output, M=M, GROUP=group, **widths, **SCORES,
+                )  # fmt: skip
+            wide.queries[(queries, B, PARTS)](
+                kv_TBK, index_BSP, d_CBPMM, dq_SBHK, S, H, *place, *of_keys, PARTS=PARTS, **widths, **QUERIES
+            )  # fmt: skip
+            wide.keys[(queries, B, PARTS)](
+                q_SBHK, index_BSP, do_SBHV, d_CBPMM, dkv_TBK, unit,
+                S, H, *place, *of_queries, *of_output, PARTS=PARTS, **widths, **GRADIENTS,
+            )  # fmt: skip
+    return dq_SBHK
 
 
 def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
@@ -146,6 +221,11 @@ def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
 def _rows(heads: int, second: int) -> int:
     """Heads of a launch with ``heads`` left, rounded up to 16, the least that a tensor core takes, ``second``, or the most."""
     return next(rows for rows in (16, second, HEADS) if rows >= min(heads, HEADS))
+
+
+def _all_rows(heads: int) -> int:
+    """Heads of the two launches of scores before one of queries and keys, with ``heads`` left, rounded up."""
+    return 2 * HEADS if heads > HEADS else _rows(heads, HEADS)
 
 
 def _integer_scale(

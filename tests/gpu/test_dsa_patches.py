@@ -214,7 +214,7 @@ def test_peak_memory_of_the_long_forward_pass_on_a_gpu() -> None:
     assert_same_selection(found, expected, score)
 
 
-@pytest.mark.parametrize(("widths", "heads"), [((128, 64), 14)], ids=str)
+@pytest.mark.parametrize(("widths", "heads"), [((128, 64), 14), ((576, 512), 64)], ids=str)
 def test_sparse_attention_runs_by_kernels(widths: tuple[int, int], heads: int) -> None:
     """Output and gradients are stock's in float64, as far as bf16 goes, and no scores of all keys are held."""
     (S, B, N), (K, V) = (1025, 2, 64), widths

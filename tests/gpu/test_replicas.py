@@ -26,12 +26,20 @@ pytestmark = [
 
 
 def train(
-    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32", layout: Layout = runs.ALONE
+    corpus: str,
+    record: Path,
+    processes: int,
+    *extra: str,
+    precision: str = "fp32",
+    layout: Layout = runs.ALONE,
+    steps: int = STEPS,
+    learning_rate: float = 1e-3,
 ) -> dict[str, dict[int, float]]:
     """The scalars of every step, by name."""
     words = runs.words_of(
-        preset("nam56r_tiny"), "--lr-warmup-iters", "1", *extra,
-        corpus=corpus, precision=precision, processes=processes, micro_batch_size=2, train_iters=STEPS, learning_rate=1e-3,
+        preset("nam56r_tiny"), "--lr-warmup-iters", str(min(1, steps - 1)), *extra,
+        corpus=corpus, precision=precision, processes=processes, micro_batch_size=2, train_iters=steps,
+        learning_rate=learning_rate,
         # Transformer Engine multiplies fp32 as TF32.
         transformer_impl="local" if precision == "fp32" else "transformer_engine",
         layout=layout,
@@ -60,10 +68,18 @@ def test_two_replicas_train_as_one_process(
     assert not differing, "\n".join(differing)
 
 
-def test_divided_experts_train_as_one_process(one: dict[str, dict[int, float]], corpus: str, tmp_path: Path) -> None:
-    two = train(corpus, tmp_path / "observe", 2, layout=Layout(expert=2))
-    assert len(two["lm loss"]) == STEPS
-    differing = differing_scalars(one, two, TOLERANCE, SCALARS)
+def test_divided_experts_train_as_one_process(corpus: str, tmp_path: Path) -> None:
+    """From one checkpoint: every rank draws its experts from a seed of its own."""
+    start = str(tmp_path / "start")
+    save = ("--save", start, "--save-interval", "1", "--no-save-optim", "--no-save-rng")
+    train(corpus, tmp_path / "observe start", 1, *save, steps=1, learning_rate=0.0)
+    load = ("--load", start, "--finetune", "--no-load-optim", "--no-load-rng")
+    whole, divided = (
+        train(corpus, tmp_path / f"observe {layout.expert}", layout.expert, *load, layout=layout)
+        for layout in (runs.ALONE, Layout(expert=2))
+    )
+    assert len(divided["lm loss"]) == STEPS
+    differing = differing_scalars(whole, divided, TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)
 
 

@@ -105,7 +105,8 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
     rows = hidden.numel() * hidden.element_size()
     variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
-    if options.device == "cuda" and not ours.is_reference:  # references ask the host
+    # References ask the host. An E layer is captured alone, and in training; beside the other variants its capture raised.
+    if options.device == "cuda" and letter != "E" and not ours.is_reference:
         variants.append(variants[-1].captured())
     return Problem(
         shape={"model": model.name, **options.shape},

@@ -181,3 +181,19 @@ def test_the_kernels_refuse() -> None:
         attend(q.half(), kv.half(), index, **how | {"softmax_scale": -1.0})
     with pytest.raises(ModelError, match="same B and K"):
         attend(q.half(), kv[..., :64].half(), index, **how)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_gradients_are_the_same_bits_whatever_the_threads(batch: int) -> None:
+    """One sequence of nam56r_tiny's: the gradient of a key is a sum over the queries that selected it."""
+    case = Case(S=256, B=batch, H=4, K=48, V=32, N=32, dtype=torch.float32)
+    inputs, threads = draw(case), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = outcome(attend, case, inputs)
+        for several in (2, 3, 4) * 3:
+            torch.set_num_threads(several)
+            found = outcome(attend, case, inputs)
+            assert {name: torch.equal(found[name], one) for name, one in expected.items()} == dict.fromkeys(found, True)
+    finally:
+        torch.set_num_threads(threads)

@@ -17,6 +17,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.sums import add_rows
 from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
     check_index,
@@ -100,8 +101,8 @@ class _Attend(torch.autograd.Function):
             grad_q_SBHK[here] = (grad_score_BRHN @ kv_BRNK).transpose(0, 1)
             grad_kv_BRNK = grad_score_BRHN.transpose(2, 3) @ q_BRHK
             grad_kv_BRNK[..., : ctx.value_dim] += p_BRHN.transpose(2, 3) @ grad_BRHV
-            # Unlike index_add_, this sums in one order on a GPU, too.
-            grad_kv_TBK.index_put_((index_BRN.clamp_min(0).long(), batch_B11), grad_kv_BRNK, accumulate=True)
+            flat = (index_BRN.clamp_min(0).long() * batch + batch_B11).flatten()
+            add_rows(grad_kv_TBK.view(-1, grad_kv_TBK.shape[-1]), flat, grad_kv_BRNK.flatten(0, 2))
         return grad_q_SBHK, grad_kv_TBK.to(kv_TBK.dtype), None, None, None, None, None
 
 

@@ -40,6 +40,7 @@ from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs, compute_device
 from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
+from megacpp_mcore.te import imports
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
@@ -404,6 +405,17 @@ class FP8Experts(TEGroupedMLP):
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """As stock's.
+
+        Raises:
+            ModelError: this GPU has no FP8.
+        """
+        can, why = imports.entry("is_fp8_available")(return_reason=True)
+        if not can:
+            raise ModelError(
+                f"the run's precision file asks for experts in FP8, which this machine cannot run: {why}; leave "
+                "--te-precision-config-file out to train in BF16, or take another GPU"
+            )
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.in_fp8 = True
         self.layer_number: int | None = None

@@ -207,6 +207,7 @@ def _run(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.Ru
     world_size = int(os.environ["WORLD_SIZE"])
     model = settings.model if settings is not None else None
     run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
+    run.check_processes()
     if TORCH_FSDP in run.flags:
         cut = {"pipeline": run.pipeline, "expert": run.expert, "tensor": run.tensor}
         check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})

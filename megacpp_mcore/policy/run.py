@@ -5,6 +5,7 @@ Flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/train
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,20 @@ class Run:
         except ModelError:
             return None
         return layout
+
+    def check_processes(self) -> None:
+        """Compare the layout with how many processes there are.
+
+        Raises:
+            LaunchError: the model is cut for another number of them.
+        """
+        cut = {name: size for name in ("tensor", "pipeline", "context") if (size := getattr(self, name)) > 1}
+        if self.world_size % (least := math.prod(cut.values())):
+            words = " × ".join(f"{name} {size}" for name, size in cut.items())
+            raise LaunchError(
+                f"parallelism {words} takes {least} processes or a multiple, and there are {self.world_size}: start as many "
+                "(launch --nproc, torchrun --nproc-per-node), or change the layout"
+            )
 
     @classmethod
     def from_arguments(cls, words: Sequence[str], *, device: str, world_size: int, model: Model | None = None) -> Run:

@@ -19,6 +19,7 @@ from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import precision, preset
 from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.te import imports
 from tests import stock
 
 # --- The experts' module ----------------------------------------------------------------------------------------------
@@ -88,7 +89,10 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
             linears: Any = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)  # type: ignore[arg-type]
             return partial(TEGroupedMLP, submodules=linears)
 
-    with mock.patch.multiple(experts, Fp8Padding=Padding, Fp8Unpadding=Unpadding):
+    with (
+        mock.patch.multiple(experts, Fp8Padding=Padding, Fp8Unpadding=Unpadding),
+        mock.patch.object(imports, "entry", return_value=lambda return_reason: (True, "")),
+    ):
         config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
         recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
         parts = dataclasses.replace(parts_for(config), backend=Provider())
@@ -107,6 +111,15 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
             return built
 
         yield build
+
+
+def test_a_gpu_without_fp8_is_named_before_anything_is_built(layer: Callable[..., Any]) -> None:
+    too_old = "Device compute capability 8.9 or higher required for FP8 execution."
+    with (
+        mock.patch.object(imports, "entry", return_value=lambda return_reason: (False, too_old)),
+        pytest.raises(ModelError, match=f"{too_old}; leave --te-precision-config-file out"),
+    ):
+        layer(2)
 
 
 ROWS = (0, 17, 333, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_spellings_of_values_and_replicas() -> None:
 def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> None:
     with pytest.raises(LaunchError, match=f"{flag} is {text!r}; expected a whole number, 1 or more"):
         read(flag, text)
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "message"),
+    [
+        ("--tensor-model-parallel-size 3", 1, "tensor 3 takes 3 processes or a multiple, and there are 1"),
+        (
+            "--pipeline-model-parallel-size 2 --context-parallel-size 3",
+            8,
+            "pipeline 2 × context 3 takes 6 .* there are 8",
+        ),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, None),
+    ],
+)
+def test_a_layout_of_another_number_of_processes_is_refused(words: str, processes: int, message: str | None) -> None:
+    run = Run.from_arguments(words.split(), device="cpu", world_size=processes)
+    with nullcontext() if message is None else pytest.raises(LaunchError, match=message):
+        run.check_processes()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """A: multi-head latent attention around its core, full or sparse, and the ModuleSpecs of both.
 
-Projections and norms are stock (megatron-core 0.19): full MLA rides on ``MLASelfAttention``, sparse MLA on
-``AbsorbedMLASelfAttention``. Ours is what happens between them: here all but the core.
+The modules of projections and norms are stock's (megatron-core 0.19): full MLA rides on ``MLASelfAttention``, sparse MLA on
+``AbsorbedMLASelfAttention``. Between them the code is ours: rotation, documents and latents (whose op may take the modules'
+weights and run in their place) in this file, the core in :mod:`megacpp_mcore.layer_specs.core_attention`.
 
 Shape legend: S rows, B batch, H heads (of this rank), D hidden, Q and L ranks of the query's and the key's latent, R width of a
 rotary part, C width of a head without it, V value dim.

@@ -66,9 +66,8 @@ PATCHES = (
 )
 """What the model cannot do without; applied by :func:`apply_patches`, never by an import.
 
-Of dsa-index-cache it is the checkpoint functions, which bring a recomputed sparse layer its first selection, and the logged
-loss that concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no
-schedule.
+Two parts of dsa-index-cache matter here: the checkpoint functions, which give a recomputed sparse layer its first selection,
+and the logged loss. The rest patches stock's DSAttention, and does nothing unless ``experimental_attention_variant`` is set.
 """
 
 LOSS_PATCH = "linear-cross-entropy"
@@ -127,9 +126,8 @@ def block_submodules(
 ) -> HybridBlockSubmodules:
     """The specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
     parts = parts_for(config)
-    if (
-        "E" in model.layers
-    ):  # also where this chunk has none: its rank may be the one that writes a checkpoint's metadata
+    # Also where this chunk has no E layer: its rank may be the one that writes a checkpoint's metadata.
+    if "E" in model.layers:
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})

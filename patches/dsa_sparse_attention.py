@@ -57,7 +57,7 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _obstacle(call: SimpleNamespace) -> str | None:
-    """Why a call stays stock's; None if it need not."""
+    """Why to fall back to stock, or None."""
     import torch
 
     query, key, index = call.query, call.key, call.topk_indices
@@ -65,6 +65,8 @@ def _obstacle(call: SimpleNamespace) -> str | None:
         return "query, key and indices are not plain tensors of absorbed MLA"
     if key.shape[1:] != (query.shape[1], 1, query.shape[3]) or 0 in (*query.shape, *key.shape, *index.shape):
         return f"query {tuple(query.shape)} and key {tuple(key.shape)} are not those of one key head"
+    if len({tensor.device for tensor in (query, key, index)}) > 1:
+        return f"query, key and indices are on {query.device}, {key.device} and {index.device}"
     if query.dtype != key.dtype or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the dtypes are {query.dtype} and {key.dtype}"
     if torch.is_autocast_enabled(query.device.type):
@@ -72,7 +74,7 @@ def _obstacle(call: SimpleNamespace) -> str | None:
     if call.softmax_scale <= 0:
         return f"the softmax scale is {call.softmax_scale}"
     if not mask_fits(_as_indexer(call)):
-        return "keys are hidden in another form than a float32 mask or bounds"
+        return "keys are hidden by something other than a float32 mask or bounds"
     return None
 
 
@@ -82,7 +84,7 @@ def _as_indexer(call: SimpleNamespace) -> SimpleNamespace:
 
 
 def _visible(call: SimpleNamespace) -> torch.Tensor:
-    """The selected keys that a query may see, int32 ``[B, S, N]``, and −1; without mask and bounds those are causal."""
+    """The selected keys that a query may see, int32 ``[B, S, N]``, −1 elsewhere; causal without mask and bounds."""
     import torch
 
     from megacpp_mcore.ops.indexer.chunked import KeyRule

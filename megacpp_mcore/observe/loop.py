@@ -64,7 +64,7 @@ def timed(phase: Phase, within: Phase | None = None) -> Handler:
 
 @contextlib.contextmanager
 def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
-    """Put functions that notify in the place of those of ``seams``, and those back when the context ends, of which it notifies.
+    """Replace the functions of ``seams`` by ones that notify; when the context ends, put them back and notify of the end.
 
     Raises:
         LaunchError: a function is not there; nothing is replaced then.
@@ -212,7 +212,7 @@ def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwarg
 
 
 def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """It asks for the writer that it gives the auxiliary losses to, which are in none of its arguments."""
+    """Auxiliary losses are in none of its arguments: it hands them to TensorBoard's writer, which is tapped."""
     from megatron.training import get_args, training
 
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
@@ -243,13 +243,13 @@ STOCK = (
 
 
 class Loop:
-    """A loop that trains, as those see it who record a run: Megatron's own, where nothing is overridden."""
+    """A training loop as what records a run sees it. This class is Megatron's own loop; Megatron-Bridge's overrides it."""
 
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
         """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
 
         Raises:
-            LaunchError: the loop has not the functions that it has to have; nothing has been replaced.
+            LaunchError: the loop lacks one of the functions; nothing has been replaced.
         """
         return replaced(STOCK, Notifier(clock, listeners))
 
@@ -270,7 +270,7 @@ class Loop:
         return words
 
     def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
+        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` recognises the model by, as built on ``host``."""
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
         described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())

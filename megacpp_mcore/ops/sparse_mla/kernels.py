@@ -1,7 +1,7 @@
 """Triton kernels of sparse MLA: one program has one query with all of its heads, and gathers the keys that it selected.
 
-Forward, the heads are the rows of a tile of scores, so that a softmax is a row's; backward, the keys are, so that both the
-probabilities and the gradients of the scores lie in the registers as the products with the queries want them.
+Forward, a tile of scores has heads as its rows, so that the softmax runs along a row. Backward its rows are keys, so that
+probabilities and gradients of scores already lie in registers as the next products take them.
 
 Legend: S queries, T keys, B batch, H heads, M heads of one launch rounded up to a power of two, K width of a query or key, V of
 its latent, which is the value, R of its rotary part (K = V + R), N selected keys, P columns of the index: N rounded up to a
@@ -22,7 +22,7 @@ KEYS = 64
 """Keys in one tile: the rows of one tensor-core product of four warps."""
 
 FEW = tl.constexpr(192)
-"""Keys, at most, of a query whose mean is summed anew."""
+"""A query with at most so many keys has its mean recomputed."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -31,7 +31,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _here(x):
-    """``x``, an integer, in such a way that what depends on it is computed where it is used, not before the loop above that."""
+    """The integer ``x``, opaque to the compiler, which then does not hoist what depends on it above a loop."""
     if INTERPRETED:
         return x
     else:
@@ -70,10 +70,10 @@ def _add(rows, g, mask, unit):
 
 @triton.jit
 def _add_integers(rows, g, mask):
-    """Add integers so that a lane has one number at a time, and the lanes beside it the numbers beside it.
+    """Add integers, one element a lane, adjacent elements in adjacent lanes.
 
-    Two numbers a lane, Triton's choice, take 1.25 ms in place of 0.77 (8192 queries, 56 heads, 256 keys, H200). What makes it
-    choose otherwise are columns that it does not know to be neighbours, and the transpose.
+    Two elements a lane, Triton's choice, take 1.25 ms in place of 0.77 (8192 queries, 56 heads, 256 keys, H200). Opaque columns
+    and the transpose force this layout.
     """
     Y: tl.constexpr = g.shape[1]
     left, right = _halves(g)
@@ -87,7 +87,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
             M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
 
-    Grid: S, B. The heads are those from ``first`` to ``first + M``, so far as there are.
+    Grid: S, B. The heads are those from ``first`` to ``first + M``, as far as they exist.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)
@@ -121,8 +121,8 @@ def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
           M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """The mean of do·v over the keys, times the scale, [B, S, H]. Grid and heads as forward.
 
-    It is do·o, but for the rounding of o and of the probabilities in it. Where a query has few keys that is large beside its
-    gradient, in which the mean cancels most: there it is summed anew.
+    Mathematically it is do·o. Where a query has few keys, the rounding of o is large beside the gradient, in which the mean
+    cancels most: there it is recomputed.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)

@@ -70,6 +70,7 @@ def test_the_list_needs_no_torch_and_names_them_all() -> None:
         (["mla", "--set", "heads=x"], "'heads=x'"),
         (["mla", "--set", "width=3"], "'width'; expected one of B, S, heads, qk, v"),
         (["mla", "--set", "heads=0"], "heads is 0"),
+        (["mla", "--set", "heads=0", "--set", "S=3"], "heads is 0"),
         (["mla", "m2rnn", "--set", "S=3"], "2 are named"),
         *(
             (["mla", f"--{name}", value], f"--{name} is {float(value)}")

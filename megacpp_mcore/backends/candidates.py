@@ -23,7 +23,7 @@ and ``grouped_mlp``; ``stock`` is what ``--transformer-impl`` and ``--moe-groupe
 _REFERENCE = Support(capturable=False)
 """The references run on anything. No CUDA graph has been tried with them."""
 
-_GPU_TRITON = (TRITON, CUDA)
+_GPU_TRITON = (CUDA, TRITON)
 _EIGHTS = Dim(multiple_of=8)
 
 _SDPA = Support(

@@ -201,6 +201,22 @@ class Dispatcher:
             made = dataclasses.replace(made, requested=AUTO, reason=reason)
             return self._resolutions.setdefault((op, why), made)
 
+    def check_named(self) -> None:
+        """Refuse a backend that was asked for by name, and that this machine lacks something for, before anything is built.
+
+        What a layer needs of it, and probes that run it, come with the layer.
+
+        Raises:
+            BackendError: as :meth:`request`.
+        """
+        for op, name in self._requests.items():
+            requires = () if name == AUTO else self._candidates[op][name].requires
+            if probes.TRANSFORMER_ENGINE in requires and probes.te_disabled():
+                continue
+            for requirement in requires:
+                if not (found := probes.requirement(requirement)).ok:
+                    raise self._cannot_run(op, name, "", found.reason)
+
     def is_automatic(self, op: str) -> bool:
         """Whether no backend of ``op`` was asked for by name."""
         return self._requests.get(op, AUTO) == AUTO
@@ -246,11 +262,14 @@ class Dispatcher:
                 cause: Exception | None = error
         else:
             cause = None
-        where = "" if layer is None else f" in layer {layer}"
-        raise BackendError(
+        raise self._cannot_run(op, name, "" if layer is None else f" in layer {layer}", lacking) from cause
+
+    def _cannot_run(self, op: str, name: str, where: str, lacking: str) -> BackendError:
+        others = [AUTO, *(other for other in self._candidates[op] if other != name)]
+        return BackendError(
             f"backend {name!r} was asked for by name for op {op}{where} and cannot run: {lacking}; "
-            f"ask for another one of {', '.join([AUTO, *self._candidates[op]])}"
-        ) from cause
+            f"ask for another one of {', '.join(others)}"
+        )
 
     def _automatic(self, op: str, requested: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
         passed_over: list[str] = []

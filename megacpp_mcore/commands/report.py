@@ -185,7 +185,8 @@ def describe(receipt: Mapping[str, Any]) -> str:
         why = why_unknown(field.path, values["unknown"])
         lines.append(f"{label:18}{text if text is not None else f'not known: {why}'}")
     lines += [f"{'note':18}{note}" for note in values["notes"]]
-    lines += [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]
+    carried = [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]
+    lines += carried or [f"{'disqualified by':18}nothing"]
     lines += [f"{'not judged':18}{one['name']}: {one['reason']}" for one in values["unjudged"]]
     unknown: dict[str, list[str]] = {}
     for path, reason in values["unknown"].items():

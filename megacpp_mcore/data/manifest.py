@@ -100,6 +100,15 @@ def load_manifest(prefix: str) -> Manifest:
             raise ValueError(f"its checksum is {checksum!r}, expected {expected!r}")
         return Manifest(**body)
     except FileNotFoundError as error:
+        if not any(os.path.exists(prefix + suffix) for suffix in (".bin", ".idx")):
+            folder = os.path.dirname(prefix) or "."
+            known = (
+                sorted(name.removesuffix(".idx") for name in os.listdir(folder) if name.endswith(".idx"))
+                if os.path.isdir(folder)
+                else []
+            )
+            there = f"in {folder} there are {', '.join(known)}" if known else f"in {folder} there is none"
+            raise DataError(f"there is no dataset {prefix} (.bin, .idx, .manifest.json); {there}") from error
         raise DataError(
             f"{path} does not exist; expected the manifest of the dataset {prefix}. For a dataset that another tool "
             f"made, run: megacpp-mcore data verify --adopt {prefix}"

@@ -316,6 +316,18 @@ def test_no_triton_is_tried_once_and_is_the_reason(monkeypatch: pytest.MonkeyPat
         Dispatcher(candidates=candidates).request("mla", "fast")
 
 
+def test_what_is_named_and_cannot_run_here_is_refused_before_a_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    working = {name: lambda: ProbeResult(True) for name in (probes.TRITON, probes.TRANSFORMER_ENGINE)}
+    monkeypatch.setattr(probes, "REQUIREMENTS", working | {probes.CUDA: lambda: ProbeResult(False, "no GPU")})
+    Dispatcher({"m2rnn": "auto", "mamba3": "reference"}).check_named()
+    with pytest.raises(BackendError, match=r"'triton' .* for op m2rnn and cannot run: no GPU; .* of auto, reference$"):
+        Dispatcher({"m2rnn": "triton"}).check_named()
+    with pytest.raises(BackendError, match="'te' was asked for by name for op mla"):
+        Dispatcher({"mla": "te"}).check_named()
+    monkeypatch.setenv(probes.DISABLE_TE, "1")
+    Dispatcher({"mla": "te"}).check_named()  # another one runs, and the record says so
+
+
 def te_dispatcher() -> Dispatcher:
     return Dispatcher(candidates=layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local"))
 

@@ -79,10 +79,12 @@ def test_verify_goes_on_to_the_next_dataset_and_names_every_damaged_one(tmp_path
     assert damaged not in printed.out
     first, *listed = printed.err.splitlines()
     assert first == "datasets with problems: 2 of 3"
-    for line, says in zip(
-        listed, (f"{missing}.manifest.json does not exist", f"{damaged}.bin: found SHA-256 "), strict=True
-    ):
+    for line, says in zip(listed, (f"there is no dataset {missing} ", f"{damaged}.bin: found SHA-256 "), strict=True):
         assert line.startswith(f"  {says}")
+    assert listed[0].endswith(f"there are {Path(whole).name}, {Path(damaged).name}")
+    Path(f"{whole}.manifest.json").unlink()
+    assert data("verify", whole) == 1
+    assert f"{whole}.manifest.json does not exist; expected the manifest" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):

@@ -1,8 +1,8 @@
-"""What recording costs the host: the time of everything that listens to the loop, a step, in one run.
+"""Host time per step that recording costs: the time spent in all listeners of the loop, in one run.
 
     python -m experiments.overhead --model nam56r_quarter --data CORPUS/stdlib_train --device cuda --steps 60
 
-It has the wait for the device where the routing is read, and has not the hooks that count it in the forward pass.
+It includes waiting for the device when routing counts are read, but not the hooks that count in the forward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = ("model", "device", "steps", "listeners_ms", "step_ms", *PACKAGES, "co
 
 
 def main() -> int:
-    """Train, and write the row; 1 where listeners take more than :data:`LIMIT_MS` of a step."""
+    """Train, and write the row; 1 if listeners take more than :data:`LIMIT_MS` a step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="nam56r_quarter")
     parser.add_argument("--data", required=True, help="dataset prefix")
@@ -53,7 +53,7 @@ def main() -> int:
         train_iters=args.steps,
     )
     spent, notify, notify_step = 0, Notifier.notify, Notifier.notify_step
-    marks: list[tuple[int, int]] = []  # after each step: the time, and what listeners have taken of it so far
+    marks: list[tuple[int, int]] = []  # after each step: the time, and the total spent in listeners
 
     def listening(notifier: Notifier, call: Callable[[Listener], None]) -> Any:
         nonlocal spent
@@ -72,7 +72,7 @@ def main() -> int:
         status = launcher.launch(words, device=args.device, recording=launcher.Recording(observe=str(args.run)))
     if status or len(marks) != args.steps:
         sys.exit(f"training ended with status {status} after {len(marks)} of {args.steps} logged steps")
-    half = args.steps // 2  # the first half has the start in it
+    half = args.steps // 2  # the first half includes the start
     (from_ns, from_spent), (to_ns, to_spent) = marks[half - 1], marks[-1]
     listeners, step = (took / (args.steps - half) / 1e6 for took in (to_spent - from_spent, to_ns - from_ns))
     print(f"listeners take {listeners:.2f} ms of a step of {step:.1f} ms, {listeners / step:.2%}")

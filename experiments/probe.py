@@ -1,4 +1,4 @@
-"""What ``probe: layers`` adds to a run: of every step each layer's gradient norm, and how often each expert was chosen."""
+"""The probe of ``probe: layers``: every layer's gradient norm in every step, and how often each expert was chosen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 FILE = "layers.json"
 SETTLED, BALANCED = 50, 100
-"""The steps from which gradient norms, and loads of experts, count."""
+"""The first steps whose gradient norms, and expert loads, count."""
 
 
 def train(folder: Path, words: list[str]) -> int:
-    """Run our command line with a probe around Megatron's ``train_step``; what it saw goes into ``folder``."""
+    """Run our command line with a probe around Megatron's ``train_step``; results go into ``folder``."""
     from megacpp_mcore.commands import cli
 
     finder = _Finder()
@@ -35,7 +35,7 @@ class _Finder:
         self.chosen: dict[int, list[Any]] = defaultdict(list)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Let the other finders find the module, and wrap its function once it has run."""
+        """Let the other finders find the module, and wrap its function once the module has been executed."""
         if name != self.module:
             return None
         sys.meta_path.remove(self)
@@ -50,7 +50,7 @@ class _Finder:
         return spec
 
     def around(self, train_step: Any) -> Any:
-        """``train_step``, and what it left in the model."""
+        """``train_step``, followed by measuring the gradients that it left in the model."""
         import torch
         from megatron.core.utils import unwrap_model
 
@@ -62,7 +62,7 @@ class _Finder:
                 counts.clear()
             result = train_step(*args, **kwargs)
             gradients, chosen = {}, {number: torch.stack(counts).sum(0) for number, counts in self.chosen.items()}
-            for layer in layers:  # clipped alike
+            for layer in layers:  # all scaled by the same clipping
                 norms = [one.main_grad.float().norm() for one in layer.parameters()]
                 gradients[layer.layer_number] = float(torch.stack(norms).norm())
             step = {"grad_norm": float(result[5]), "gradients": gradients}
@@ -81,7 +81,7 @@ class _Finder:
 
 
 def summary(folder: Path) -> str:
-    """The probe's figures of a run as one cell; empty where there was none."""
+    """The probe's figures for a run as one cell; empty without a probe."""
     if not (folder / FILE).exists():
         return ""
     steps = json.loads((folder / FILE).read_text())

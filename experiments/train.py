@@ -1,14 +1,14 @@
-"""Trains the arms of an experiment side by side, and writes a row a run from what the runs left: receipts and step records.
+"""Trains the arms of an experiment side by side, and writes one row per run from its receipt and step records.
 
     python -m experiments.train experiments/distill.yaml --data CORPUS/stdlib_train --gpus 4 --per-gpu 2
 
 The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
-definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``), the training (``training``,
-whose ``processes`` are how many GPUs it takes), or adds stock words (``words``, in which ``{folder}`` is that of all runs);
-``host: hybrid`` trains Megatron's HybridModel, ``door: bridge`` its recipe (``recipe``) in Megatron-Bridge. Arms of one seed
-see the same data and the same draws; a seed that is named twice trains every arm twice. ``apart`` is the largest difference of
-a step's loss from the first run of the same arm and seed, or where this is the first, from the first arm's of as many steps.
-``probe: layers`` also notes every layer's gradient norm and the load of its experts.
+definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
+(``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
+runs); ``host: hybrid`` trains Megatron's HybridModel, ``door: bridge`` its recipe (``recipe``) in Megatron-Bridge. Arms of one
+seed see the same data and random draws; a seed that is named twice trains every arm twice. ``apart`` is the largest difference
+in a step's loss from the first run of the same arm and seed, or, for that run itself, from the first arm with as many steps.
+``probe: layers`` also records every layer's gradient norm and the load of its experts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Slots = queue.SimpleQueue[str]
 
 @dataclass
 class Arm:
-    """One arm: its part of the file, over what all share."""
+    """One arm: its part of the file, merged over what all share."""
 
     name: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Arm:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train every arm with every seed; 1 when a run fails, whose log is named."""
+    """Train every arm with every seed; 1 if a run fails, whose log is then named."""
     args = _arguments(argv)
     content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
     named = args.arms or content["arms"]
@@ -106,7 +106,7 @@ def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
 def _train(
     content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, slots: Slots
 ) -> tuple[Path, int, int]:
-    """Train one arm in a process of its own: the folder of what it left, its exit status, and the steps it was to take."""
+    """Train one arm in a process of its own; returns its folder, its exit status, and its number of steps."""
     arm, seed = job
     folder: Path = args.folder / f"{number:02}_{arm.name.replace(' ', '_')}_{seed}"
     folder.mkdir(parents=True)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listed(size: str) -> str:
-    """Every benchmark: name, kind, what it is of, and sizes."""
+    """Every benchmark: name, kind, what it covers, and sizes."""
     rows = [(one.name, one.kind, one.title, shape_text(one.shapes[size])) for one in registry.BENCHMARKS.values()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
@@ -107,7 +107,7 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
                 made = runner.run(one, options[one.name], _say)
             except MegacppError:
                 raise
-            except Exception as error:  # the others of a long run still count
+            except Exception as error:  # the other benchmarks of a long run still count
                 traceback.print_exc()
                 failures.append(f"{one.name}: it could not be run: {type(error).__name__}: {error}")
                 continue
@@ -123,7 +123,7 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
     ]
     for line in failures:
         _say(line)
-    if args.against:  # which may refuse, and comes last
+    if args.against:  # last, as it may refuse
         compared = against.compare(before, rows, args.tolerance)
         timed = sum(row["ms"] != "" for row in rows)
         head = f"against {args.against}, {compared.compared} rows of {timed} that have a time:"

@@ -1,4 +1,4 @@
-"""The command line ``megacpp-mcore``: hands each sub-command to the module that does it; imports no torch."""
+"""The command line ``megacpp-mcore``: passes each sub-command to its module; imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for a request that cannot be carried out."""
+    """Run one command and return its exit status; 2 means that the request cannot be carried out."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         with contextlib.nullcontext() if args.command in ("launch", "advise") else _without_others():
@@ -40,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         if args.command == "launch":
-            raise  # what was cut off there is a training run
-        # The reader (head, less) has left; Python would complain once more when it closes stdout.
+            raise  # an interrupted training run
+        # The reader (head, less) has gone; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextlib.contextmanager
 def _without_others() -> Iterator[None]:
-    """Leave out what other packages warn of, most of all on import: it is not about the command."""
-    torch = logging.getLogger("torch.utils.cpp_extension")  # which logs that there is a CUDA toolkit and no GPU
+    """Silence warnings of other packages, mostly raised on import: they are not about the command."""
+    torch = logging.getLogger("torch.utils.cpp_extension")  # logs that there is a CUDA toolkit and no GPU
     level = torch.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,7 +62,7 @@ def _without_others() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line; for ``launch`` and its like, all that follows the first ``--`` is kept as ``stock_command``."""
+    """The parsed command line; for ``launch`` and the like, everything after the first ``--`` becomes ``stock_command``."""
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch(subparsers)
     for command in (doctor, recipe, data, patch, report, bench, checkpoint, advise):
         command.add_parser(subparsers)
-        name = command.__name__.rpartition(".")[2]  # a sub-command is called as its module
+        name = command.__name__.rpartition(".")[2]  # a sub-command is named after its module
         subparsers.choices[name].set_defaults(run=command.run)
     return parser
 

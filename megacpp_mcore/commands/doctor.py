@@ -53,17 +53,17 @@ class Component:
 
     Attributes:
         name: what people call it.
-        module: the module whose presence means that it is there.
+        module: the module whose presence means that it is installed.
         probe: Python statements that use it; they leave its version, where it states one, in ``version``. By default the
-            module is imported beside torch.
-        distributions: names it may be installed under, for the version of what does not import; by default its own.
+            module is imported together with torch.
+        distributions: names it may be installed under, for the version of one that does not import; by default its own.
         required: whether training needs it.
-        versions: the range that is supported, where there is one.
-        blocks: whether training fails when it is there and does not work, although it is optional.
+        versions: the supported range, where there is one.
+        blocks: whether training fails when it is installed and does not work, although it is optional.
         advice: what to do then.
-        if_absent: what cannot be had without it, and how to get it, where that is worth a line.
-        genuine: a folder that the genuine package has, and one of the same name has not.
-        impostor: what that one is, and what to do.
+        if_absent: what is unavailable without it, and how to get it, where that is worth a line.
+        genuine: a folder that the genuine package has, and another package of that name has not.
+        impostor: what that other package is, and what to do.
     """
 
     name: str
@@ -80,15 +80,15 @@ class Component:
 
     @property
     def is_needed(self) -> bool:
-        """Whether training fails on it when it does not work."""
+        """Whether training fails if it does not work."""
         return self.required or self.blocks
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one component; ``blocks``: training would fail on it.
+    """The result for one component; ``blocks``: training would fail because of it.
 
-    ``state`` is ``works``, ``off`` (it works and is not to be used), ``absent``, ``broken`` or ``impostor``.
+    ``state`` is ``works``, ``off`` (it works but is switched off), ``absent``, ``broken`` or ``impostor``.
     """
 
     name: str
@@ -124,7 +124,7 @@ import transformer_engine
 version = transformer_engine.__version__
 """
 
-# Importing says nothing of vendors' kernels: on a GPU one call is run, and compared with plain PyTorch.
+# Importing does not prove that vendors' kernels work: on a GPU one call is run, and compared with plain PyTorch.
 _DEEP_GEMM = """
 import torch, deep_gemm
 from megacpp_mcore.ops.grouped_fp8 import deep_gemm as adapter
@@ -152,7 +152,7 @@ if torch.cuda.is_available() and not found.ok:
     raise SystemExit(found.reason)
 """
 
-# As the recipes import it: that says which of Bridge's many conditions is not met.
+# Imported as the recipes do: that reports which of Bridge's many conditions is not met.
 _BRIDGE = """
 from megacpp_mcore.nemo_recipes import bridge
 bridge.prepare()
@@ -189,7 +189,7 @@ COMPONENTS: tuple[Component, ...] = (
     Component(name="nemo-run", module="nemo_run"),
 )  # fmt: skip
 
-# The child looks exactly where this process looks. Its answer has a file of its own: a package may print, at any time.
+# The child searches the same paths as this process. Its answer goes to a file of its own: a package may print at any time.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -202,7 +202,7 @@ with open(answer_file, "w", encoding="utf-8") as file:
 
 
 def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = TIME_LIMIT_S) -> list[Finding]:
-    """Look for every component and try those that are there."""
+    """Look for every component and try those that are installed."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         return [_python(), *pool.map(lambda component: _examine(component, time_limit_s), components)]
 
@@ -215,13 +215,13 @@ def _python() -> Finding:
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
-    """Transformer Engine's finding is under the environment's switch, of which an invalid value is refused."""
+    """Examine a component; Transformer Engine also obeys the environment's switch, an invalid value of which is refused."""
     finding = _find_and_try(component, time_limit_s)
     try:
         reason = te_disabled() if component.module == TRANSFORMER_ENGINE else ""
     except BackendError as error:
         return replace(finding, reason="; ".join(filter(None, (str(error), finding.reason))), blocks=True)
-    if not reason or finding.state != WORKS:  # one that is broken stays so, for Megatron imports it all the same
+    if not reason or finding.state != WORKS:  # a broken one stays so, as Megatron imports it all the same
         return finding
     return replace(finding, state=OFF, reason=f"{reason}: layers are built from Megatron's local classes")
 
@@ -231,7 +231,7 @@ def _find_and_try(component: Component, time_limit_s: float) -> Finding:
     installed = next(filter(None, map(host.version, component.distributions or (component.name,))), None)
     try:
         place = _find(component.module)
-    except (Exception, SystemExit) as error:  # of the package around the module, which has to be imported for this
+    except (Exception, SystemExit) as error:  # from the parent package, which has to be imported for this
         reason = f"{component.module} cannot be looked for ({type(error).__name__}: {error})"
         return found(BROKEN, installed, reason, component.is_needed)
     if place is None:
@@ -250,7 +250,7 @@ def _find_and_try(component: Component, time_limit_s: float) -> Finding:
 
 
 def _find(module: str) -> list[Path] | None:
-    """The folders (or the file) of ``module``, without importing it; ``None`` when it is not there."""
+    """The folders (or the file) of ``module``, without importing it; None when it is not installed."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -268,11 +268,11 @@ def _in_range(version: str | None, supported: str) -> bool:
 
 
 def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], str]:
-    """Run ``probe`` in a child; returns its version, its details, and what went wrong (empty when nothing did)."""
+    """Run ``probe`` in a child; returns its version, its details, and an error (empty when there was none)."""
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-doctor-") as folder:
         answer, complaints = Path(folder, "answer"), Path(folder, "stderr")
         command = [sys.executable, "-W", "ignore", "-c", _CHILD.format(probe=probe), json.dumps(sys.path), str(answer)]
-        # Files, not pipes: a process that the package leaves behind would keep a pipe open, and the doctor waiting.
+        # Files, not pipes: a process that the package leaves behind would hold a pipe open and keep the doctor waiting.
         with complaints.open("wb") as said:
             none = subprocess.DEVNULL
             try:
@@ -284,7 +284,7 @@ def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], s
         try:
             told = json.loads(answer.read_bytes())
             return told["version"], told["details"], ""
-        except (OSError, ValueError, LookupError, TypeError):  # none was written, or not the whole of it
+        except (OSError, ValueError, LookupError, TypeError):  # no answer was written, or only part of one
             return None, {}, "it ended its process with status 0 while it was being tried"
 
 
@@ -301,7 +301,7 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """The findings for machines."""
+    """The findings as JSON."""
     head = {"megacpp_mcore": megacpp_mcore.__version__, "platform": platform.platform(), "ok": is_healthy(findings)}
     return json.dumps(head | {"components": [asdict(finding) for finding in findings]}, indent=2)
 
@@ -346,14 +346,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _engine() -> str:
-    """What each feature of Transformer Engine is built from here, under the file of ``MEGACPP_CONFIG`` if there is one."""
+    """The implementation of each Transformer Engine feature here, under the file of ``MEGACPP_CONFIG`` if there is one."""
     if (file := settings.from_environment()) is not None:
         imports.configure(file.transformer_engine, str(file.path))
     return f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings, or the backends; returns 1 when training would fail on one of the findings."""
+    """Print the findings, or the backends; returns 1 when a finding would make training fail."""
     if args.backends:
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")

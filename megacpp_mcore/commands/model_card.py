@@ -1,4 +1,4 @@
-"""``recipe list --markdown``: the page docs/model-card.md, every figure of it computed from the models themselves."""
+"""``recipe list --markdown``: the page docs/model-card.md, with every figure computed from the models themselves."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SOURCES = (
     ("R", "recurrence with a matrix state, not linear in it", "M²RNN", "2603.14360"),
     ("MTP", "one block, trained to predict further tokens at every depth", "FastMTP", "2509.18362"),
 )
-"""Of each kind of layer: what it is, the paper's name, its number on arXiv."""
+"""For each kind of layer: what it is, the paper's name, its number on arXiv."""
 
 
 def page() -> str:
-    """The whole page: a table a subject, a column or a row for each model."""
+    """The whole page: a table for each subject, with a column or a row for each model."""
     models = list(PRESETS.values())
     papers = ((kind, what, f"{name}, arXiv {number}") for kind, what, name, number in _SOURCES)
     sources = _table(("layers", "what they are", "paper"), papers)
@@ -77,7 +77,7 @@ def _overview(models: Sequence[Model]) -> list[str]:
 
 
 def _active(model: Model) -> int:
-    """Parameters without the routed experts that a token does not visit."""
+    """Parameters without the routed experts that a token is not routed to."""
     idle = model.moe.experts - model.moe.topk
     unused = 2 * model.hidden_size * model.moe.ffn_hidden_size * idle * model.layers.count("E")
     return sum(model.parameters().values()) - unused

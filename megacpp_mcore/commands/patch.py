@@ -95,7 +95,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _page(patches: Sequence[Patch]) -> str:
-    """``docs/patches.md``: of each patch what it fixes, what it replaces, its cost and gain, and when it goes."""
+    """``docs/patches.md``: for each patch what it fixes, what it replaces, its cost and gain, and when it becomes obsolete."""
     from megacpp_mcore.patches.machinery.record import NOT_MEASURED
 
     usual = collections.Counter(patch.megatron_versions for patch in patches).most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""``megacpp-mcore recipe list|show|flops|emit``: describes models and recipes, and prints the stock command of one."""
+"""``megacpp-mcore recipe list|show|flops|emit``: describes models and recipes, and prints a recipe's stock command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OF_TRAINING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "train-iters": ("train_iters", {**_NUMBER, "help": "default: 1000"}),
     "lr": ("learning_rate", {"type": float, "help": "default: 3e-4"}),
 }
-"""Options of ``recipe emit`` that are fields of :class:`Training`, with their names there."""
+"""Options of ``recipe emit`` that are fields of :class:`Training`, with the fields' names."""
 _OF_LAYOUT: dict[str, Mapping[str, Any]] = {
     **{
         name: {**_NUMBER, "help": f"{name} parallelism (default: 1)"}
@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_set(emit, "values of the model and of the run")
     of_training = {name: options for name, (_, options) in _OF_TRAINING.items()}
-    for name, options in (_OF_RUN | _OF_LAYOUT | of_training).items():  # each is None unless given
+    for name, options in (_OF_RUN | _OF_LAYOUT | of_training).items():  # each is None unless used
         emit.add_argument(f"--{name}", **options)
     for option in dataclasses.fields(Slurm):
         kind = int if option.name == "cpus_per_task" else str
@@ -135,7 +135,7 @@ def described(model: Model) -> dict[str, Any]:
 
 
 def _states_bytes(model: Model, layout: Layout, training: Training) -> dict[str, int]:
-    """What a GPU holds from step to step, activations apart."""
+    """Bytes of states that a GPU holds from step to step, activations excluded."""
     flags = launch_flags.lowered(machine_of(model, layout, training))
     held = memory.states(
         model,
@@ -148,7 +148,7 @@ def _states_bytes(model: Model, layout: Layout, training: Training) -> dict[str,
 
 
 def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """The model or recipe called ``name``, the model with the values that ``words`` give it."""
+    """The model or recipe called ``name``; a model with the values that ``words`` set."""
     model, recipe = described(_changed_model(name, words)), _recipe(name)
     if recipe is None:
         return model
@@ -159,10 +159,10 @@ def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _changed_model(name: str, words: Sequence[str]) -> Model:
-    """The model of the model or recipe called ``name``, with the values that ``words`` give it.
+    """The model of the model or recipe called ``name``, with the values that ``words`` set.
 
     Raises:
-        ModelError: there is none of that name, or a word sets a value of a run.
+        ModelError: no such name exists, or a word sets a value of a run.
     """
     of_model, of_run = overrides.read(words)
     if of_run:
@@ -172,10 +172,10 @@ def _changed_model(name: str, words: Sequence[str]) -> Model:
 
 
 def _recipe(name: str) -> Recipe | None:
-    """The recipe called ``name``; None when it is the name of a model, of a preset or of the file of MEGACPP_CONFIG.
+    """The recipe called ``name``; None when that names a model, a preset or the file of MEGACPP_CONFIG.
 
     Raises:
-        ModelError: there is neither; the nearest names of both are offered.
+        ModelError: it names neither; the nearest names of both are suggested.
     """
     loaded = plugin_config.from_environment()
     models = (*PRESETS, *([loaded.model.name] if loaded is not None else []))
@@ -185,9 +185,9 @@ def _recipe(name: str) -> Recipe | None:
 
 
 def chosen_model(name: str) -> tuple[Model, Path | None]:
-    """The model a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
+    """The model that a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
 
-    A file about another model is left out, with a line on standard error.
+    A file about another model is ignored, with a line on standard error.
     """
     loaded = plugin_config.from_environment()
     if loaded is None:
@@ -203,10 +203,10 @@ def chosen_model(name: str) -> tuple[Model, Path | None]:
 
 
 def emit(args: argparse.Namespace) -> str:
-    """The text ``recipe emit`` prints.
+    """The text that ``recipe emit`` prints.
 
     Raises:
-        LaunchError, ModelError, DataError: the options contradict each other, or the run cannot be made.
+        LaunchError, ModelError, DataError: the options contradict each other, or no such run is possible.
     """
     slurm = Slurm(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Slurm)})
     if args.form != "slurm" and slurm.given():
@@ -216,7 +216,7 @@ def emit(args: argparse.Namespace) -> str:
 
 
 def command_of(args: argparse.Namespace) -> StockCommand:
-    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` where one is needed.
+    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` if one is needed.
 
     Raises:
         LaunchError, ModelError, DataError: as :func:`emit`.
@@ -257,7 +257,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
 
 
 def _layout(args: argparse.Namespace, base: Layout) -> Layout:
-    """``base`` with the options that were given."""
+    """``base`` with the options that were used."""
     given = {name: getattr(args, name) for name in (option.replace("-", "_") for option in _OF_LAYOUT)}
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
 
@@ -271,7 +271,7 @@ def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, An
 
 
 def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
-    """``base`` with options and ``--set``; a field given twice is refused."""
+    """``base`` with options and ``--set``; a field set twice is refused."""
     if "processes" in of_run:
         raise LaunchError("the number of processes is --nodes × --gpus-per-node; say it with these, and not with --set")
     values = dict(of_run)
@@ -281,14 +281,14 @@ def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any],
             raise LaunchError(f"--{option} and --set {field}=… say the same thing; leave one out")
         if given is not None:
             values[field] = given
-    from megacpp_mcore.data.tokenizer import tokenizer_words  # brings numpy, which the command line starts without
+    from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
 
     data = ("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0")
     return dataclasses.replace(base, data=data, tokenizer=tokenizer_words(model, args.tokenizer, args.data), **values)
 
 
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
-    """Nodes and processes of each, checked against layout and batch; by default the ``usual`` number, or the least."""
+    """Nodes and processes per node, checked against layout and batch; default: the ``usual`` number, or the fewest possible."""
     nodes = 1 if args.nodes is None else args.nodes
     least = layout.processes
     for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
@@ -323,9 +323,9 @@ def _write_settings(name: str, model: Model, file: str | None) -> Path:
         )
     loaded = plugin_config.from_environment()
     if loaded is not None and name not in (loaded.preset, loaded.model.name):
-        loaded = None  # about another model
+        loaded = None  # it is about another model
     base = loaded.preset if loaded is not None else name
-    # All that the file says besides stays: it has been checked when it was loaded.
+    # The file's other settings are kept: they were checked when it was loaded.
     content = {} if loaded is None else yaml.safe_load(loaded.path.read_text(encoding="utf-8"))
     content |= {"model": base, "overrides": overrides.differences(model, preset(base))}
     text, path = yaml.safe_dump(content, sort_keys=False), Path(file)
@@ -353,7 +353,7 @@ def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def counted(model: Model, args: argparse.Namespace) -> str:
-    """What ``recipe flops`` prints about ``model``.
+    """The output of ``recipe flops`` for ``model``.
 
     Raises:
         ModelError: a length below 1, or recompute settings that no run can have.

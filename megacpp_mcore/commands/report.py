@@ -1,4 +1,4 @@
-"""``megacpp-mcore report show|compare|goodput|profile|html|fields``: prints and compares what runs left; imports no torch."""
+"""``megacpp-mcore report show|compare|goodput|profile|html|fields``: prints and compares recorded runs; imports no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ REFUSED = 1
 """The exit status of a comparison that allows no claim."""
 
 SILENT_S = 60.0
-"""Seconds without a sign of life after which a process was probably killed, where it would have left several meanwhile."""
+"""Seconds without a heartbeat after which a process was probably killed, if several were due meanwhile."""
 BEATS = 5
-"""Heartbeats that have to be missing for that."""
+"""Number of heartbeats that must be missing for that."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -79,7 +79,7 @@ def _found(word: str, *, whole: bool = False) -> Path:
     """Resolve a command-line path to a run's folder or, unless the ``whole`` run is needed, a receipt.
 
     Raises:
-        DataError: there is no such thing, with the folder that was probably meant.
+        DataError: neither exists there; the message suggests the folder that was probably meant.
     """
     place, expected = Path(word), "the folder of a run that was observed" + ("" if whole else ", or a receipt")
     if not word:
@@ -154,7 +154,7 @@ def _html(args: argparse.Namespace) -> int:
 
 
 def sign_of_life(run: Path, now_ns: int) -> str:
-    """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``."""
+    """The line with the age of the last heartbeat, which tells a live run from a killed one: both have status ``running``."""
     label = f"{'last sign of life':18}"
     living = {one.rank: one for one in events.grouped(events.read(run))[-1] if one.how is None}
     if not living:
@@ -169,7 +169,7 @@ def sign_of_life(run: Path, now_ns: int) -> str:
 
 
 def _age(seconds: float) -> str:
-    """In the largest unit of which there are two; a clock of another host may be ahead of this one's."""
+    """The age in the largest unit of which there are at least two; another host's clock may be ahead of this one's."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -177,7 +177,7 @@ def _age(seconds: float) -> str:
 
 
 def describe(receipt: Mapping[str, Any]) -> str:
-    """The main figures of a receipt for people, its disqualifiers, and what is not known."""
+    """The main figures of a receipt for people, its disqualifiers, and the unknown values."""
     values = flatten(receipt)
     lines = []
     for label, field in labelled(values, shown=True):

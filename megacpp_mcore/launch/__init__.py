@@ -1,1 +1,1 @@
-"""Training by the stock scripts: the launcher, and what it does in each process before a script runs."""
+"""Training with the stock scripts: the launcher, and what it does in each process before a script runs."""

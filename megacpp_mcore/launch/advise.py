@@ -1,6 +1,6 @@
-"""Which DSA layers may share the indices of another: a greedy search over a trained model's Full layers on held-out text.
+"""Finds which DSA layers may share another's indices: a greedy search over a trained model's Full layers on held-out text.
 
-Each round tries every Full layer as a Shared one, and keeps the change that raises the held-out loss least. Source: index
+Each round tries every Full layer as a Shared one, and makes the change that raises the held-out loss least. Source: index
 cache, arXiv 2603.12201, greedy layer selection. A script for the launcher; ``megacpp-mcore advise`` starts it.
 """
 
@@ -19,7 +19,7 @@ from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, SHARED_INDEX
 
 @dataclass(frozen=True)
 class Round:
-    """A schedule of the search: the layers that are Full, the one that became Shared (None: the start), nats a token."""
+    """A schedule of the search: its Full layers, the one made Shared (None: the start), and its loss in nats per token."""
 
     full: frozenset[int]
     became_shared: int | None
@@ -27,11 +27,11 @@ class Round:
 
 
 def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iterator[Round]:
-    """The start, then one layer fewer Full a round, until the first is left.
+    """Yield the start, then a schedule with one Full layer fewer each round, until only the first is left.
 
     Args:
         full: the Full layers, ascending; the first one stays.
-        loss: of the model when these of them are Full.
+        loss: returns the model's loss when the given layers are Full.
 
     Raises:
         ModelError: no layer is Full, or a loss is not finite.
@@ -55,13 +55,13 @@ def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iter
 
 
 class Schedules:
-    """The DSA schedules that a built model can have without other weights.
+    """The DSA schedules that a built model can use with its present weights.
 
     Args:
         model: a GPTModel of one chunk, its sparse layers ours.
 
     Raises:
-        ModelError: its checkpoint is of the dense warm-up, in which no layer selects keys.
+        ModelError: its checkpoint is from the dense warm-up, in which no layer selects keys.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,13 +81,13 @@ class Schedules:
         self.full = [number for number, core in self.cores.items() if core.indexer is not None]
 
     def text(self, full: frozenset[int]) -> str:
-        """The schedule when these layers are Full: one character an A layer."""
+        """The schedule with these Full layers as text: one character per A layer."""
         roles = {number: FULL_INDEX if number in full else SHARED_INDEX for number in self.cores}
         return "".join(roles.get(number, FULL_ATTENTION) for number in sorted([*self.cores, *self.dense]))
 
     @contextlib.contextmanager
     def chosen(self, full: frozenset[int]) -> Iterator[None]:
-        """While it lasts, these layers alone run their indexers, and each serves those up to the next."""
+        """Within the context, only these layers run their indexers, and each also serves the layers up to the next one."""
         try:
             self._assign(full)
             yield
@@ -102,13 +102,13 @@ class Schedules:
 
 
 def describe(schedules: Schedules, one: Round, start: float) -> str:
-    """A round's schedule, its loss, and how far that is from the loss of the start."""
+    """A round's schedule, its loss, and the difference from the loss of the start."""
     what = "as it is" if one.became_shared is None else f"layer {one.became_shared} Shared"
     return f"{schedules.text(one.full)}  {what:<18} {one.loss:.6f} nats a token  {one.loss / start - 1:+.4%}"
 
 
 def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> str:
-    """The schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start."""
+    """The schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start's."""
     best = [one for one in rounds if one.loss <= rounds[0].loss * (1 + tolerance)][-1]
     if best is rounds[0]:
         return f"advised: the schedule as it is; every other raises the loss by more than {tolerance:.2%}"
@@ -135,10 +135,10 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Search as ``sys.argv`` says."""
+    """Run the search with the options in ``sys.argv``."""
     from megatron.training.arguments import parse_and_validate_args
 
-    from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows  # brings numpy
+    from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows  # imports numpy
 
     args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
     windows = cut_windows(read_heldout(args.heldout, args.tokens), args.seq_length)

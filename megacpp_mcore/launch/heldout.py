@@ -1,8 +1,8 @@
-"""A trained model on held-out text: loading it as stock Megatron does, and the nats of every token.
+"""Scores a trained model on held-out text: loads it as stock Megatron does, and computes the nats of every token.
 
-A text is cut into contiguous windows of the model's sequence length, each predicted from what is before it *in its window*:
-every token but the very first is predicted exactly once, and none of them profits from more context than the model has.
-One process, since windows are not shared out; checked with megatron-core 0.19.2.
+A text is cut into contiguous windows of the model's sequence length. Each token is predicted from the tokens before it *in
+its window*: every token but the very first is predicted exactly once, none with more context than the model has.
+Single-process, as windows are not distributed; checked with megatron-core 0.19.2.
 
 Shapes: W windows, S sequence length, N tokens.
 """
@@ -65,7 +65,7 @@ def read_heldout(prefix: str, limit: int) -> NDArray[Any]:
 
 
 def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = True) -> BitsPerByte:
-    """Run the model over all windows, ``batch`` at a time, and add up its per-token losses in fp64; print how far it is."""
+    """Run the model over all windows, ``batch`` at a time, and sum its per-token losses in fp64; prints its progress."""
     import torch
 
     device = next(model.parameters()).device

@@ -1,13 +1,13 @@
-"""Makes a stock Megatron script ready (one-word spec, CPU lane, dataset helper) and runs it in this process.
+"""Prepares a stock Megatron script (one-word spec, CPU lane, dataset helper) and runs it in this process.
 
 The order matters and is the whole design:
 
 1. :func:`plan` reads the command and refuses what cannot work, before Megatron is imported.
 2. With ``--nproc N`` the same command is started N times through torchrun's Python API, and the rest happens there.
 3. For a spec of ours the datasets are checked against their manifests. The script's folder goes first on ``sys.path``
-   (so a checkout's ``megatron`` is the one that is used), then the CPU lane is installed, then the spec is imported,
+   (so that a checkout's ``megatron`` is used), then the CPU lane is installed, then the spec is imported,
    then the script runs as ``__main__``. Everything that the lane or the launcher replaces is named in a printed line (the
-   functions of torch.cuda by their module), and all of it is taken back when the script ends, with the run's patches.
+   functions of torch.cuda by their module), and all of it is restored when the script ends, the run's patches included.
 
 Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0.
 """
@@ -37,12 +37,12 @@ from megacpp_mcore.patches.spec_import import import_named
 from megacpp_mcore.policy.values import FSDP_CONNECTIONS
 
 _RUN_ID = "megacpp-mcore-"
-"""What torchrun calls the runs whose processes are children of a launch."""
+"""Prefix of torchrun's run ids for processes that are children of a launch."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a launch records, as the command line says it (:func:`megacpp_mcore.observe.run.choose`)."""
+    """The recording options of a launch, as on the command line (:func:`megacpp_mcore.observe.run.choose`)."""
 
     observe: str | None = None
     no_observe: bool = False
@@ -60,11 +60,11 @@ class Recording:
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Recording:
-        """What the options of :meth:`add_arguments` say."""
+        """Read the options added by :meth:`add_arguments`."""
         return cls(**{each.name: getattr(options, each.name) for each in dataclasses.fields(cls)})
 
     def words(self) -> list[str]:
-        """The options that say the same."""
+        """The command-line options that would give this recording."""
         said = {name: value for name, value in vars(self).items() if value not in (None, False)}
         given = {f"--{name.replace('_', '-')}": value for name, value in said.items()}
         return [word for option, value in given.items() for word in ([option] if value is True else [option, value])]
@@ -72,7 +72,7 @@ class Recording:
     def choose(
         self, arguments: Sequence[str], settings: plugin_config.PluginConfig | None = None
     ) -> observation.Observation:
-        """The observation of a run with Megatron's ``arguments``; LaunchError where there can be none as asked for."""
+        """The observation of a run with Megatron's ``arguments``; LaunchError if it is not possible as requested."""
         asked = {"off" if name == "no_observe" else name: value for name, value in vars(self).items()}
         return observation.choose(arguments, settings=settings, **asked)
 
@@ -104,7 +104,7 @@ def launch(
             process that failed.
     """
     recording = recording or Recording()
-    recording.choose(command)  # what is wrong by the words alone is refused before torch is imported
+    recording.choose(command)  # refuses what the words alone show to be wrong, before torch is imported
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         process.end_with_the_parent()
@@ -129,7 +129,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # As torchrun does: N processes with a thread for every core each would fight over the cores.
+    # As torchrun does: N processes with one thread per core each would compete for the cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     with process.environment(threads), tempfile.TemporaryDirectory(prefix="megacpp-mcore-") as logs:
         config = LaunchConfig(
@@ -148,7 +148,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             print(f"megacpp-mcore: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
-            # The shell's number for a process that ended by a signal, which Python counts as negative.
+            # The shell's number for a process ended by a signal, which Python reports as a negative number.
             return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
         except SignalException as interruption:
             return 128 + int(interruption.sigval)
@@ -156,7 +156,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
 
 
 def _run_here(chosen: Plan, recording: Recording) -> None:
-    """Run the script in this process; its exit goes through what records the run, so that a failure is known there."""
+    """Run the script in this process; its exit passes through the recording, which thereby learns of a failure."""
     entry = str(chosen.script) if chosen.script else STOCK_LOOP
     with contextlib.ExitStack() as stack:
         stack.enter_context(process.process_environment())
@@ -184,7 +184,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         process.say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
         if launched.compile.mode == "regional":
-            # This brings Megatron, which has to come from the script's checkout.
+            # This imports Megatron, which has to come from the script's checkout.
             from megacpp_mcore.layer_specs import regions
 
             stack.enter_context(regions.before_training(launched.compile, process.say))
@@ -206,7 +206,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
 
 
 def _run(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.Run:
-    """What the launch policy has to know of the run."""
+    """The description of the run that the launch policy needs."""
     world_size = int(os.environ["WORLD_SIZE"])
     model = settings.model if settings is not None else None
     run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
@@ -228,8 +228,8 @@ def _launch_policy(run: policy.Run, settings: plugin_config.PluginConfig | None)
 
 
 def _verified_data(arguments: Sequence[str]) -> list[str]:
-    """Check the datasets that are named, on rank 0; return the words that have Megatron cache what it indexes of just these."""
-    from megacpp_mcore.data.arguments import cache_words, verify_arguments  # brings numpy, which --help does without
+    """Check the named datasets on rank 0; return the words that give Megatron a cache folder for exactly these."""
+    from megacpp_mcore.data.arguments import cache_words, verify_arguments  # imports numpy, which --help does without
 
     line = verify_arguments(arguments) if os.environ["RANK"] == "0" else ""
     words = cache_words(arguments)

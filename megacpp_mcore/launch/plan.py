@@ -19,7 +19,7 @@ from megacpp_mcore.util import flags
 
 DEVICES = ("auto", "cpu", "cuda")
 ALLOWED_SPEC_PREFIXES = ("megacpp_mcore", "megatron")
-"""Packages a ``--spec`` may come from: importing a module runs it, so the list is opened on purpose only."""
+"""Packages a ``--spec`` may come from: importing a module runs it, so the list is extended only on purpose."""
 
 CHECKOUT_VARIABLE = "MEGATRON_LM"
 CHECKOUT_TAG = "core_v0.19.0"
@@ -33,7 +33,7 @@ STOCK_LOOP = "megacpp_mcore.launch.pretrain"
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, read and checked: what runs, with which arguments, where."""
+    """One launch, read and checked: what runs, with which arguments, on which device."""
 
     script: Path | None
     arguments: tuple[str, ...]
@@ -66,9 +66,9 @@ def plan(
     """Read and check a launch (see :func:`launch`) without starting anything.
 
     Raises:
-        LaunchError, SpecImportError: it cannot be started as asked for.
+        LaunchError, SpecImportError: it cannot be started as requested.
     """
-    registry.default().select(patches)  # refuses names that it does not know
+    registry.default().select(patches)  # refuses unknown names
     words = list(command)
     script = None
     if words and words[0].endswith(".py"):
@@ -87,14 +87,14 @@ def plan(
     resolved = _resolve_device(device, nproc, environment)
     chosen = Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
     if chosen.has_own_spec:
-        plugin_config.from_environment()  # what is wrong in that file is said before Megatron starts
+        plugin_config.from_environment()  # reports errors in that file before Megatron starts
     if chosen.device == "cpu":
         _check_cpu_arguments(arguments)
     return chosen
 
 
 def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
-    """Refuse half of what torchrun sets (a rank would be made up, and the others waited for), and processes of processes."""
+    """Refuse an incomplete torchrun environment (a rank would be made up, the others waited for), and nested launches."""
     if nproc < 1:
         raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in environment]
@@ -120,7 +120,7 @@ _OWN_OPTIONS = [
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what would bring in a ``--spec`` unseen, and options of the launch, which Megatron would refuse a minute later."""
+    """Refuse arguments that would hide a ``--spec``, and options of the launch, which Megatron would refuse a minute later."""
     for flag, source in (("--use-checkpoint-args", "a checkpoint"), ("--yaml-cfg", "a file")):
         if flag in flags.read(arguments):
             raise LaunchError(
@@ -158,7 +158,7 @@ def _check_packed(script: Path | None, words: Sequence[str]) -> None:
 
 
 def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the full path of the script ``word``; raise CheckoutError, saying where it was looked for."""
+    """Return the full path of the script ``word``; raise CheckoutError, listing where it was searched for."""
     checkout = environment.get(CHECKOUT_VARIABLE)
     if os.path.dirname(word):
         candidates = [Path(word)]
@@ -177,10 +177,10 @@ def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
 def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | None]:
     """Return ``arguments`` with ``--spec a.b.c`` as ``--spec a.b c``, and the pair, or None when there is no spec.
 
-    Megatron takes the two words only (megatron-core 0.19, ``core/transformer/spec_utils.py``). The last ``--spec`` counts.
+    Megatron accepts only two words (megatron-core 0.19, ``core/transformer/spec_utils.py``). The last ``--spec`` counts.
 
     Raises:
-        SpecImportError: the words name no module and attribute.
+        SpecImportError: the words do not name a module and an attribute.
     """
     words = list(arguments)
     starts = [index for index, word in enumerate(words) if word.partition("=")[0] == "--spec"]
@@ -199,7 +199,7 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
 
 
 def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[str], allowed: Sequence[str]) -> None:
-    """Refuse a spec of a package that is not allowed, and one of ours for a model that the run does not build."""
+    """Refuse a spec from a package that is not allowed, and one of ours for a model that the run does not build."""
     module, name = spec[0], ".".join(spec)
     if not any(module == prefix or module.startswith(prefix + ".") for prefix in allowed):
         raise SpecImportError(
@@ -226,14 +226,14 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
 
 
 def _resolve_device(device: str, nproc: int, environment: Mapping[str, str]) -> str:
-    """``cpu``, or ``cuda`` where there is a GPU for each process; torch would say "invalid device ordinal" in the last ones."""
+    """``cpu``, or ``cuda`` if each process has a GPU; otherwise torch would raise "invalid device ordinal" in the last ones."""
     if device not in DEVICES:
         raise LaunchError(f"--device is {device!r}; expected one of {', '.join(DEVICES)}")
     if device == "cpu":
         return device
     import torch
 
-    # Asks NVML. torch.cuda.is_available() asks the driver, which then reads CUDA_DEVICE_MAX_CONNECTIONS once and for all,
+    # Queries NVML. torch.cuda.is_available() would query the driver, which then reads CUDA_DEVICE_MAX_CONNECTIONS for good,
     # before the launch policy has set it.
     there, needed = torch.cuda.device_count(), max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     if device == "cuda" and there == 0:

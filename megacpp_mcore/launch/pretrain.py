@@ -1,10 +1,10 @@
-"""The stock training loop for a pip-only install, where no checkout brings ``pretrain_gpt.py`` or ``pretrain_hybrid.py``.
+"""The stock training loop for a pip-only install, where there is no checkout with ``pretrain_gpt.py``, ``pretrain_hybrid.py``.
 
 The wheel of megatron-core has the loop (``megatron.training.pretrain``) but not the scripts that feed it. This module
-feeds it the same way for text pretraining: GPTDataset, mock data or fill in the middle, documents packed or not, every
-parallel layout, MTP, ``--spec``. With ``--hybrid-layer-pattern`` the model is a HybridModel, without it a GPTModel, and for
-the same arguments the losses are those of the unmodified script, bit for bit. What it does not do (fine-tuning, distillation,
-…) is refused by name before anything is built.
+feeds it in the same way for text pretraining: GPTDataset, mock data or fill-in-the-middle, documents packed or not, every
+parallel layout, MTP, ``--spec``. With ``--hybrid-layer-pattern`` the model is a HybridModel, otherwise a GPTModel; for
+the same arguments the losses are those of the unmodified script, bit for bit. What it does not support (fine-tuning,
+distillation, …) is refused by name before anything is built.
 
 Checked with megatron-core 0.19.2.
 """
@@ -58,7 +58,7 @@ UNSUPPORTED = {
     "inprocess_restart": "--inprocess-restart",
     "perform_rl_step": "--perform-rl-step",
 }
-"""Arguments of Megatron (attribute: flag) that ``pretrain_gpt.py`` handles itself and this entry does not."""
+"""Arguments of Megatron (attribute: flag) that ``pretrain_gpt.py`` handles itself and this entry point does not."""
 
 SPIKE_FACTOR = 10
 """``--check-for-spiky-loss`` reports a loss above this many times the largest one seen."""
@@ -73,19 +73,19 @@ def get_batch(
 ) -> dict[str, Any]:
     """Return this rank's next micro-batch: tokens, labels, loss_mask, position_ids ``[B, S]``, attention_mask or None.
 
-    With ``--dataloader-inter-document-masking`` the samples lie one behind the other in one row, and ``cu_seqlens [1, N + 1]``
-    says where documents begin. Tensor-parallel rank 0 reads and broadcasts. A pipeline stage that needs no tokens gets None
-    for every key but those of the documents.
+    With ``--dataloader-inter-document-masking`` the samples are concatenated in one row, and ``cu_seqlens [1, N + 1]`` holds
+    the starts of documents. Tensor-parallel rank 0 reads and broadcasts. A pipeline stage that needs no tokens gets None
+    for every key except those of the documents.
 
     Args:
-        data_iterator: gives samples on tensor-parallel rank 0.
+        data_iterator: yields samples on tensor-parallel rank 0.
         vp_stage: of the model chunk.
-        most_documents: of the length of a row, what it may hold at most, for models that take packed rows with fewer documents
-            and empty ones behind them: N, then, and nothing waits for the device. None: N is the number of documents, which the
-            host reads, and max_seqlen the longest.
+        most_documents: returns the most documents that a row of a given length may hold, for models that accept packed rows
+            padded with empty documents: that is then N, and nothing waits for the device. None: N is the number of documents,
+            which the host reads, and max_seqlen is the longest.
 
     Raises:
-        DataError: more documents in a packed row, or in one that a mask tells, than ``most_documents``.
+        DataError: more documents in a packed row, or in one described by a mask, than ``most_documents``.
     """
     args = get_args()
     has_mtp, packed = _has_mtp(args, vp_stage), args.dataloader_inter_document_masking
@@ -141,7 +141,7 @@ def get_batch(
 
 
 def _broadcast_documents(cu_seqlens: torch.Tensor | None, max_documents: int) -> dict[str, Any]:
-    """Hand the first rows ``[max_documents + 1]`` of tensor-parallel rank 0 to all; no document is longer than a sample."""
+    """Broadcast the row boundaries ``[max_documents + 1]`` of tensor-parallel rank 0; no document is longer than a sample."""
     if cu_seqlens is None:
         cu_seqlens = torch.empty(max_documents + 1, dtype=torch.int32, device=torch.cuda.current_device())
     group = mpu.get_tensor_model_parallel_group()
@@ -150,7 +150,7 @@ def _broadcast_documents(cu_seqlens: torch.Tensor | None, max_documents: int) ->
 
 
 def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
-    """Return the documents of a packed micro-batch as the layers take them, and count them; None for any other."""
+    """Return the documents of a packed micro-batch in the form that the layers use, and count them; None for any other."""
     if batch["cu_seqlens"] is None:
         return None
     real, padded = (None if value is None else value.squeeze(0) for value in map(batch.get, DOCUMENT_KEYS[:2]))
@@ -171,7 +171,7 @@ def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqPara
 def loss_func(
     loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of a micro-batch, its number of counted tokens, and the pair to be logged."""
+    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log."""
     weights_BS = loss_mask_BS.float()
     loss = (losses_BS.float() * weights_BS).sum()
     counted = weights_BS.sum().int()
@@ -217,7 +217,7 @@ def forward_step(
 
 
 def _most_documents(model: Any) -> Callable[[int], int] | None:
-    """The most documents of a row by its length if the layers are this package's; None for stock's, which are given all."""
+    """The most documents of a row by its length if the layers are this package's; None for stock's, which have no limit."""
     config = get_attr_wrapped_model(model, "config")
     if not hasattr(config, "max_documents"):
         return None
@@ -298,7 +298,7 @@ def _read_sequence_counts(path: str | None) -> dict[str, Any] | None:
 def _reads_data(args: Namespace, vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
-    if args.dataloader_inter_document_masking:  # every stage has to know where documents begin
+    if args.dataloader_inter_document_masking:  # every stage needs the starts of documents
         return True
     return is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
 
@@ -326,7 +326,7 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Raise LaunchError if ``args`` ask for something that only a script of a checkout does, or no HybridModel can."""
+    """Raise LaunchError if ``args`` request what only a checkout's script supports, or what no HybridModel can do."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
     if found:
         raise LaunchError(
@@ -350,7 +350,7 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def main() -> None:
-    """Train as ``sys.argv`` (Megatron's arguments) says."""
+    """Train with the Megatron arguments in ``sys.argv``."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     refuse_unsupported(args)
     model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args

@@ -1,4 +1,4 @@
-"""What a process that trains is given for the time it does, and has taken back: environment, CPU lane, patches, path."""
+"""Temporary state of a training process, restored afterwards: environment, CPU lane, patches, ``sys.path``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megacpp_mcore.patches.machinery import registry
 
 @contextlib.contextmanager
 def patches_of_the_run() -> Iterator[None]:
-    """Revert, in the end, the patches that were applied meanwhile, but for those of a checkout's hook, which acts once."""
+    """At the end, revert the patches applied in the context, except those applied once by a checkout's hook."""
     known = registry.default()
     before = {row["name"] for row in known.status() if row["state"] != "not applied"}
     try:
@@ -49,7 +49,7 @@ def first_on_path(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_lane(**options: str) -> Iterator[None]:
-    """The CPU lane for the duration, with a line for everything that it replaces; ``options`` of its ``install``."""
+    """Install the CPU lane for the duration, printing a line for everything it replaces; ``options`` go to its ``install``."""
     from megacpp_mcore import cpu
 
     with cpu.install(**options) as lane:
@@ -59,7 +59,7 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
 
 def leave_process_group() -> None:
-    """End torch.distributed in order, which the stock scripts leave to the interpreter's exit."""
+    """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -67,10 +67,10 @@ def leave_process_group() -> None:
 
 
 def process_environment() -> contextlib.AbstractContextManager[None]:
-    """For the duration, what torchrun sets, for this process alone where torchrun did not.
+    """For the duration, set torchrun's variables for a single process, unless torchrun has set them.
 
-    Nobody else has to know the port of its store, so that the kernel may choose it when it is bound: one that was free before
-    may be taken by then.
+    No other process needs the port of its store, so the kernel chooses it when it is bound: a port found free earlier may be
+    taken by then.
     """
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -79,7 +79,7 @@ def process_environment() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that were unset, for the duration."""
+    """Set, for the duration, those of the environment variables that are unset."""
     os.environ.update(values)
     try:
         yield
@@ -95,9 +95,9 @@ def say(message: str) -> None:
 
 
 def end_with_the_parent() -> None:
-    """Have Linux end this process when the one that started it is gone; SIGKILL leaves that one no time to do so."""
+    """Have Linux end this process when its parent is gone; a parent that gets SIGKILL has no time to do so."""
     parent = os.getppid()
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # it was already gone
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Which phase a process is in, and for how many nanoseconds it has been in each; when torch.compile or Triton compiles.
+"""Clock of a process's phases: nanoseconds spent in each, and when torch.compile or Triton compiles.
 
-There is one stack of phases. At every instant the process is in exactly one, the innermost that was entered, so that the parts
-always sum to the whole. No torch at import.
+There is one stack of phases. At every instant the process is in exactly one, the innermost entered, so that the parts
+always sum to the whole. Does not import torch when imported.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ class Phase(enum.StrEnum):
     """From the start of the process to the training loop: imports, groups, model, data sets."""
     LOAD = "checkpoint_load"
     COMPILE = "compile"
-    """torch.compile with its autotuning, whether warmed up explicitly or met in a step."""
+    """torch.compile with its autotuning, whether run as a warm-up or triggered by a step."""
     JIT = "jit"
     """Compilation and autotuning of Triton kernels outside of torch.compile."""
     STEP = "step"
     """Forward, backward, communication and optimizer."""
     DATA = "data"
-    """The loop waits for the next batch. The GPU may still be busy with the step before."""
+    """The loop waits for the next batch. The GPU may still be busy with the previous step."""
     SAVE = "checkpoint_save"
     EVALUATION = "evaluation"
     PROFILE = "profile"
-    """What the profiler does outside of steps: its start, and its tables after the window."""
+    """The profiler's work outside of steps: starting it, and making its tables after the window."""
     IDLE = "idle"
     """The rest of the loop, between steps, and the process after it: logging, garbage collection, clean-up."""
 
 
 OF_A_STEP = (Phase.STEP, Phase.DATA, Phase.IDLE, Phase.COMPILE, Phase.JIT)
-"""What the time of a step is: from the end of the step before to its own, without checkpoints, evaluation and the profiler."""
+"""Phases counted in a step's time: from the end of the previous step to its own, without checkpoints, evaluation, profiler."""
 
 
 class Clock:
     """The phases of this process.
 
-    Autotuning and lazy compilation may be met in the thread that runs the backward pass while the main thread waits for it;
-    there is one stack for all threads, and the time is the innermost phase's, whoever entered it.
+    Autotuning and lazy compilation may happen in the thread that runs the backward pass while the main thread waits for it.
+    So all threads share one stack, and time is charged to the innermost phase, whichever thread entered it.
 
     Args:
-        now: monotonic nanoseconds.
-        age_ns: how long the process had been running when the clock was made; it counts as start-up.
+        now: returns monotonic nanoseconds.
+        age_ns: how long the process had been running when the clock was made; counted as start-up.
     """
 
     def __init__(self, *, now: Callable[[], int] = time.monotonic_ns, age_ns: int = 0) -> None:
@@ -79,7 +79,7 @@ class Clock:
         return self._now() - self._born
 
     def become(self, phase: Phase) -> None:
-        """End the outermost phase for good and be in ``phase`` instead."""
+        """Replace the outermost phase for good by ``phase``."""
         with self._lock:
             self._attribute()
             self._stack[0] = phase
@@ -100,7 +100,7 @@ class Clock:
             self._stack.append(phase)
 
     def leave(self, phase: Phase) -> None:
-        """Return to what was entered before ``phase``; what was entered since and not left (an error ended it) ends, too."""
+        """Return to the phase outside of ``phase``; phases entered inside it and not left (because of an error) end, too."""
         with self._lock:
             self._attribute()
             for index in range(len(self._stack) - 1, 0, -1):
@@ -109,7 +109,7 @@ class Clock:
                     return
 
     def take(self) -> dict[Phase, int]:
-        """Nanoseconds by phase since the last call; they sum to the time since then exactly."""
+        """Nanoseconds by phase since the last call; they sum exactly to the time since then."""
         with self._lock:
             self._attribute()
             taken, self._untaken = self._untaken, {}
@@ -134,11 +134,11 @@ def process_age_ns() -> int:
 
 @contextlib.contextmanager
 def compilation_timed(clock: Clock) -> Iterator[None]:
-    """Until the context ends, be in ``compile`` or ``jit`` while there is a compilation: a step would not need it twice.
+    """Until the context ends, be in ``compile`` or ``jit`` during each compilation, which a repeated step would not need.
 
     torch's compilation callbacks enclose tracing, Inductor and the deferred compilation of a backward pass (torch 2.11,
     ``torch/_dynamo/callback.py``). Triton's hooks enclose the compilation of a kernel (Triton 3.6, ``knobs.runtime``), and its
-    autotuner's benchmark of a configuration is wrapped; hooks that are there already are called, too.
+    autotuner's benchmark of a configuration is wrapped. Hooks that are already installed are called, too.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -171,7 +171,7 @@ def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:
 
     def on_start(*args: Any, **kwargs: Any) -> Any:
         cached = before(*args, **kwargs) if before is not None else None
-        if not cached:  # else the hook has it from a cache of its own, and nothing is compiled
+        if not cached:  # otherwise the existing hook has it in its own cache, and nothing is compiled
             clock.enter(Phase.JIT)
         return cached
 

@@ -1,8 +1,8 @@
-"""What happens in a run: who hears of it, and the file of JSON lines that every rank of every start writes. No torch.
+"""Events of a run: the listeners that receive them, and the JSON-lines file that every rank writes per start. No torch.
 
-``RUN/start_2/rank_00000.jsonl`` is what rank 0 wrote in its second start. A file is created by one process, which nobody else
-ever opens for writing: so there is nothing to lock, to mend or to wait for, and a killed process leaves at most its last line
-torn. Every line but the first has ``at``, nanoseconds since the epoch; one with nothing else is a heartbeat.
+``RUN/start_2/rank_00000.jsonl`` is what rank 0 wrote in its second start. A file is created by one process, and no other
+ever opens it for writing: there is nothing to lock, to repair or to wait for, and a killed process leaves at most its last
+line torn. Every line but the first has ``at``, nanoseconds since the epoch; a line with nothing else is a heartbeat.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megacpp_mcore.util import files
 logger = logging.getLogger(__name__)
 
 FINISHED = "finished"
-"""``how`` of a process whose training came to its end; else it is the name of the error that ended it."""
+"""``how`` of a process whose training completed; otherwise it is the name of the error that ended it."""
 OVERLAP_NS = 1_000_000_000
-"""By how much two starts of a rank may overlap before it is reported: the clocks of two hosts differ by some milliseconds."""
+"""How long two starts of a rank may overlap before it is reported: the clocks of two hosts differ by some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -61,50 +61,50 @@ class Step:
 
     @property
     def failed(self) -> bool:
-        """Whether it was skipped, or has a loss that is no number."""
+        """Whether the step was skipped, or has a loss that is not finite."""
         return self.skipped or not all(map(math.isfinite, self.losses.values()))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Step:
-        """The step in a line, whatever else is in it."""
+        """The step in a line; other fields are ignored."""
         return cls(**{each.name: record[each.name] for each in fields(cls)})
 
     def values(self) -> dict[str, float]:
-        """All that training reached, by name: the losses, ``grad norm`` and ``learning rate``, where there is one."""
+        """The step's results by name: the losses, ``grad norm`` and ``learning rate``, those that exist."""
         values = {**self.losses, "grad norm": self.grad_norm, "learning rate": self.learning_rate}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Listener:
-    """Hears of a run on every rank. Each method does nothing until it is overridden.
+    """Receives the events of a run on every rank. Each method does nothing unless overridden.
 
-    A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: what it costs is
-    part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but its end, at once
-    and on its rank alone, and training goes on. What it has Megatron call besides, as a hook, is wrapped in
+    A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: its cost is
+    part of the step. It must never wait for other ranks: when one raises, its :meth:`on_end` is called at once, on its rank
+    alone, it receives no further events, and training goes on. Hooks that it has Megatron call must be wrapped in
     :class:`HookErrors`.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """The model's chunks and its optimizer are there, a checkpoint loaded."""
+        """The model's chunks and its optimizer have been built, and a checkpoint loaded if there is one."""
 
     def on_step_begin(self, number: int) -> None:
         """Step ``number`` (1-based) begins."""
 
     def on_step(self, step: Step) -> None:
-        """``step`` has ended and was logged; its losses are only known on the last pipeline stage."""
+        """``step`` has ended and was logged; only the last pipeline stage knows its losses."""
 
     def on_failure(self, what: str) -> None:
-        """Another listener has failed: ``what`` says which, in which step (0: before the first), and why."""
+        """Another listener failed: ``what`` says which, in which step (0: before the first), and why."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Training has ended, or ``error`` ended it, or ended this listener."""
+        """Training has ended, or was ended by ``error``, or ``error`` disabled this listener."""
 
 
 class HookErrors:
-    """Keeps the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called.
+    """Catches the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called.
 
     Attributes:
-        failed: how it failed, in words; None while it has not.
+        failed: the error in words; None before one.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class HookErrors:
         self._error: Exception | None = None
 
     def guard(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """``hook`` as a function that raises nothing."""
+        """Wrap ``hook`` so that it never raises."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             if self.failed is None:
@@ -124,7 +124,7 @@ class HookErrors:
         return run
 
     def raise_first(self) -> None:
-        """Raise the error, once: its traceback holds what the hook was given, on the device, too."""
+        """Raise the error once, then drop it: its traceback holds the hook's arguments, tensors on the device included."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -134,10 +134,10 @@ class HookErrors:
 
 
 class Log:
-    """This process's file of the run in folder ``run``, which it creates, and its heartbeat.
+    """This process's file in the run's folder ``run``, which it creates, and its heartbeat.
 
-    Each line is one write to the operating system. One that fails, as on a full disk, ends what is recorded with a warning, and
-    not the run.
+    Each line is one write to the operating system. If a write fails, as on a full disk, recording ends with a warning; the
+    run goes on.
 
     Raises:
         DataError: no file can be created there.
@@ -154,22 +154,22 @@ class Log:
         first = {"began": self.began_ns, "rank": rank, "world_size": world_size}
         self._append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="heartbeat", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: there is a line at every step all the same
+        with contextlib.suppress(RuntimeError):  # no more threads: every step still writes a line
             self._thread.start()
 
     def write(self, at: int | None = None, **fields: Any) -> None:
-        """Write a line of ``fields``, at a time since the epoch or now."""
+        """Write a line of ``fields``, timed ``at`` (nanoseconds since the epoch) or now."""
         self._append({"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields})
 
     def close(self) -> None:
-        """Close the file; a file system that does not answer the heartbeat is not waited for."""
+        """Close the file, waiting at most a second for a heartbeat that the file system does not answer."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
         self._close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        """Write a line; nothing once a write has failed."""
+        """Write a line; does nothing once a write has failed."""
         content = json.dumps(line).encode() + b"\n"
         with self._lock:
             if self._file.closed:
@@ -185,7 +185,7 @@ class Log:
     def _close(self) -> None:
         try:
             self._file.close()
-        except OSError as error:  # a network file system says only now that it could not write
+        except OSError as error:  # a network file system may report only now that it could not write
             logger.warning("%s: %s; what was recorded last may be missing", self.path, error.strerror)
 
     def _beat(self, heartbeat_s: float) -> None:
@@ -194,26 +194,26 @@ class Log:
 
 
 def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
-    """A new file for ``rank``, after those that it has in ``run``, and the number of its start."""
+    """Create the next file for ``rank`` in ``run``; returns the number of its start, and the file."""
     number = 1 + max((number for number, one, _ in _files(run) if one == rank), default=0)
     while True:
         path = run / f"start_{number}" / f"rank_{rank:05d}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return number, path.open("xb", buffering=0)
-        except FileExistsError:  # another process was faster, which is reported to whoever reads
+        except FileExistsError:  # another process was faster; readers report the overlap
             number += 1
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; expected a folder that can be written to") from error
 
 
 def replace(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, or a crash, meets the whole old file or the whole new one.
+    """Write ``text`` to ``path`` so that a reader, or a crash, finds either the whole old file or the whole new one.
 
-    Where ``path`` is a link, that is the file it leads to.
+    Where ``path`` is a link, the file it points to is replaced.
 
     Raises:
-        DataError: the folder cannot be written to, or there is something else than a file.
+        DataError: the folder cannot be written to, or ``path`` is not a regular file.
     """
     try:
         path = path.resolve()
@@ -228,7 +228,7 @@ def replace(path: Path, text: str) -> None:
 
 
 class Span(NamedTuple):
-    """One line about time: nanoseconds by phase since the one before it, and the step that they are of, if any."""
+    """One timed line: nanoseconds by phase since the previous one, and the step that it ends, if any."""
 
     at: int
     phases: Mapping[str, int]
@@ -244,14 +244,14 @@ class Start:
     """What one process of a rank wrote.
 
     Attributes:
-        number: of the start, as the file's folder has it; ``rank`` and ``world_size`` of the process.
+        number: of the start, as in the folder's name; ``rank`` and ``world_size`` are the process's.
         began_ns, ended_ns: nanoseconds since the epoch; the end is the last line's time.
-        heartbeat_s: seconds between two signs of life.
-        how: how it ended, by itself; None while it has not, or was killed.
+        heartbeat_s: seconds between two heartbeats.
+        how: how it ended, as it wrote itself; None while it runs, or if it was killed.
         resumed_at: the step whose checkpoint it started from; None before its first step.
-        spans: every line about time, in order.
+        spans: every timed line, in order.
         steps: its steps with their losses, which the last rank writes.
-        metrics: what was shown of its logged steps.
+        metrics: the metrics shown for its logged steps.
         facts: what it knows of the run, the last value of every key.
     """
 
@@ -275,11 +275,11 @@ class Start:
 
     @property
     def done(self) -> list[int]:
-        """The steps that it did, in order."""
+        """Numbers of the steps that it did, in order."""
         return [span.step for span in self.spans if span.step is not None]
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take in a line but the first."""
+        """Add a line other than the first."""
         if "phases" in line:
             self.spans.append(Span(line["at"], line["phases"], line.get("step")))
         if "step" in line:
@@ -289,7 +289,7 @@ class Start:
         if "metrics" in line:
             self.metrics.append(line["metrics"])
         self.facts |= line.get("facts", {})
-        if self.how is None:  # what is written after it is of no time of the run
+        if self.how is None:  # lines after that belong to no time of the run
             self.how = line.get("how")
             self.ended_ns = line["at"] if self.how is not None else max(self.ended_ns, line["at"])
 
@@ -309,7 +309,7 @@ def read(run: str | os.PathLike[str]) -> dict[int, list[Start]]:
 
 
 def read_any(run: str | os.PathLike[str], rank: int | None = None) -> dict[int, list[Start]]:
-    """The same of a run that may not have begun to record, or of one ``rank`` alone."""
+    """As :func:`read`, but empty where nothing was recorded yet; with ``rank``, of that rank alone."""
     found: dict[int, list[Start]] = {}
     for number, one, path in _files(Path(run)):
         if rank in (None, one) and (start := _read_file(path, number)) is not None:
@@ -318,12 +318,12 @@ def read_any(run: str | os.PathLike[str], rank: int | None = None) -> dict[int, 
 
 
 def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
-    """The object in the JSON file at ``path``.
+    """Read the JSON object in the file at ``path``.
 
     Args:
         path: the file.
         expected: what it should be, in words.
-        remedy: what to do where it is damaged.
+        remedy: what to do if it is damaged.
 
     Raises:
         DataError: there is no such file, or it holds something else.
@@ -343,7 +343,7 @@ def _read_file(path: Path, number: int) -> Start | None:
     """The start in one file; None where not even its first line is complete.
 
     Raises:
-        DataError: it cannot be read, or a line is not what a run writes; the last may be torn, and is then not there.
+        DataError: it cannot be read, or a line is not what a run writes. A torn last line is ignored.
     """
     start: Start | None = None
     try:
@@ -366,7 +366,7 @@ def _read_file(path: Path, number: int) -> Start | None:
 
 
 def _files(run: Path) -> list[tuple[int, int, Path]]:
-    """Number of the start, rank, and path of every file of a rank in the run's folder, in the order of the starts."""
+    """Start number, rank and path of every rank's file in the run's folder, in the order of the starts."""
     paths = run.glob("start_[1-9]*/rank_[0-9]*.jsonl")
     return sorted(
         (int(path.parent.name.removeprefix("start_")), int(path.stem.removeprefix("rank_")), path) for path in paths
@@ -374,7 +374,7 @@ def _files(run: Path) -> list[tuple[int, int, Path]]:
 
 
 def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:
-    """The starts of the run, each as its processes by rank: those of one world size that were there at the same time."""
+    """The run's starts, each as its processes by rank: those of one world size whose times overlap."""
     groups: list[list[Start]] = []
     for start in sorted((one for starts in ranks.values() for one in starts), key=lambda one: one.began_ns):
         for group in reversed(groups):
@@ -388,9 +388,9 @@ def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:
 
 
 def overlaps(starts: Sequence[Start]) -> list[Start]:
-    """Those of a rank's starts that were recorded while another one was, in their order."""
+    """Those of a rank's starts that were recorded while another one was, in order."""
     together: dict[int, Start] = {}
-    last: Start | None = None  # of those before, the one that ended last
+    last: Start | None = None  # of the earlier ones, the one that ended last
     for start in sorted(starts, key=lambda one: one.began_ns):
         if last is not None and start.began_ns < last.ended_ns - OVERLAP_NS:
             together |= {last.number: last, start.number: start}

@@ -1,6 +1,6 @@
-"""Goodput: a run's wall time split into productive steps and what else it went to, across its restarts. No torch.
+"""Goodput: a run's wall time split into productive steps and everything else, across its restarts. No torch.
 
-Which steps a restart had to repeat is known only then, so that files hold phases, and the classes are made when they are read.
+Which steps a restart had to repeat is known only afterwards. So files hold phases, and the classes are derived on reading.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ RECOVERY = "recovery"
 LOST = "lost_steps"
 DOWN = "down"
 CLASSES = (PRODUCTIVE, *(phase.value for phase in Phase if phase is not Phase.STEP), RECOVERY, LOST, DOWN)
-"""What a run's wall time goes to. ``productive``: steps that were kept. ``recovery``: the start-up of a start that follows a
-death, by which a start was killed or an error ended what it had begun to train. ``lost_steps``: steps that a later start did
-again, and what a death interrupted. ``down``: from a death to the next start. The others are phases
+"""Classes of a run's wall time. ``productive``: steps that were kept. ``recovery``: the start-up of a start that follows a
+death (a start that was killed, or that an error ended after training had begun). ``lost_steps``: steps that a later start
+repeated, and the step that a death interrupted. ``down``: from a death to the next start. The others are phases
 (:class:`~megacpp_mcore.observe.clock.Phase`)."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What the wall time of one rank went to.
+    """One rank's wall time by class.
 
     Attributes:
         nanoseconds: of every class; they sum to ``wall_ns`` exactly.
         starts: how often the run was started.
         steps: distinct steps that were kept.
-        steps_lost: steps that were done again after a restart.
+        steps_lost: steps that were repeated after a restart.
     """
 
     nanoseconds: Mapping[str, int]
@@ -45,7 +45,7 @@ class Goodput:
 
     @property
     def wall_ns(self) -> int:
-        """From the start of the first process to the end of the last, without pauses that follow no death."""
+        """From the start of the first process to the end of the last, without pauses that do not follow a death."""
         return sum(self.nanoseconds.values())
 
     @property
@@ -66,16 +66,16 @@ class Goodput:
 
 
 class Recorder(Listener):
-    """Writes to this process's log, after every step, the nanoseconds by phase since the line before, and how it ended.
+    """Writes the nanoseconds by phase to this process's log after every step, and how the process ended.
 
-    The last rank, on which Megatron has the losses, writes those of every step, too.
+    The last rank, where Megatron has the losses, also writes those of every step.
     """
 
     def __init__(self, log: Log, *, with_losses: bool) -> None:
         self.log = log
         self._with_losses = with_losses
         self._spent: Counter[tuple[str, bool]] = Counter()
-        """Nanoseconds of this start by phase, and whether they are of a step that ended."""
+        """Nanoseconds of this start by phase, and whether they belong to a step that ended."""
         self._before: tuple[Goodput, bool] | None = None
         self._note()
 
@@ -88,7 +88,7 @@ class Recorder(Listener):
         self._note(how=FINISHED if error is None else type(error).__name__)
 
     def so_far(self, resumed_at: int) -> Goodput:
-        """What the wall time went to up to the last line, earlier starts included, of a start that went on from a step.
+        """Goodput up to the last line, earlier starts included, of a start that resumed at step ``resumed_at``.
 
         Raises:
             DataError: the file of an earlier start is damaged.
@@ -116,7 +116,7 @@ _ORDER = (
     Phase.STARTUP, Phase.LOAD, Phase.IDLE, Phase.EVALUATION, Phase.SAVE, Phase.PROFILE, Phase.COMPILE, Phase.JIT, Phase.DATA,
     Phase.STEP,
 )  # fmt: skip
-"""The order of the phases of one line, which has only their sums: what follows a step comes before the next one."""
+"""Order in which a line's phases are laid out, as the line has only their sums: what follows a step precedes the next."""
 
 
 class Stretch(NamedTuple):
@@ -128,7 +128,7 @@ class Stretch(NamedTuple):
 
 
 def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
-    """One rank's wall time in order, without gaps but for pauses between starts that follow no death."""
+    """One rank's wall time in order, without gaps except for pauses between starts that do not follow a death."""
     for index, (start, kept_to) in enumerate(standing(starts)):
         after_death = _goes_on(starts[:index])
         if after_death and start.began_ns > starts[index - 1].ended_ns:
@@ -140,7 +140,7 @@ def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
                 if spent := span.phases.get(phase, 0):
                     yield Stretch(at, at + spent, class_of(phase, is_kept=is_kept, after_death=after_death))
                     at += spent
-        if start.ended_ns > at:  # it was killed, and nobody knows in which phase
+        if start.ended_ns > at:  # it was killed, in an unknown phase
             rest = Phase.STEP if start.done else Phase.STARTUP
             yield Stretch(at, start.ended_ns, class_of(rest, is_kept=False, after_death=after_death))
 
@@ -150,8 +150,8 @@ def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
 
     Args:
         phase: the phase.
-        is_kept: whether it is of a step that ended and that no later start did again.
-        after_death: whether the start goes on with what a death ended.
+        is_kept: whether it belongs to a step that ended and that no later start repeated.
+        after_death: whether the start continues what a death interrupted.
     """
     if phase == Phase.STEP:
         return PRODUCTIVE if is_kept else LOST
@@ -159,9 +159,9 @@ def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
 
 
 def _goes_on(starts: Sequence[Start]) -> bool:
-    """Whether what comes after ``starts`` goes on with what a death ended, by a signal or, once it trained, an error.
+    """Whether the next start after ``starts`` continues what a death interrupted: a kill, or an error once it had trained.
 
-    A start that an error ended before its first step has nothing to go on with, and does not undo the death before it.
+    A start that an error ended before its first step is skipped: it does not undo the death before it.
     """
     return next((one.how != FINISHED for one in reversed(starts) if one.how in (FINISHED, None) or one.done), False)
 
@@ -191,8 +191,8 @@ def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
 
 
 def slowest_first(ranks: Mapping[int, Goodput]) -> list[int]:
-    """The ranks by goodput, the least first: the others' steps hold the time in which they wait for it.
+    """The ranks by goodput, lowest first: the other ranks' steps include the time in which they wait for it.
 
-    Those that have left no time are last.
+    Ranks that recorded no time are last.
     """
     return sorted(ranks, key=lambda rank: (not ranks[rank].wall_ns, ranks[rank].share, rank))

@@ -1,7 +1,7 @@
-"""How alike neighbouring Full layers select: the overlap of their top-k keys, sampled while a run trains. No torch at import.
+"""Overlap of the top-k keys that neighbouring Full layers select, sampled while a run trains. No torch at import.
 
-A Shared layer attends to the keys of the Full layer before it. Where two Full layers that follow each other select much the
-same, the second may be a Shared one (``megacpp-mcore advise index-cache`` tries that on held-out text).
+A Shared layer attends to the keys of the Full layer before it. Where two successive Full layers select mostly the same
+keys, the second may become a Shared one (``megacpp-mcore advise index-cache`` tries that on held-out text).
 
 Legend: B batch, S queries, R sampled queries, N selected keys.
 """
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
 
 SAMPLED = 64
-"""Queries by which the overlap of two selections is estimated, evenly spaced over those that had a choice."""
+"""Queries sampled for an overlap, evenly spaced over those that see more keys than they select."""
 
 
 class IndexOverlap(Listener):
-    """Samples what is published in the index caches, in the first micro-batch of every ``interval``-th step.
+    """Samples the selections published in the index caches, in the first micro-batch of every ``interval``-th step.
 
-    Each pair is of Full layers that follow each other on this rank. The device is read once, after such a step. A CUDA graph
-    publishes nothing when it is replayed: layers in graphs are not sampled.
+    Pairs are successive Full layers of this rank. The device is read once, after such a step. A CUDA graph publishes nothing
+    when it is replayed: layers in graphs are not sampled.
     """
 
     def __init__(self, interval: int = 10) -> None:
         self.interval = interval
         self.by_pair: dict[str, float] = {}
-        """The last sampled share of keys that two layers have in common, by their numbers: ``5-9``."""
+        """The last sampled share of keys that two layers have in common, keyed by their numbers: ``5-9``."""
         self._rows: dict[int, tuple[Any, int]] = {}
         self._hooks = contextlib.ExitStack()
         self._sampling = False
         self._errors = HookErrors()
 
     def latest(self) -> dict[str, float]:
-        """The mean over pairs as ``index_overlap``; nothing before a sample."""
+        """The mean over pairs as ``index_overlap``; empty before the first sample."""
         return {"index_overlap": fmean(self.by_pair.values())} if self.by_pair else {}
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Look at what is published in the index caches of the model."""
+        """Watch the index caches of the model."""
         modules = (module for chunk in chunks for module in chunk.modules())
         caches = {id(cache): cache for one in modules if (cache := getattr(one, "index_cache", None)) is not None}
         for cache in caches.values():
             self.watch(cache)
 
     def watch(self, cache: Any) -> None:
-        """Look at what is published in ``cache``, until the end; an error of it must not end a forward pass."""
+        """Sample what is published in ``cache``, until the end; an error here must not end a forward pass."""
         sample = self._errors.guard(self._sample)
 
         def publish(stock: Callable[..., None], layer: int, selection: Any) -> None:
@@ -68,7 +68,7 @@ class IndexOverlap(Listener):
         self._sampling = number % self.interval == 0
 
     def on_step(self, step: Step) -> None:
-        """Compare what was sampled; raise the error of a hook."""
+        """Compare the samples; raise an error of a hook."""
         rows, self._rows, self._sampling = self._rows, {}, False
         self._errors.raise_first()
         for one, other in itertools.pairwise(sorted(rows)):
@@ -76,12 +76,12 @@ class IndexOverlap(Listener):
             self.by_pair[f"{one}-{other}"] = overlap(index_BRN, rows[other][0], keys)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._hooks.close()
         self._errors.raise_first()
 
     def _sample(self, layer: int, index_BSN: Any) -> None:
-        """Keep some rows that had a choice: the first N queries select every key that they may see."""
+        """Store sampled rows of queries that had a choice: the first N queries select every key that they may see."""
         import torch
 
         _, queries, selected = index_BSN.shape
@@ -92,16 +92,16 @@ class IndexOverlap(Listener):
 
 
 def overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
-    """The share of the keys in ``other`` that are in ``one``, too.
+    """The share of the keys in ``other`` that are also in ``one``.
 
     Args:
         one_BRN, other_BRN: selected keys, ``[B, R, N]``; entries below 0 select nothing.
-        keys: how many there are to select from.
+        keys: how many keys there are.
     """
     import torch
 
     chosen = torch.zeros((*one_BRN.shape[:2], keys + 1), dtype=torch.bool, device=one_BRN.device)
-    chosen.scatter_(2, torch.where(one_BRN < 0, keys, one_BRN), True)  # the last place is for what selects nothing
+    chosen.scatter_(2, torch.where(one_BRN < 0, keys, one_BRN), True)  # the last slot takes the entries that select nothing
     valid = other_BRN >= 0
     both = chosen.gather(2, torch.where(valid, other_BRN, keys)) & valid
     return float(both.sum() / valid.sum().clamp(min=1))

@@ -1,7 +1,7 @@
-"""What a run shows while it trains: a line below Megatron's own, and scalars for TensorBoard and W&B. No torch at import.
+"""Live metrics of a run: a line below Megatron's own, and scalars for TensorBoard and W&B. No torch at import.
 
-The last rank does it, which is where Megatron has the losses and its writers, of every step that Megatron logs (every
-``--log-interval`` steps, and the first of every start). Megatron's own line, and all its other output, stays where it was.
+They come from the last rank, where Megatron has the losses and its writers, for every step that Megatron logs (every
+``--log-interval`` steps, and the first of every start). Megatron's own line and all its other output are unchanged.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 PROGRESS, STOCK = "progress", "stock"
 
 _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
-"""The classes of time that tokens/s are about: the same as a receipt's step times."""
+"""The classes of time that tokens/s cover: the same as a receipt's step times."""
 TAG = "observe/"
-"""What our scalars' names begin with, so that none is Megatron's: that writes losses, gradient norm and learning rate."""
+"""Prefix of our scalars, so that none clashes with Megatron's, which are losses, gradient norm and learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What is known of a logged step beside what Megatron logs itself.
+    """What is known of a logged step besides what Megatron logs itself.
 
     Attributes:
         step: 1-based number.
@@ -41,12 +41,12 @@ class Metrics:
         tokens_per_s: over all processes, since the last logged step, without checkpoints, evaluation and the
             profiler; None for the first step of a start.
         mfu: model FLOPs utilisation over the same steps; None where it is not known.
-        mfu_reason: why it is not; empty where it is.
+        mfu_reason: why ``mfu`` is None; empty otherwise.
         goodput: of the last rank, all starts included.
         memory_allocated_bytes, memory_reserved_bytes: of the last rank, now; the resident set on the CPU lane.
         routing_entropy, routing_max_over_mean, dropped_share: of the last rank, as of the last reading
-            (:class:`~megacpp_mcore.observe.routing.Routing`); None before one, and where there is no such thing.
-        index_overlap: the same of :class:`~megacpp_mcore.observe.indices.IndexOverlap`.
+            (:class:`~megacpp_mcore.observe.routing.Routing`); None before one, and where there are no routers.
+        index_overlap: likewise, from :class:`~megacpp_mcore.observe.indices.IndexOverlap`.
     """
 
     step: int
@@ -94,11 +94,11 @@ class Live(Listener):
     """Shows a run while it trains; made on the last rank.
 
     Args:
-        recorder: what records this rank's goodput; it has to come before this one.
+        recorder: records this rank's goodput; must come before this listener.
         loop: the loop that trains.
-        facts: what is known of the run, and comes to be.
-        routes: what counts the experts' tokens; it has to come before this one, too.
-        indices: what samples the indices of Full layers, likewise.
+        facts: what is known of the run, filled in as it becomes known.
+        routes: counts the experts' tokens; must come before this listener, too.
+        indices: samples the selections of Full layers; likewise.
         console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
     """
 
@@ -137,7 +137,7 @@ class Live(Listener):
             wandb.log(scalars, step.step)
 
     def _measure(self, step: Step) -> Metrics:
-        """What is known of the steps since the last logged one."""
+        """Metrics of the steps since the last logged one."""
         import torch
 
         spent = self._recorder.so_far(step.resumed_at)
@@ -163,7 +163,7 @@ class Live(Listener):
 
 
 def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
-    """The utilisation at a rate, or why there is none."""
+    """The model FLOPs utilisation at a rate, or why it is not known."""
     if (counted := facts.values.get("flops")) is None:
         return None, facts.unknown.get("flops", "the work of a step is not known")
     if tokens_per_s is None:

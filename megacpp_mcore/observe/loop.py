@@ -1,8 +1,8 @@
-"""The one seam to a training loop: listeners hear what the loop does while it happens; nothing else changes.
+"""The one seam to a training loop: listeners are notified of what the loop does as it happens; nothing else changes.
 
-:class:`Loop` wraps the functions of ``megatron.training.training`` that the loop looks up by name, hands on what they are
-given and return, and puts them back. Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0; a function that is not
-there any more is an error before training starts. :mod:`megacpp_mcore.observe.loop_bridge` is the same of Megatron-Bridge.
+:class:`Loop` wraps the functions of ``megatron.training.training`` that the loop looks up by name, passes their arguments
+and results through, and restores them. Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0; a function that no
+longer exists is an error before training starts. :mod:`megacpp_mcore.observe.loop_bridge` does the same for Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 # --- A seam -----------------------------------------------------------------------------------------------------------
 
 Handler = Callable[..., Any]
-"""Stands in for a function of the loop: called with the notifier, the stock function and what that is given; returns what that
-returns."""
+"""Replaces a function of the loop: called with the notifier, the stock function and its arguments; returns the stock
+result."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Seam:
     Attributes:
         module: where the loop looks it up.
         name: its name there, dotted for a method.
-        handler: what stands in for it.
+        handler: what replaces it.
     """
 
     module: str
@@ -51,7 +51,7 @@ class Seam:
 
 
 def timed(phase: Phase, within: Phase | None = None) -> Handler:
-    """A handler that runs the function in ``phase``; if ``within`` is one, in that phase alone."""
+    """A handler that runs the function in ``phase``; given ``within``, only while the clock is in that phase."""
 
     def run(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if within is not None and notifier.clock.phase is not within:
@@ -64,13 +64,13 @@ def timed(phase: Phase, within: Phase | None = None) -> Handler:
 
 @contextlib.contextmanager
 def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
-    """Replace the functions of ``seams`` by ones that notify; when the context ends, put them back and notify of the end.
+    """Replace the functions of ``seams`` by ones that notify; when the context ends, restore them and notify of the end.
 
     Raises:
-        LaunchError: a function is not there; nothing is replaced then.
+        LaunchError: a function does not exist; then nothing is replaced.
     """
     with contextlib.ExitStack() as stack:
-        stack.push(notifier.end)  # first, so that the listeners hear of a missing function, too
+        stack.push(notifier.end)  # first, so that the listeners are notified of a missing function, too
         stack.callback(notifier.scalars.restore)
         for seam in seams:
             owner, _, name = seam.name.rpartition(".")
@@ -85,7 +85,7 @@ def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
 
 
 class Notifier:
-    """Notifies listeners of what happens in a loop; what stands in for the loop's functions calls it."""
+    """Notifies listeners of what happens in a loop; called by the handlers that replace the loop's functions."""
 
     def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
         self.clock, self.scalars = clock, ScalarTap()
@@ -103,7 +103,7 @@ class Notifier:
 
         Args:
             given: the arguments of ``training_log``, by name; the losses that it computes itself are in :attr:`scalars`.
-            number: of the step, 1-based.
+            number: the step's number, 1-based.
             tokens: trained on since step 0.
         """
         if self._resumed_at is None:
@@ -122,10 +122,10 @@ class Notifier:
         self.notify(lambda listener: listener.on_step(step))
 
     def notify(self, call: Callable[[Listener], None]) -> None:
-        """Call those that have not failed; one that does is over: recording must not end training."""
+        """Call all listeners; one that raises is removed, as recording must not end training."""
         for listener in tuple(self._listeners):
             if listener not in self._listeners:
-                continue  # it failed when it heard of the failure of one before it
+                continue  # it failed on being notified of an earlier one's failure
             try:
                 call(listener)
             except Exception as error:
@@ -133,18 +133,18 @@ class Notifier:
                 what = f"{type(listener).__name__} failed in step {self._step} and recorded nothing more: {words}"
                 logger.exception("%s; training is not affected", what)
                 self._listeners.remove(listener)
-                with contextlib.suppress(Exception):  # what it could not do it may not be able to end either
+                with contextlib.suppress(Exception):  # whatever broke it may also break its clean-up
                     listener.on_end(error)
                 self.notify(lambda other, what=what: other.on_failure(what))  # type: ignore[misc]
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Everyone hears of the end; a status of 0 that a script exits with is no error."""
+        """Notify all listeners of the end; a script's exit with status 0 is no error."""
         quiet = isinstance(error, SystemExit) and not error.code
         self.notify(lambda listener: listener.on_end(None if quiet else error))
 
 
 class ScalarTap:
-    """Notes the losses of a step that TensorBoard's writer is given; where there is no writer, it takes them itself."""
+    """Notes a step's losses as they are passed to TensorBoard's writer; stands in for the writer where there is none."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
@@ -152,7 +152,7 @@ class ScalarTap:
         self._writer: Any = None
 
     def tap(self, writer: Any) -> Any:
-        """``writer``, whose losses are noted from now on; this object in place of None."""
+        """Return ``writer``, whose losses are noted from now on; for None, return this object."""
         if writer is None:
             return self
         if writer is not self._writer:
@@ -169,11 +169,11 @@ class ScalarTap:
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
         """Note a loss."""
         if tag.endswith("loss"):
-            with contextlib.suppress(TypeError, ValueError):  # no number: the writer may know what it is
+            with contextlib.suppress(TypeError, ValueError):  # not a number: the writer may know what it is
                 self.values[tag] = float(scalar_value)
 
     def restore(self) -> None:
-        """Leave the writer as it was."""
+        """Restore the writer."""
         self._restored.close()
         self._writer = None
 
@@ -182,20 +182,20 @@ class ScalarTap:
 
 
 def _set_up(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """It returns the model's chunks and the optimizer first."""
+    """Notify of the model's chunks and the optimizer, the first two results of ``setup_model_and_optimizer``."""
     made = stock(*args, **kwargs)
     notifier.notify(lambda listener: listener.on_model(made[0], made[1]))
     return made
 
 
 def _train(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Start-up is over."""
+    """End the start-up phase when the loop begins."""
     notifier.clock.become(Phase.IDLE)
     return stock(*args, **kwargs)
 
 
 def _train_step(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Its number is one more than that of the iterations that are done."""
+    """Notify of the step's begin: its number is one more than the completed iterations."""
     from megatron.training import get_args
 
     notifier.notify_begin(get_args().curr_iteration + 1)
@@ -204,7 +204,7 @@ def _train_step(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwa
 
 
 def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Called every step, which is part of a save only with ``--async-save``."""
+    """Count the call as part of a save only with ``--async-save``: the loop makes it every step."""
     from megatron.training import get_args
 
     with notifier.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
@@ -212,7 +212,7 @@ def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwarg
 
 
 def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Auxiliary losses are in none of its arguments: it hands them to TensorBoard's writer, which is tapped."""
+    """Notify of the step; auxiliary losses are not among the arguments but go to TensorBoard's writer, which is tapped."""
     from megatron.training import get_args, training
 
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
@@ -243,10 +243,10 @@ STOCK = (
 
 
 class Loop:
-    """A training loop as what records a run sees it. This class is Megatron's own loop; Megatron-Bridge's overrides it."""
+    """A training loop as the recorder of a run sees it. This class is Megatron's own loop; Megatron-Bridge's overrides it."""
 
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
-        """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
+        """Until the context ends, drive the clock's phases by what the loop does in this process, and notify ``listeners``.
 
         Raises:
             LaunchError: the loop lacks one of the functions; nothing has been replaced.
@@ -254,13 +254,13 @@ class Loop:
         return replaced(STOCK, Notifier(clock, listeners))
 
     def arguments(self) -> Any:
-        """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
+        """The run's arguments, by the names of stock Megatron's; known once there is a model."""
         from megatron.training import get_args
 
         return get_args()
 
     def data_words(self) -> list[str]:
-        """The words of a command line that name the run's datasets."""
+        """The command-line words that name the run's datasets."""
         args = self.arguments()
         words: list[str] = []
         prefixes = ("", "train_", "valid_", "test_")
@@ -270,7 +270,7 @@ class Loop:
         return words
 
     def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` recognises the model by, as built on ``host``."""
+        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` identifies the model by, as built on ``host``."""
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
         described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())

@@ -1,6 +1,6 @@
-"""Megatron-Bridge's training loop, as listeners hear of stock Megatron's through :mod:`megacpp_mcore.observe.loop`.
+"""Megatron-Bridge's training loop, observed as :mod:`megacpp_mcore.observe.loop` observes stock Megatron's.
 
-Bridge's own callbacks say when the model stands and when training and each step begin; what has no callback is wrapped by name.
+Bridge's own callbacks report when the model is built and when training and each step begin; the rest is wrapped by name.
 Written against megatron-bridge 0.6.2. No torch at import.
 """
 
@@ -29,23 +29,23 @@ _ALIKE = {
     ),
     "dataset": ("reset_attention_mask", "split"),
 }  # fmt: skip
-"""What the parts of the configuration hold by the names of stock arguments."""
+"""Settings by part of the configuration; each has the name of the stock argument."""
 
 
 def _build_writer(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """It gives ``training_log`` the writer for auxiliary losses, which are in none of its arguments."""
+    """Tap the writer to which ``training_log`` passes auxiliary losses, which are not among its arguments."""
     return notifier.scalars.tap(stock(*args, **kwargs))
 
 
 def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Called every step, which is part of a save only if that is asynchronous."""
+    """Count the call as part of a save only if saving is asynchronous: the loop makes it every step."""
     asynchronous = inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
     with notifier.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
         return stock(*args, **kwargs)
 
 
 def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bridge adds the indexer's loss up, and neither logs nor clears it."""
+    """Notify of the step; log and clear the indexer's loss, which Bridge only accumulates."""
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
     model, state = given["config"].model, given["global_state"]
     number = state.train_state.step
@@ -58,7 +58,7 @@ def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **k
 
 
 def _track_indexer(step: int, writer: Any, wandb: Any) -> None:
-    """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); each rank has to."""
+    """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); every rank must call it."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
@@ -82,12 +82,12 @@ SEAMS = (
 
 
 class BridgeLoop(Loop):
-    """The loop that trains what ``config`` says.
+    """Megatron-Bridge's loop for a run configured by ``config``.
 
     Args:
         config: Bridge's ``ConfigContainer`` of the run.
-        callbacks: the ``CallbackManager`` that its ``pretrain`` is given. What is registered there already, as the warm-up of
-            what is compiled, comes before the listeners.
+        callbacks: the ``CallbackManager`` passed to its ``pretrain``. Callbacks already registered there, such as the warm-up
+            of compiled code, run before the listeners.
     """
 
     def __init__(self, config: Any, callbacks: Any) -> None:
@@ -97,7 +97,7 @@ class BridgeLoop(Loop):
 
     @contextlib.contextmanager
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
-        """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; of a run that logs no step, listeners hear of none."""
+        """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; if a run logs no steps, listeners are notified of none."""
         notifier = Notifier(clock, listeners)
 
         def on_model(context: Any) -> None:
@@ -115,7 +115,7 @@ class BridgeLoop(Loop):
             yield
 
     def arguments(self) -> Any:
-        """What the configuration says, by the names of stock arguments."""
+        """The configuration by the names of stock arguments."""
         config = self._config
         model, data = config.model, config.dataset
         spec = model.transformer_layer_spec
@@ -142,7 +142,7 @@ class BridgeLoop(Loop):
         return (self._config.model,)
 
     def writers(self) -> tuple[Any, Any]:
-        """Those of Bridge's state, which makes them when it first logs a step."""
+        """The writers of Bridge's state, which creates them when it first logs a step."""
         if self._state is None:
             return None, None
         return self._state.tensorboard_logger, self._state.wandb_logger

@@ -1,6 +1,6 @@
 """The page of ``report html``: one self-contained file about a run. No torch.
 
-``page.html`` is its Jinja2 template, which escapes all that comes from files. matplotlib (the extra ``report``) draws
+``page.html`` is its Jinja2 template, which escapes everything read from files. matplotlib (the extra ``report``) draws
 curves as SVG in the page's own colours, light and dark, for a wide window and for a phone; without it there are none.
 """
 
@@ -33,7 +33,7 @@ from megacpp_mcore.observe.steps import kept, recorded, standing
 
 
 class Level(NamedTuple):
-    """A horizontal line at ``y`` with a word."""
+    """A horizontal line at ``y`` with a label."""
 
     y: float
     text: str
@@ -41,7 +41,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Addition:
-    """What a page says beyond what the run recorded."""
+    """Content of a page beyond what the run recorded."""
 
     title: str = ""
     lead: str = ""
@@ -71,7 +71,7 @@ def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    """The template, of this folder: no file that a run leaves is one."""
+    """The page's template, read from this package's folder, never from a run's."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -104,7 +104,7 @@ _OF_METRICS = {
     "allocated memory, GiB": ("memory_allocated_bytes", 2**-30),
     "reserved memory, GiB": ("memory_reserved_bytes", 2**-30),
 }
-"""What is plotted of :class:`~megacpp_mcore.observe.live.Metrics`, and by how much it is multiplied."""
+"""Metrics that are plotted (of :class:`~megacpp_mcore.observe.live.Metrics`), and the factor for each."""
 
 
 @dataclass
@@ -127,12 +127,12 @@ class Run:
 
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:
-        """The receipt by path."""
+        """The receipt's values by path."""
         return schema.flatten(self.receipt)
 
     @functools.cached_property
     def spent(self) -> Mapping[int, Goodput]:
-        """What the wall time of each rank went to."""
+        """Each rank's wall time by class."""
         return goodput.of_starts(self.ranks)
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class Run:
 
     @functools.cached_property
     def done(self) -> list[Step]:
-        """The steps of all starts, repeated ones too."""
+        """The steps of all starts, repeated ones included."""
         return [step for start in self.starts for step in start.steps]
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class Run:
         return schema.why_unknown(path, self.values["unknown"]) or "it is not known"
 
     def loss(self) -> Markup | None:
-        """The losses of the heads by step, what was lost to a restart faint, and every restart marked."""
+        """The losses of the heads by step; steps lost to a restart are faint, and every restart is marked."""
         names = [name for name in self.losses if name == "lm loss" or name.startswith("mtp_")]
         curves: list[_Curve] = []
         for number, name in enumerate(names[:6], 1):
@@ -183,11 +183,11 @@ class Run:
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
 
     def _resumed(self) -> list[float]:
-        """The steps that the starts after the first one went on from."""
+        """The steps at which the starts after the first one resumed."""
         return [float(start.steps[0].resumed_at) for start in self.starts[1:]]
 
     def time(self) -> tuple[Markup | None, list[str]]:
-        """Tokens per second over the wall time, with what else the time went to behind it; and the classes of that."""
+        """Tokens per second over the wall time, other classes of time as bands behind it; and the classes shown."""
         if not self.spent:
             return None, []
         starts = self.ranks[self.slowest_first[0][0]]
@@ -211,7 +211,7 @@ class Run:
         bands = [
             (at(one.begin), at(one.end), one.kind)
             for one in goodput.timeline(starts)
-            if one.kind != PRODUCTIVE  # and not what every step has a little of
+            if one.kind != PRODUCTIVE  # except what every step has a little of
             and (one.kind not in ("data", "idle") or one.end - one.begin > (ended - began) / 500)
         ]
         summary = f"tokens per second over {clock(wall_s)}"
@@ -220,17 +220,17 @@ class Run:
 
     @property
     def peaks(self) -> list[tuple[int, int]]:
-        """Ranks with their peaks of memory, the largest first."""
+        """Ranks with their memory peaks, largest first."""
         ranks, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
         numbers = ranks if len(ranks) == len(peaks) else range(len(peaks))
         return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
     def backends(self) -> list[schema.Backend]:
-        """The rows of ops, what is off first."""
+        """The rows of ops, those that deviate first."""
         return sorted(schema.backends(self.values["backends"] or ()), key=lambda row: not row.is_off)
 
     def by_step(self) -> list[tuple[str, Markup]]:
-        """A small plot of everything else that is known by step."""
+        """A small plot of every other metric that is known by step."""
         metrics = metrics_of(self.ranks)
         others = [name for name in self.losses if name != "lm loss" and not name.startswith("mtp_")]
         series = {
@@ -281,7 +281,7 @@ def short(count: float) -> str:
 
 
 def _utc(since_epoch_ns: int) -> str:
-    """UTC in whole seconds, as receipts have it."""
+    """UTC in whole seconds, as in receipts."""
     return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -289,11 +289,11 @@ def _utc(since_epoch_ns: int) -> str:
 
 _COLOURS = (*(f"c{number}" for number in range(1, 7)), *CLASSES, "ink", "dim", "line")
 _INKS = {name: f"#0bad{index:02x}" for index, name in enumerate(_COLOURS)}
-"""A colour that nothing else has for each of the page's, in whose place the page's own is put in the SVG."""
+"""A unique placeholder for each of the page's colours; the SVG's placeholders are replaced by the page's own."""
 
 
 class _Curve(NamedTuple):
-    """A curve: its name in the legend (empty: none), its colour, its points, and whether it is drawn as something past."""
+    """A curve: its name in the legend (empty: none), its colour, its points, and whether it is drawn faint, as past."""
 
     label: str
     colour: str
@@ -302,7 +302,7 @@ class _Curve(NamedTuple):
 
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
-    """A plot for every width of the window; None without a point, or matplotlib."""
+    """A plot for every width of the window; None without points or without matplotlib."""
     curves = [one._replace(points=_thin(one.points)) for one in curves if one.points]
     if not curves or not can_draw():
         return None
@@ -317,7 +317,7 @@ def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = F
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -335,11 +335,11 @@ def _svg(
     """A plot of ``size`` (pixels), without the first letters of its tag.
 
     Args:
-        marks: vertical lines at x, each with a word.
+        marks: vertical lines at x, each with a label.
         levels: horizontal lines.
-        bands: stretches of the x axis and the class of time each of them is in.
+        bands: stretches of the x axis, each with its class of time.
         unit: of the x axis; empty: steps, which are whole.
-        end: where the x axis ends, and that the y axis begins at 0; None: both as the points have it.
+        end: where the x axis ends, the y axis then beginning at 0; None: both axes fit the points.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -357,7 +357,7 @@ def _svg(
         for begin, stop, kind in sorted(bands, key=lambda band: band[0] - band[1])[:300]:
             axes.axvspan(begin, max(stop, begin + high / 500), color=_INKS[kind], alpha=0.42, linewidth=0)
         for one in curves:
-            is_dot = len(one.points) == 1  # a line of no length, whose ends are round
+            is_dot = len(one.points) == 1  # a line of zero length with round ends
             style: dict[str, Any] = {"linestyle": (0, (3, 3)), "alpha": 0.45} if one.faint else {}
             style |= {"linewidth": 5 if is_dot else 1.7, "solid_capstyle": "round"}
             axes.plot(*zip(*one.points, *one.points[:is_dot], strict=True), color=_INKS[one.colour], **style)
@@ -405,7 +405,7 @@ def _of_the_page(svg: str) -> str:
 
 
 def _thin(points: Sequence[tuple[float, float]], buckets: int = 400) -> Sequence[tuple[float, float]]:
-    """``points``; of many, the lowest and the highest of each of so many stretches."""
+    """Thin out ``points``: if there are many, only the lowest and the highest of each of ``buckets`` stretches."""
     if len(points) <= 2 * buckets:
         return points
     edges = [index * len(points) // buckets for index in range(buckets + 1)]

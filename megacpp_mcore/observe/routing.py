@@ -1,9 +1,9 @@
-"""Where the routers sent their tokens: sums on the device, read now and then.
+"""Counts where the routers send their tokens: sums on the device, read from time to time.
 
 Each rank counts the tokens that its own routers saw. With sequence, data, context or expert parallelism no token passes the
-routers of two ranks, so that the sum over ranks (:func:`merged`) is the run's. A layer that is computed again in the
-backward pass is counted once: its first pass builds no graph. A router in a CUDA graph is not counted, for a replay runs no
-hook. No torch at import.
+routers of two ranks, so the sum over ranks (:func:`merged`) is the run's. A layer that is recomputed in the backward pass is
+counted once: its first pass builds no graph. A router in a CUDA graph is not counted, as a replay runs no hook. No torch at
+import.
 
 Legend: T tokens, E experts.
 """
@@ -28,11 +28,11 @@ CAPTURED = "its router was captured in a CUDA graph, whose replays run no hook"
 
 @dataclass(frozen=True)
 class Load:
-    """What the experts of one layer were given.
+    """The load of one layer's experts.
 
     Attributes:
-        tokens: assignments that each expert got.
-        asked: assignments that the routers wanted to make, top-k a token.
+        tokens: assignments that each expert received.
+        asked: assignments that the routers requested, top-k a token.
     """
 
     tokens: tuple[int, ...]
@@ -40,12 +40,12 @@ class Load:
 
     @property
     def dropped(self) -> int:
-        """Assignments that capacity took away."""
+        """Assignments dropped because of capacity."""
         return self.asked - sum(self.tokens)
 
     @property
     def entropy(self) -> float:
-        """Entropy of the load over that of an even one: 1 is even, 0 is one expert for all."""
+        """Entropy of the load relative to an even one: 1 is even, 0 is one expert for all."""
         total = sum(self.tokens)
         shares = [count / total for count in self.tokens if count]
         return sum(share * math.log(1 / share) for share in shares) / (math.log(len(self.tokens)) or 1.0)
@@ -99,7 +99,7 @@ class _Router:
         if not (module.training and torch.is_grad_enabled()):
             return
         probs_TE, map_TE = output
-        if is_capturing():  # a replay would add the tokens once more, and not what was asked for
+        if is_capturing():  # a replay would add the tokens again, but not the requests
             self.captured = True
             return
         kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if self.padded else map_TE
@@ -118,14 +118,14 @@ def is_capturing() -> bool:
 class Routing(Listener):
     """Counts the tokens of every expert by layer.
 
-    What is counted stays on the device; every ``interval`` steps, and when training ends, one transfer reads it.
+    Counts stay on the device; every ``interval`` steps, and when training ends, one transfer reads them.
     """
 
     def __init__(self, interval: int = 10) -> None:
         self.interval = interval
         self.latest: dict[str, float] = {}
-        """Of the steps between the last two readings, this rank: ``routing_entropy`` (mean of the layers),
-        ``routing_max_over_mean`` (worst layer), ``dropped_share``; what is not known is left out."""
+        """Over the steps between the last two readings, on this rank: ``routing_entropy`` (mean of the layers),
+        ``routing_max_over_mean`` (worst layer), ``dropped_share``; unknown ones are left out."""
         self._routers: list[_Router] = []
         self._read: dict[str, Load] = {}
         self._hooks = contextlib.ExitStack()
@@ -145,13 +145,13 @@ class Routing(Listener):
                     self._hooks.callback(module.register_forward_hook(self._errors.guard(router.count)).remove)
 
     def on_step(self, step: Step) -> None:
-        """Read the sums if it is time; raise the error of a hook, which must not end the step."""
+        """Read the sums if it is time; raise the error of a hook, which could not be raised in the forward pass."""
         self._errors.raise_first()
         if step.step % self.interval == 0:
             self.read()
 
     def on_end(self, error: BaseException | None) -> None:
-        """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
+        """Read the remaining counts, unless an error left the device in an unknown state, and remove the hooks."""
         self._hooks.close()
         self._errors.raise_first()
         if error is None:
@@ -160,7 +160,7 @@ class Routing(Listener):
             self.latest = {}
 
     def read(self) -> None:
-        """Bring the sums to the host; the one point where this waits for the device."""
+        """Copy the sums to the host; the only point where this waits for the device."""
         import torch
 
         uncounted = self._not_counted()
@@ -180,7 +180,7 @@ class Routing(Listener):
             }
 
     def record(self) -> dict[str, Any]:
-        """What this rank knows as of the last reading, of its own tokens; nothing once a hook failed: a part is no whole."""
+        """This rank's counts of its own tokens as of the last reading; none once a hook failed, as they would be incomplete."""
         failed = self._errors.failed
         return {
             "layers": {layer: load.record() for layer, load in self._read.items()} if failed is None else {},
@@ -189,5 +189,5 @@ class Routing(Listener):
         }
 
     def _not_counted(self) -> dict[str, str]:
-        """The layers of which no count can be had, and why."""
+        """The layers that cannot be counted, and why."""
         return {router.layer: CAPTURED for router in self._routers if router.captured}

@@ -25,7 +25,7 @@ from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 from megacpp_mcore.util import flags
 
 FOLDER = "observe"
-"""The run's folder, in the one that it saves its checkpoints to."""
+"""Name of the run's folder inside the one for checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Observation:
     """What is recorded of a run.
 
     Attributes:
-        folder: the run's folder; None: none.
-        why: where that comes from.
+        folder: the run's folder; None: nothing is recorded.
+        why: where that choice comes from.
         settings: the file that MEGACPP_CONFIG names, where the run's model is the one in it.
         details: how it is recorded.
     """
@@ -45,7 +45,7 @@ class Observation:
     details: Observability
 
     def describe(self) -> list[str]:
-        """The lines for the start of the run."""
+        """The lines to print at the start of the run."""
         if self.folder is None:
             where = "nothing is recorded"
         elif any(self.folder.glob("start_*")):
@@ -63,11 +63,11 @@ def choose(
     profile: str | None = None,
     settings: PluginConfig | None = None,
 ) -> Observation:
-    """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
+    """The observation of a run with Megatron's ``arguments``: in ``observe``, or else beside the checkpoints that it saves.
 
     Raises:
-        LaunchError: a folder was named, and that there be none, too; its path is empty; or a profile without a folder, of no
-            steps or of steps that the run does not have.
+        LaunchError: a folder was named together with ``off``; its path is empty; or a profile was requested without a
+            folder, of no steps, or of steps that the run does not have.
     """
     details = settings.observability if settings is not None else Observability()
     profile = details.profile if profile is None else profile
@@ -106,12 +106,12 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
 
     Args:
         chosen: what is recorded, and where.
-        launched: how the run was started.
+        launched: the launch policy.
         trained_by: the loop that trains; None: stock Megatron's.
 
     Raises:
         DataError: the folder cannot be written to, or holds something else.
-        LaunchError: this Megatron has not the functions by which a run is observed.
+        LaunchError: this Megatron lacks the functions through which a run is observed.
     """
     clock = Clock(age_ns=clocks.process_age_ns())
     loop = trained_by or Loop()
@@ -120,7 +120,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
         try:
             for listener in _listeners(chosen, launched, clock, loop, stack):
                 listeners.append(listener)
-        except BaseException as error:  # those that were made write how it ended
+        except BaseException as error:  # listeners made so far write how the process ended
             Notifier(clock, listeners).end(type(error), error, error.__traceback__)
             raise
         if listeners:
@@ -132,7 +132,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
 def _listeners(
     chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop, stack: contextlib.ExitStack
 ) -> Iterator[Listener]:
-    """What records the run, one after another; the receipt comes last, for it reads what the others have written."""
+    """The listeners, in order; the receipt comes last, as it reads what the others have written."""
     rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
     is_last = rank == world_size - 1
     if chosen.folder is None:
@@ -142,7 +142,7 @@ def _listeners(
     routes, indices = Routing(details.interval), IndexOverlap(details.interval)
     recorder = Recorder(log, with_losses=is_last)
     yield from (recorder, routes, indices)
-    if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
+    if details.profile is not None:  # on every rank: families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
         yield Profiler(log.run, rank, first, last, clock, trace=details.profile_trace)
     receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop)

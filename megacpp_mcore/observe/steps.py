@@ -1,7 +1,7 @@
-"""The steps of a run, losses in full precision: read from its folder, and compared. No torch.
+"""Steps of a run with losses in full precision: read from its folder, and compared. No torch.
 
 Megatron's own log prints seven digits, and its second line after every start is the average of two steps (megatron-core
-0.19.2, ``megatron/training/training.py``), so that it can neither prove nor refute that a resumed run repeats.
+0.19.2, ``megatron/training/training.py``): it can neither prove nor refute that a resumed run reproduces the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Comparison", "Step", "compare", "kept", "read_steps", "recorded", "s
 
 
 def read_steps(run: str | os.PathLike[str]) -> list[Step]:
-    """All steps in a run's folder so far, in the order they were written; those that were done again, too.
+    """All steps in a run's folder so far, in the order in which they were written, repeated ones included.
 
     Raises:
         DataError: there is no such folder, or a line is not what a run writes.
@@ -40,10 +40,10 @@ def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[Start]:
 
 
 def standing(starts: Sequence[Start]) -> list[tuple[Start, float]]:
-    """Each of a run's starts, in order, with the last step of which it holds that no later start did it again.
+    """Each of a run's starts, in order, with its last step that no later start has undone (infinity if none).
 
-    A start that goes on from the checkpoint of a step undoes all that earlier starts did beyond it, as soon as it has recorded
-    a step, also what it has not done again itself yet.
+    As soon as a start that resumed from a step's checkpoint has recorded a step, all steps of earlier starts beyond that
+    checkpoint are undone, including those that it has not repeated yet.
     """
     found: list[tuple[Start, float]] = []
     kept_to = math.inf
@@ -64,13 +64,13 @@ def kept(starts: Sequence[Start]) -> list[Step]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of comparing two recordings of the same steps.
+    """The result of comparing two recordings of the same steps.
 
     Attributes:
         steps: numbers of the steps that both have, ascending.
         names: the values that were compared.
         first_difference: the first step with a value that is not the same double in both, and that value's name.
-        largest: the largest absolute difference of the ``lm loss``, in nats; NaN when a step has none, or NaN.
+        largest: the largest absolute difference of the ``lm loss``, in nats; NaN when a step lacks it, or it is NaN.
     """
 
     steps: tuple[int, ...]

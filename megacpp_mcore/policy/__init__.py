@@ -1,13 +1,13 @@
-"""The launch policy: what a run is started with, where each value came from, and what the environment contradicts.
+"""The launch policy: the settings a run starts with, where each value came from, and what in the environment contradicts them.
 
-:func:`resolve` makes a :class:`LaunchPolicy` out of a :class:`Run` (:mod:`megacpp_mcore.policy.run`), the file that
-``MEGACPP_CONFIG`` names, and the environment. It puts together what three modules decide: the values
+:func:`resolve` makes a :class:`LaunchPolicy` from a :class:`Run` (:mod:`megacpp_mcore.policy.run`), the file that
+``MEGACPP_CONFIG`` names, and the environment. It combines the decisions of three modules: the values
 (:mod:`megacpp_mcore.policy.values`), the compile policy (:mod:`megacpp_mcore.policy.compile`) and the overlap contract
 (:mod:`megacpp_mcore.policy.overlap`).
 
 The launcher prints the policy once and sets :meth:`LaunchPolicy.environment`. A Megatron-Bridge recipe does the same with a
-:class:`Run` of its own, and its variables and arguments have the source ``recipe``. A script that was started without the
-launcher gets the policy from its spec (:func:`announce`), as it really is: with nothing set. No torch here.
+:class:`Run` of its own, and its variables and arguments have the source ``recipe``. For a script that was started without the
+launcher, its spec prints the policy as it really is (:func:`announce`): with nothing set. No torch here.
 """
 
 from megacpp_mcore.policy.compile import (

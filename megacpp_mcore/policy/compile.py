@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 EXPLICIT, SKIPPED = "explicit", "skipped"
-"""What becomes of the compile warm-up."""
+"""What happens to the compile warm-up."""
 
 REASONS = ("user-disabled", "not-launched", "not-cuda", "fsdp-eager", "regional-moe")
-"""Why a compile warm-up is skipped, in the order in which they are asked; the first that holds is given."""
+"""Why a compile warm-up is skipped, in the order in which they are checked; the first that applies is reported."""
 
 DYNAMO_DISABLE, COMPILE_DISABLE = "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"
 DISABLING = (DYNAMO_DISABLE, COMPILE_DISABLE)
@@ -51,10 +51,10 @@ def compile_policy(
     launched: bool = True,
     disabled: tuple[str, ...] = (),
 ) -> CompilePolicy:
-    """Decide the compile warm-up; the reasons against it are asked in the order of :data:`REASONS`.
+    """Decide the compile warm-up; the reasons against it are checked in the order of :data:`REASONS`.
 
-    An explicit warm-up of a lane with regional compile and experts on CUDA is known to stall before step 1, where the same
-    lane without it fills its caches in passing and trains; so there it is skipped, whatever was asked.
+    An explicit warm-up with regional compile and experts on CUDA is known to stall before step 1, where the same run without
+    it fills its caches as it goes and trains; so there it is skipped, whatever was requested.
 
     Args:
         mode: ``off`` or ``regional``.
@@ -62,8 +62,8 @@ def compile_policy(
         has_moe: whether the model has E layers.
         fsdp: whether parameters are sharded, so that no layer can be run by itself.
         warm_up_asked: False where the user has turned it off.
-        precompile: whether static regions are to be compiled ahead where only the experts speak against it.
-        launched: whether the launcher, which brings the warm-up, has started the script.
+        precompile: whether to compile static regions ahead where experts are the only obstacle to the warm-up.
+        launched: whether the launcher, which runs the warm-up, has started the script.
         disabled: the variables that turn torch.compile off (:func:`disabled_by`).
     """
     sentences = {

@@ -1,4 +1,4 @@
-"""The launch policy as a whole: put together, printed once, and set. No torch."""
+"""The launch policy as a whole: assembled, printed once, and set. No torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfi
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPolicy:
-    """Everything a run is started with that is not the model.
+    """Everything a run is started with except the model.
 
     Attributes:
         values: what is set or planned.
         compile: what is compiled, and when.
         overlaps: which communication can be hidden.
-        taxes: the experimental taxes that the file asks for.
-        launched: whether the launcher has started the script; otherwise nothing was set, and no tax is paid but those of the
-            environment.
+        taxes: the experimental taxes that the file requests.
+        launched: whether the launcher has started the script; otherwise nothing was set, and only the environment's taxes
+            apply.
     """
 
     values: tuple[Value, ...]
@@ -41,7 +41,7 @@ class LaunchPolicy:
     launched: bool = True
 
     def environment(self) -> dict[str, str]:
-        """The variables to set before torch and NCCL start: those that neither the user has set nor anybody leaves unset."""
+        """The variables to set before torch and NCCL start: those with a value that the user has not set."""
         return {
             each.name: each.value
             for each in self.values
@@ -62,7 +62,7 @@ class LaunchPolicy:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     def describe(self) -> str:
-        """Some lines of text: values with their sources, overlaps, compile policy, warnings last."""
+        """Lines of text: values with their sources, overlaps, compile policy, warnings last."""
         bare = " of a script that `megacpp-mcore launch` did not start, so that nothing was set for it"
         lines = [f"launch policy{'' if self.launched else bare}:"]
         for each in self.values:
@@ -80,7 +80,7 @@ class LaunchPolicy:
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
 
     def lines(self, settings: PluginConfig | None) -> list[str]:
-        """What is printed of it, as the file's ``observability.policy`` asks: the text's lines, or one of JSON."""
+        """The lines to print, per the file's ``observability.policy``: those of the text, or one of JSON."""
         if settings is not None and settings.observability.policy == "json":
             return [f"launch policy: {self.as_json()}"]
         return self.describe().splitlines()
@@ -101,7 +101,7 @@ def resolve(
         run: what is trained.
         settings: the file that ``MEGACPP_CONFIG`` names, None without one.
         environment: the process's.
-        recipe: environment variables that a recipe asks for.
+        recipe: environment variables that a recipe requests.
         from_recipe: whether the run's arguments are a recipe's and not the user's.
         launched: whether what is decided here will be set; otherwise the run has its environment as it is.
 
@@ -155,7 +155,7 @@ _said = False
 
 @contextlib.contextmanager
 def said() -> Iterator[None]:
-    """For the duration the policy of this process has been said, and :func:`announce` says nothing."""
+    """Within the context, this process's policy counts as printed, and :func:`announce` prints nothing."""
     global _said
     before, _said = _said, True
     try:
@@ -167,13 +167,13 @@ def said() -> Iterator[None]:
 def announce(
     run: Run, *, settings: PluginConfig | None, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
-    """Say the policy of a run that the launcher has not started, line by line, once a process.
+    """Print the policy of a run that the launcher has not started, line by line, once per process.
 
     Args:
         run: what is trained.
         settings: the file that ``MEGACPP_CONFIG`` names, None without one.
         environment: the process's.
-        say: what prints a line.
+        say: prints a line.
     """
     global _said
     if _said:
@@ -185,9 +185,9 @@ def announce(
 
 @contextlib.contextmanager
 def active(settings: PluginConfig | None) -> Iterator[None]:
-    """For the duration, what the file asks of this process and no environment variable does; imports torch if it does.
+    """For the duration, apply the file's settings that are made in the process, not by its environment; imports torch for any.
 
-    That is ``experimental_taxes.anomaly_detection`` and ``observability.recompiles``.
+    These are ``experimental_taxes.anomaly_detection`` and ``observability.recompiles``.
     """
     with contextlib.ExitStack() as stack:
         if settings is not None and settings.experimental_taxes.anomaly_detection:

@@ -1,4 +1,4 @@
-"""Refuses a run whose states alone leave this process's GPU no room for a step."""
+"""Refuses a run whose states alone leave no room for a step on this process's GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_memory(run: Run) -> None:
     """Compare what a rank will hold with the memory of its GPU; imports torch, and starts CUDA.
 
     Raises:
-        LaunchError: it does not fit; with the states, the GPU's memory, and the nearest layouts that do.
+        LaunchError: it does not fit; names the states, the GPU's memory, and the nearest layouts that fit.
     """
     held = run.states
     if run.device != "cuda" or run.model is None or held is None:

@@ -1,6 +1,6 @@
-"""The overlap contract: which communication of a run can be hidden behind computation, and what stands against the rest.
+"""The overlap contract: which communication of a run can be hidden behind computation, and what prevents the rest.
 
-It is a statement about streams, hardware queues, bucket sizes and what Megatron accepts, and no measurement. Source of the
+It is derived from streams, hardware queues, bucket sizes and what Megatron accepts; nothing is measured. Source of the
 conditions: megatron-core 0.19.2, ``transformer/transformer_config.py``, ``distributed/distributed_data_parallel.py`` and
 ``training.py`` (``resolve_ddp_bucket_size``). No torch here.
 """
@@ -14,7 +14,7 @@ from megacpp_mcore.policy.run import Run
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 MIN_BUCKET_BYTES = 32 * 2**20
-"""A gradient bucket below this costs its launch more than its transfer, which then is not hidden but multiplied."""
+"""A gradient bucket below this spends more on its launch than on its transfer: cost is multiplied rather than hidden."""
 
 MOE_OVERLAP, SHARED_OVERLAP = "--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"
 _DISPATCHERS = ("alltoall", "flex")
@@ -26,9 +26,9 @@ class Overlap:
 
     Attributes:
         name: what communicates.
-        asked: whether the run asks for it.
-        possible: whether streams, connections and bucket sizes let it happen, and Megatron accepts it.
-        reason: what makes it possible, or what stands against it.
+        asked: whether the run requests it.
+        possible: whether streams, connections and bucket sizes allow it, and Megatron accepts it.
+        reason: what makes it possible, or what prevents it.
     """
 
     name: str
@@ -61,7 +61,7 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
 
 
 def _bucket_obstacle(run: Run) -> str:
-    """Why the gradient buckets leave nothing to overlap; empty when they do leave something."""
+    """Why the gradient buckets leave nothing to overlap; empty when they leave something."""
     elements = run.process_parameters
     if elements is None:
         return "how many buckets there are is not known: the arguments describe no model of this package"
@@ -77,7 +77,7 @@ def _bucket_obstacle(run: Run) -> str:
 
 
 def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
-    """What stands against both overlaps of expert communication."""
+    """What prevents both overlaps of expert communication."""
     both = run.overlap_moe_a2a and run.overlap_shared_expert
     return (
         "" if run.expert > 1 else "experts are not cut over processes",
@@ -88,7 +88,7 @@ def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
 
 
 def _all_to_all_obstacles(run: Run) -> tuple[str, ...]:
-    """What Megatron refuses beside overlapped all-to-all alone."""
+    """What prevents only the overlapped all-to-all, as Megatron refuses the combination."""
     repeated = run.recompute_granularity == "full" or "moe" in run.recompute_modules
     return (
         "" if run.precision in ("bf16", "fp16") else f"Megatron refuses it in {run.precision}",

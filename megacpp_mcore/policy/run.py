@@ -1,4 +1,4 @@
-"""What the launch policy has to know of a run, and how it is read from Megatron's arguments. No torch here.
+"""The description of a run that the launch policy needs, and how it is read from Megatron's arguments. No torch here.
 
 Flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/training/arguments.py``.
 """
@@ -36,38 +36,38 @@ _OTHER_STATES = (
     "--num-layers-per-virtual-pipeline-stage", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )  # fmt: skip
-"""Arguments with which a rank holds something else than :func:`megacpp_mcore.model.memory.states` counts, or others say it."""
+"""Arguments under which a rank's states differ from :func:`megacpp_mcore.model.memory.states`, or others determine them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the policy has to know of a run.
+    """What the policy needs to know of a run.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        world_size: processes.
+        world_size: number of processes.
         tensor, pipeline, virtual, expert, context: how the model is cut over the processes.
         families: the letters of the layers that a model of this package has; empty for a stock model.
         has_moe: whether it has E layers.
         model: what is trained; None where that is not known.
-        mtp_depths: of multi-token prediction.
+        mtp_depths: number of multi-token prediction depths.
         fsdp: whether Megatron-FSDP or torch FSDP2 shards the parameters.
         precision: ``bf16``, ``fp16`` or ``fp32``.
         fp8: the FP8 format, None without.
-        precision_plan: what the file of ``--te-precision-config-file`` asks for; None without one, or with one of the user's.
-        precision_file: the file that is not this package's own; None without.
+        precision_plan: the plan of the file of ``--te-precision-config-file``; None without one, or with one of the user's.
+        precision_file: the file, if it is not this package's own; None without.
         moe_dispatcher: as ``--moe-token-dispatcher-type``.
         bucket_elements, num_buckets: as ``--ddp-bucket-size`` and ``--ddp-num-buckets``.
-        grad_bytes: of one gradient in the buckets.
-        gradient_accumulation_fusion: whether products add to the gradients themselves.
+        grad_bytes: bytes of one gradient element in the buckets.
+        gradient_accumulation_fusion: whether matrix products add to the gradients themselves.
         moe_permute_fusion: whether one kernel sorts tokens by expert.
         manual_gc: whether Python collects garbage in named steps only.
         log_interval: steps between two lines in the log.
         cpu_initialization: whether weights are drawn by the CPU's generator.
-        tf32_products: whether torch computes fp32 products in TF32, as :func:`tf32_products` has it.
+        tf32_products: whether torch computes fp32 products in TF32, as :func:`tf32_products` returns it.
         cuda_graph_impl, cuda_graph_scope: as Megatron's arguments; ``none`` without graphs.
         recompute_granularity, recompute_modules: Megatron's own recompute.
-        flags: the names of the arguments that were given, for the source of what they say.
+        flags: the names of the arguments that were used, for the source of their values.
     """
 
     device: str
@@ -113,12 +113,12 @@ class Run:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel replicas, context parallelism not counted."""
+        """Data-parallel replicas, without counting context parallelism."""
         return max(1, self.world_size // (self.tensor * self.pipeline * self.context))
 
     @property
     def process_parameters(self) -> int | None:
-        """Parameters of a process of the largest stage; None where those of the model, or its stages, are not known."""
+        """Parameters of a process of the largest stage; None where the model's, or its stages, are not known."""
         layout = self._layout()
         return None if self.model is None or layout is None else sum(memory.rank_parameters(self.model, layout))
 
@@ -139,7 +139,7 @@ class Run:
         )
 
     def _layout(self) -> Layout | None:
-        """How the model is cut, where its definition says where the stages are."""
+        """How the model is cut, if its definition determines the stages."""
         if self.model is None or (_STAGES in self.flags and not grammar.parse(self.model.pattern).staged):
             return None
         try:
@@ -150,10 +150,10 @@ class Run:
         return layout
 
     def check_processes(self) -> None:
-        """Compare the layout with how many processes there are.
+        """Compare the layout with the number of processes.
 
         Raises:
-            LaunchError: the model is cut for another number of them.
+            LaunchError: the model is cut for a different number.
         """
         cut = {name: size for name in ("tensor", "pipeline", "context") if (size := getattr(self, name)) > 1}
         if self.world_size % (least := math.prod(cut.values())):
@@ -165,16 +165,16 @@ class Run:
 
     @classmethod
     def from_arguments(cls, words: Sequence[str], *, device: str, world_size: int, model: Model | None = None) -> Run:
-        """Read the run that Megatron's arguments ask for.
+        """Read the run that Megatron's arguments describe.
 
         Args:
             words: the arguments.
             device: ``cuda`` or ``cpu``.
-            world_size: processes.
+            world_size: number of processes.
             model: what a spec of this package builds; None: the preset that the arguments describe, if they name such a spec.
 
         Raises:
-            LaunchError: a size is no whole number, or below 1.
+            LaunchError: a size is not a whole number, or below 1.
         """
         given = flags.read(words)
         model = model or _described(given)
@@ -223,14 +223,14 @@ class Run:
 
 
 def tf32_products() -> bool:
-    """Whether torch computes fp32 products on a GPU in TF32, set so by the environment or a program; imports torch."""
+    """Whether torch computes fp32 products on a GPU in TF32, as set by the environment or a program; imports torch."""
     import torch
 
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """What a :class:`Run` says of its model, by field."""
+    """The fields of a :class:`Run` that describe its model."""
     return {
         "families": "".join(letter for letter in "AMER" if letter in model.layers),
         "has_moe": "E" in model.layers,
@@ -240,7 +240,7 @@ def model_facts(model: Model) -> dict[str, Any]:
 
 
 def _described(given: Mapping[str, tuple[str, ...]]) -> Model | None:
-    """The preset of the given depth, width and heads; only a spec of this package builds one."""
+    """The preset with the depth, width and heads in the arguments; None without a spec of this package."""
     if host_of(given.get("--spec")) is None:
         return None
     shape = tuple(
@@ -251,7 +251,7 @@ def _described(given: Mapping[str, tuple[str, ...]]) -> Model | None:
 
 
 def _grad_bytes(given: Mapping[str, tuple[str, ...]], precision: str) -> int:
-    """Bytes of a gradient in the buckets, as ``validate_args`` of Megatron decides them."""
+    """Bytes of a gradient element in the buckets, as decided by Megatron's ``validate_args``."""
     in_fp32 = "--accumulate-allreduce-grads-in-fp32" in given
     if precision == "fp16":
         return 4 if in_fp32 else 2
@@ -262,13 +262,13 @@ def _grad_bytes(given: Mapping[str, tuple[str, ...]], precision: str) -> int:
 
 
 def _precision_plan(given: Mapping[str, tuple[str, ...]]) -> tuple[PrecisionPlan | None, str | None]:
-    """What the precision file asks for: the plan whose file says the same, else the name of the file."""
+    """The precision file's request: the plan whose file says the same, otherwise the name of the file."""
     file = flags.first(given, PRECISION_FILE)
     if file is None:
         return None, None
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None, file  # Megatron says why it cannot be read
+        return None, file  # Megatron reports why it cannot be read
     is_ours = content == yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
     return (PLANS[FP8_EXPERTS], None) if is_ours else (None, file)

@@ -28,17 +28,17 @@ from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaul
 from megacpp_mcore.util import host
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
-"""Where a value came from: an argument, a file or the environment of the user; the recipe; this package or what it runs on."""
+"""Source of a value: the user's argument, file or environment; the recipe; this package or the software it runs on."""
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 TORCH_LOGS = "TORCH_LOGS"
 TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 FSDP_CONNECTIONS = "8"
-"""The driver's own number of hardware queues: Megatron refuses one queue under FSDP."""
+"""The driver's own default number of hardware queues: Megatron refuses one queue under FSDP."""
 _EXPANDABLE = "expandable_segments:True"
 _IN_FP32 = {"A": "selection of keys", "E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
-"""What stays in fp32 in the layers of a family, whatever the precision of the run."""
+"""What the layers of a family compute in fp32, whatever the precision of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Value:
     """One value of the policy.
 
     Attributes:
-        name: an environment variable, or what is planned.
+        name: an environment variable, or the planned item.
         value: what it will be; None: left unset.
         source: :data:`USER`, :data:`RECIPE` or :data:`DEFAULT`.
         note: what it is for.
@@ -64,11 +64,11 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """Who has set a variable.
+    """Looks up variables, and who has set them.
 
     Attributes:
         environment: the process's.
-        recipe: the variables that a recipe asks for.
+        recipe: the variables that a recipe requests.
         launched: whether what is decided will be set; otherwise a default stays unset, and the note says what it would be.
     """
 
@@ -81,9 +81,9 @@ class Lookup:
 
         Args:
             name: the variable.
-            default: what this package sets where nobody else has; None: nothing.
+            default: what this package sets if neither has set it; None: nothing.
             note: what it is for.
-            refused: the warning about a value that somebody has set.
+            refused: the warning if the user or the recipe has set it.
         """
         if name in self.environment:
             found, wanted = self.environment[name], self.recipe.get(name)
@@ -98,12 +98,12 @@ class Lookup:
         return Value(name=name, value=default, source=DEFAULT, note=note)
 
     def asked(self, name: str) -> str | None:
-        """Return what the user or else the recipe has set."""
+        """Return the user's value, or else the recipe's."""
         return self.environment.get(name, self.recipe.get(name))
 
 
 def connections(run: Run, lookup: Lookup) -> Value:
-    """Decide the number of hardware queues: 1 keeps the order of launches, several let communication overlap."""
+    """Decide the number of hardware queues: 1 preserves the order of launches, several let communication overlap."""
     asked = lookup.asked(CONNECTIONS)
     if run.device != "cuda":
         return lookup.find(CONNECTIONS, note="means nothing to a CPU; the CPU lane sets what Megatron insists on")
@@ -112,7 +112,7 @@ def connections(run: Run, lookup: Lookup) -> Value:
         note = "FSDP gathers beside the computation"
         return lookup.find(CONNECTIONS, default=FSDP_CONNECTIONS, note=note, refused=refused)
     if run.tensor > 1 or run.context > 1:
-        # Megatron asserts it up to Hopper, but with the overlap of MoE communication it only warns.
+        # Megatron asserts it up to Hopper, but with overlapped MoE communication it only warns.
         note = "tensor and context parallelism rely on the order of launches (Hopper and older)"
         if run.overlap_moe_a2a:
             both = f"{note}, overlapped MoE communication on many queues: the latter is taken"
@@ -127,7 +127,7 @@ def connections(run: Run, lookup: Lookup) -> Value:
 
 
 def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) -> Value:
-    """Decide how the CUDA allocator grows; ``given``: whether the file itself says it."""
+    """Decide how the CUDA allocator grows; ``given``: whether the file itself specifies it."""
     name = NEW_ALLOCATOR if NEW_ALLOCATOR in lookup.environment else ALLOCATOR
     if run.device != "cuda":
         return lookup.find(name, note="means nothing to a CPU")
@@ -142,7 +142,7 @@ def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) ->
 
 
 def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
-    """Why segments must not grow; empty when they may. Only where Megatron itself stops, it is said to."""
+    """Why segments must not grow; empty when they may. Where Megatron itself stops, the text says so."""
     if run.nccl_user_buffers and installed_torch() < (2, 11):
         if name == ALLOCATOR:
             return "Megatron stops with NCCL user buffers (--use-nccl-ub) and expandable segments before torch 2.11"
@@ -164,7 +164,7 @@ def installed_torch() -> tuple[int, int]:
 
 
 def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """Decide what NCCL is told; what pins its choices is only listed."""
+    """Decide NCCL's settings; variables that pin its choices are only listed."""
     if run.device != "cuda":
         return ()
     several = run.world_size > 1
@@ -202,7 +202,7 @@ def caches(lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
 
 
 def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
-    """Decide whether the host waits for every kernel, which is a tax."""
+    """Decide whether the host waits for every kernel, which is an experimental tax."""
     name = "CUDA_LAUNCH_BLOCKING"
     on = lookup.asked(name) == "1"
     refused = ""
@@ -215,14 +215,14 @@ def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
 
 
 def dynamo(mode: str, disabled: tuple[str, ...]) -> tuple[Value, ...]:
-    """List the variables that turn torch.compile off; beside regional compile each is a contradiction."""
+    """List the variables that turn torch.compile off; with regional compile, each is a contradiction."""
     against = "compile: regional is asked for, but nothing will be compiled; unset it" if mode == "regional" else ""
     note = "torch.compile does nothing"
     return tuple(Value(name=name, value="1", source=USER, note=note, warning=against) for name in disabled)
 
 
 def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
-    """List TORCH_LOGS where it keeps ``observability.recompiles`` from being heard: torch then takes no other setting."""
+    """List TORCH_LOGS if it overrides ``observability.recompiles``: torch then takes no other log setting."""
     if not (lookup.launched and observability.recompiles and TORCH_LOGS in lookup.environment):
         return ()
     named = [word.strip().removeprefix("+") for word in lookup.environment[TORCH_LOGS].split(",")]
@@ -238,7 +238,7 @@ def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
 
 
 def check(run: Run, lookup: Lookup) -> None:
-    """Refuse what makes a run on GPUs another one than it says, and that nothing in the process can undo.
+    """Refuse settings of GPU runs that would silently change the run and that nothing in the process can undo.
 
     Raises:
         LaunchError: TF32 is forced on ops whose products have to be in fp32, or all expert-parallel ranks would begin with
@@ -259,13 +259,13 @@ def check(run: Run, lookup: Lookup) -> None:
 
 
 def _in_fp32(run: Run) -> str:
-    """What of the layers of a run stays in fp32, as a list in words; empty when nothing does."""
+    """What a run's layers compute in fp32, as a list in words; empty when nothing."""
     kept = [name for letter, name in _IN_FP32.items() if letter in run.families]
     return " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
 
 
 def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """List what sets fp32 products to TF32: of these, M²RNN's recurrence takes its own back to fp32 while it runs."""
+    """List what sets fp32 products to TF32; M²RNN's recurrence switches its own back to fp32 while it runs."""
     if run.device != "cuda":
         return ()
     exact = "M²RNN's recurrence computes in fp32 all the same; " if "R" in run.families else ""
@@ -282,7 +282,7 @@ def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
 
 
 def flags(run: Run, arguments: str) -> tuple[Value, ...]:
-    """Say of the flags that change speed and not results whether they are on, and why; overlaps have their own contract."""
+    """List the flags that change speed but not results, whether they are on, and why; overlaps have their own contract."""
     machine = Machine(
         device=run.device,
         has_engine=run.transformer_impl == "transformer_engine" and run.device == "cuda",
@@ -316,7 +316,7 @@ def flags(run: Run, arguments: str) -> tuple[Value, ...]:
 
 
 def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> Value:
-    """Name what the backward pass computes again; ``arguments``: the source of what the arguments say."""
+    """Describe what the backward pass recomputes; ``arguments``: the source of the arguments' values."""
     stock = run.recompute_granularity
     if stock == "selective":
         stock = f"selective ({', '.join(run.recompute_modules) or 'core_attn'})"
@@ -326,14 +326,14 @@ def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> 
 
 
 def graphs(run: Run, arguments: str) -> Value:
-    """Name the CUDA graphs; ``arguments``: the source of what the arguments say."""
+    """Describe the CUDA graphs; ``arguments``: the source of the arguments' values."""
     scope = f" over {', '.join(run.cuda_graph_scope)}" if run.cuda_graph_scope else ""
     source = arguments if "--cuda-graph-impl" in run.flags else DEFAULT
     return Value(name="CUDA graphs", value=run.cuda_graph_impl + scope, source=source, variable=False)
 
 
 def precision(run: Run, arguments: str) -> Value:
-    """Name the precision: the run's dtype, or the four fields of its plan where kernels run in FP8."""
+    """Describe the precision: the run's dtype, or the four fields of its plan where kernels run in FP8."""
     plan = run.precision_plan
     text = run.precision + (f", FP8 {run.fp8}" if run.fp8 else "")
     if plan is not None:

@@ -1,13 +1,13 @@
-"""Which part of the model, and which phase of the step, an event of a host thread belongs to. No torch.
+"""Attributes events of a host thread to a part of the model and a phase of the step. No torch.
 
-An operator belongs to the innermost that encloses it of two things: a range of ours (:mod:`megacpp_mcore.observe.profile`
-opens them), or a node of the backward pass. A node belongs where it was made: it carries the number that its thread had
-counted to, every operator that may make a node tells the count it began at, and so the last operator of that thread that
-began at no higher count is the one that made the node. The engine adds a gradient to its parameter (``AccumulateGrad``, a
-node with no number) right after the node that it comes from, and it belongs where that one does.
+An operator belongs to the innermost thing that encloses it: one of our ranges (opened by :mod:`megacpp_mcore.observe.profile`)
+or a node of the backward pass. A node belongs to the operator that made it. Each thread counts its nodes, a node carries its
+number, and every operator that may make nodes records the count at which it began; so the maker is the last operator of that
+thread that began at no higher count. The engine adds a gradient to its parameter (``AccumulateGrad``, a node without a
+number) right after the node that produced it; it belongs to the same part as that node.
 
-What is computed again belongs where it did the first time: either our ranges are entered again in the backward pass, or the
-node of the checkpoint belongs there. It is known by the graph that is built, where the backward pass builds none.
+Recomputed work belongs where it did the first time: either our ranges are entered again in the backward pass, or the
+checkpoint's own node belongs there. It is recognised by the graph it builds, as the backward pass proper builds none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Where an event belongs.
 
     Attributes:
-        label: a range of ours without its prefix (``A/3``, ``head``), None for none.
+        label: one of our ranges without its prefix (``A/3``, ``head``); None for none.
         phase: one of the names above.
     """
 
@@ -43,20 +43,20 @@ _NOWHERE = Place(None, OTHER)
 
 @dataclass(slots=True)
 class _Frame:
-    """An open event, or what all events of a thread are in."""
+    """An open event, or the bottom of a thread's stack."""
 
     place: Place
     last_node: Place
-    """Where the node belongs that was evaluated last inside of this event."""
+    """The place of the last node that was evaluated inside this event."""
     op: Op | None = None
     in_node: bool = False
     counted: bool = False
-    """An operator, as opposed to a range, of a step."""
+    """Whether this is an operator in a step, as opposed to a range."""
     inner_ns: int = 0
 
 
 class _Nodes:
-    """Where the nodes of one thread were made: the counts that operators began at, ascending, and their labels."""
+    """The labels under which one thread's nodes were made, with the counts at which the operators began, ascending."""
 
     def __init__(self) -> None:
         self._counts: list[int] = []
@@ -77,11 +77,11 @@ class _Nodes:
 
 
 class Attribution:
-    """Where the events of a trace belong. They are gone through once, in the order in which they began, and sorted in place.
+    """Where the events of a trace belong, found in one pass in the order in which they began; sorts them in place.
 
     Attributes:
         steps: begin and end of every step.
-        self_time: by place and name of an operator in a step, nanoseconds without what it calls, and calls.
+        self_time: nanoseconds without callees, and calls, by place and name of each operator in a step.
         operators: the place of each operator in a step, by its correlation.
         launches: the place of each launch in a step, by its correlation.
     """
@@ -103,7 +103,7 @@ class Attribution:
                 self._leave(stack, stack[-1].op)
 
     def _enter(self, op: Op) -> None:
-        """An event begins; those of its thread that have ended before are closed."""
+        """Begin an event; close those of its thread that have already ended."""
         stack = self._open[op.thread]
         while (above := stack[-1]).op is not None and above.op.end_ns <= op.start_ns:
             self._leave(stack, above.op)
@@ -139,7 +139,7 @@ class Attribution:
             time = self.self_time[frame.place, op.name]
             time[0] += max(0, op.end_ns - op.start_ns - frame.inner_ns)
             time[1] += 1
-        stack[-1].inner_ns += op.end_ns - op.start_ns  # of a range, too: what Python does in it is no operator's time
+        stack[-1].inner_ns += op.end_ns - op.start_ns  # of a range, too: Python's time in it is no operator's
 
 
 def _of_range(label: str, above: _Frame) -> Place:

@@ -1,8 +1,8 @@
-"""Profiles some steps of a run: where their time went, by block family and phase.
+"""Profiles some steps of a run: time by block family and phase.
 
-The listener opens torch's profiler and the ranges of :mod:`megacpp_mcore.observe.profile.ranges` when the first step begins
+The listener opens torch's profiler and the ranges of :mod:`megacpp_mcore.observe.profile.ranges` when the first step begins,
 and closes both after the last one; outside of the window it costs nothing. Then it reads the profiler's raw events
-(:mod:`megacpp_mcore.observe.profile.trace`), says of each where it belongs (:mod:`megacpp_mcore.observe.profile.attribution`)
+(:mod:`megacpp_mcore.observe.profile.trace`), attributes each (:mod:`megacpp_mcore.observe.profile.attribution`)
 and writes ``RUN/profile/<first>-<last>/table.json`` and ``table.txt``. No torch at import.
 """
 
@@ -42,11 +42,11 @@ class Profiler(Listener):
 
     Args:
         run: the run's folder.
-        rank: of this process; another one than 0 has a folder of its own in the profile's (``rank_00003``).
-        first, last: the window, 1-based. A run that is resumed inside of it profiles the rest.
-        trace: whether ``trace.json.gz`` is written, too, for a trace viewer. It is large: about 300 bytes an event before and
+        rank: of this process; ranks other than 0 have a folder of their own in the profile's (``rank_00003``).
+        first, last: the window, 1-based. A run that resumes inside it profiles the rest.
+        trace: whether to also write ``trace.json.gz`` for a trace viewer. It is large: about 300 bytes an event before and
             20 after compression.
-        clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`.
+        clock: the process's; opening the window and making its tables count as :attr:`Phase.PROFILE`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Profiler(Listener):
         self._done = False
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Keep what will be hooked."""
+        """Remember the chunks and the optimizer, which will be hooked."""
         self._chunks, self._optimizer = chunks, optimizer
 
     def on_step_begin(self, number: int) -> None:
@@ -83,28 +83,28 @@ class Profiler(Listener):
             self._window.begin(number)
 
     def on_step(self, step: Step) -> None:
-        """Close the range of the step, and the window after its last one; this waits for the device."""
+        """Close the step's range and, after its last step, the window, which waits for the device."""
         if self._window is not None:
             self._window.end(step.step)
             if step.step >= self._last:
                 self._close()
 
     def on_end(self, error: BaseException | None) -> None:
-        """Take away what is open; a run that ended early has a profile of the steps that it did."""
+        """Close an open window; a run that ended early has a profile of the steps that it completed."""
         if self._window is not None:
             self._close(write=error is None and self._window.last > 0)
         elif not self._done and error is None:
             logger.warning("profile: the run had none of the steps %d to %d", self._first, self._last)
 
     def _close(self, *, write: bool = True) -> None:
-        """Close the window and write what it saw, in a phase of its own: it is no part of the run's steps."""
+        """Close the window and write its tables, in a phase of its own: this is no part of the run's steps."""
         window, self._window, self._done = self._window, None, True
         if window is not None:
             with self._clock.within(Phase.PROFILE):
                 window.close()
                 if write:
                     self._write(window)
-                del window  # and millions of records, in that phase, too
+                del window  # and its millions of records, within that phase, too
 
     def _write(self, window: _Window) -> None:
         name = f"{window.first}-{window.last}"
@@ -125,7 +125,7 @@ class Profiler(Listener):
     def _record(self, window: _Window) -> dict[str, Any]:
         events = window.events()
         was_on = gc.isenabled()
-        gc.disable()  # millions of records are made, none of them in cycles: looking for some would take most of the time
+        gc.disable()  # millions of records are made, none in cycles: searching them would take most of the time
         try:
             trace = traces.read(events)
             found = tables.table(trace)
@@ -151,10 +151,10 @@ class Profiler(Listener):
 
 
 class _Window:
-    """The open window: hooks, profiler, and a clock of its own for what is compiled in it.
+    """The open window: hooks, profiler, and a clock of its own for compilation in it.
 
     Attributes:
-        first, last: its first step, and the last that was done to its end (0: none).
+        first, last: its first step, and the last completed one (0: none).
         device: the GPU's name; None on a CPU.
         compiled_s: seconds of compilation in it, known once it is closed.
     """
@@ -165,7 +165,7 @@ class _Window:
         from megacpp_mcore import cpu
         from megacpp_mcore.observe.profile.ranges import Ranges, named
 
-        on_device = torch.cuda.is_available() and not cpu.answers_here()  # the CPU lane answers for a GPU
+        on_device = torch.cuda.is_available() and not cpu.answers_here()  # the CPU lane pretends to be a GPU
         self.first, self.last, self.compiled_s = first, 0, 0.0
         self.device = torch.cuda.get_device_name() if on_device else None
         self._clock = Clock()
@@ -189,7 +189,7 @@ class _Window:
         self.last = number
 
     def close(self) -> None:
-        """Take the hooks away and stop the profiler, after the device has done what it was given."""
+        """Remove the hooks and stop the profiler, after the device has finished its work."""
         self._ranges.close_all()
         self._stack.close()
         spent = self._clock.take()

@@ -1,10 +1,9 @@
-"""Names the parts of a training step while it runs: ranges for torch's profiler, by block family, for some steps only.
+"""Names the parts of a training step while it runs: ranges for torch's profiler by block family, in profiled steps only.
 
-Every layer has a range (``megacpp::A/3``: family and global number), and so have the embedding, what the stack does between
-its layers (``block``), the final norm, each depth of multi-token prediction with all that is in it (``MTP/1``), the head with
-every loss, ``data``, ``gradients`` (their reduction, clearing and scaling), ``pipeline`` (what stages send each other), and
-``optimizer``. They are opened by hooks and by functions that stand in for stock ones on the objects of this run; all of them
-are taken away again.
+Every layer has a range (``megacpp::A/3``: family and global number). So have the embedding, the stack's work between its
+layers (``block``), the final norm, each depth of multi-token prediction with everything in it (``MTP/1``), the head with
+all losses, ``data``, ``gradients`` (their reduction, clearing and scaling), ``pipeline`` (communication between stages), and
+``optimizer``. Hooks and wrappers of stock functions on this run's objects open them; all are removed afterwards.
 
 Written against megatron-core 0.19.2.
 """
@@ -31,11 +30,11 @@ BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER, PIPELINE = PA
 MTP = "MTP"
 
 _STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
-"""Of the forward pass, one after the other."""
+"""Stages of the forward pass, one after the other."""
 
 
 class Ranges:
-    """The ranges that are open, by thread: the backward pass enters layers in threads of its own."""
+    """The open ranges, by thread: the backward pass enters layers in threads of its own."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -54,7 +53,7 @@ class Ranges:
         self.open_now.append((label, record))
 
     def close(self, label: str) -> None:
-        """Close the innermost range ``label`` and what is open inside of it; nothing if there is none."""
+        """Close the innermost range ``label`` and everything inside it; does nothing if there is none."""
         if not any(name == label for name, _ in self.open_now):
             return
         while True:
@@ -65,7 +64,7 @@ class Ranges:
 
     @contextlib.contextmanager
     def within(self, label: str) -> Iterator[None]:
-        """The range for the duration."""
+        """Keep a range open for the duration."""
         self.open(label)
         try:
             yield
@@ -73,13 +72,13 @@ class Ranges:
             self.close(label)
 
     def begin_stage(self, label: str) -> None:
-        """Open the range of a stage of the forward pass in place of the one before it."""
+        """Open a forward stage's range in place of the previous stage's."""
         if self.open_now and self.open_now[-1][0] in _STAGES:
             self.close(self.open_now[-1][0])
         self.open(label)
 
     def close_all(self) -> None:
-        """Close what is open in this thread: an error may have ended a step."""
+        """Close everything open in this thread: an error may have ended a step."""
         while self.open_now:
             self.close(self.open_now[-1][0])
 
@@ -111,13 +110,13 @@ def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[Non
 
 
 def family(layer: torch.nn.Module) -> str:
-    """What a layer is: the letters of its mixer and of its feed-forward part, for Megatron's own layers, too."""
+    """A layer's family: the letters of its mixer and feed-forward part, for Megatron's own layers, too."""
     mixer, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
     if hasattr(layer, "mixer"):  # Megatron's own MambaLayer
         return "M"
     letters = ""
     if mixer is not None and not isinstance(mixer, IdentityOp):
-        letters = getattr(mixer, "family", "A")  # ours say what they are
+        letters = getattr(mixer, "family", "A")  # our mixers name their family
     if isinstance(mlp, BaseMoELayer):
         letters += "E"
     elif mlp is not None and not isinstance(mlp, IdentityOp):
@@ -133,7 +132,7 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
             layers: Any = decoder.layers
             parts = [(layer, f"{family(layer)}/{layer.layer_number}") for layer in layers]
             for part, label in (*parts, (getattr(decoder, "final_layernorm", None), NORM)):
-                if hasattr(part, "cudagraph_manager"):  # of whose replays Megatron runs no hooks, and refuses them
+                if hasattr(part, "cudagraph_manager"):  # Megatron runs no hooks when it replays this, and refuses them
                     _range_around(stack, ranges, part, "run_captured", label)
                 elif part is not None:
                     _hook(stack, part, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
@@ -142,10 +141,10 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
 
 
 def _name_stages(stack: contextlib.ExitStack, ranges: Ranges, model: torch.nn.Module, decoder: torch.nn.Module) -> None:
-    """What comes before the stack of layers, between them, and after it."""
+    """Open the stages before the stack of layers, between its layers, and after it."""
 
     def leave() -> None:
-        if not ranges.in_forward_step:  # which the loss belongs to, too
+        if not ranges.in_forward_step:  # in a forward step the loss belongs to the stage, too
             ranges.close_stages()
 
     _hook(stack, model, lambda: ranges.begin_stage(EMBEDDING), leave)
@@ -153,7 +152,7 @@ def _name_stages(stack: contextlib.ExitStack, ranges: Ranges, model: torch.nn.Mo
 
 
 def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenPredictionBlock) -> None:
-    """The depths of multi-token prediction; with a repeated layer they are calls of one module."""
+    """Open a range for each depth of multi-token prediction; with a repeated layer, depths are calls of one module."""
     depth = 0
 
     def begin() -> None:
@@ -172,7 +171,7 @@ def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenP
 
 
 def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
-    """One micro-batch: data until the model is called, and the loss after it."""
+    """Name one micro-batch's stages: data until the model is called; the last stage lasts until after the loss."""
 
     def forward_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ranges.in_forward_step = True
@@ -194,7 +193,7 @@ def _hook(
 
 
 def _range_around(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: str, label: str) -> None:
-    """A range around a function of one object, where it has one."""
+    """Put a range around a function of one object, if it has that function."""
 
     def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ranges.within(label):

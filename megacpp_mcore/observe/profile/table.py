@@ -1,7 +1,7 @@
-"""Where the time of some steps went: by family and phase, what was hidden, and how long the device waited for the host.
+"""Table of a profile: time by family and phase, communication hidden by compute, and how long the device waited for the host.
 
 On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. The table of every rank is
-a file of the run's folder, from which :func:`pages` puts the ranks side by side. No torch.
+a file in the run's folder, from which :func:`pages` puts the ranks side by side. No torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megacpp_mcore.observe.profile.attribution import (
 from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
 
 FOLDER = "profile"
-"""Of the run's folder: ``profile/10-14/table.json`` is of rank 0, ``profile/10-14/rank_00003/table.json`` of another."""
+"""Folder in the run's: rank 0's table is ``profile/10-14/table.json``, another's ``profile/10-14/rank_00003/table.json``."""
 EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
 COLUMNS = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER, EXPOSED, HIDDEN)
 UNATTRIBUTED = "unattributed"
 DEVICE_TIME, HOST_TIME = "device time of kernels", "self CPU time of operators"
 TOP = 10
-"""Kernels that are named for each family."""
+"""Number of kernels named for each family."""
 SEND_RECEIVE, ALL_TO_ALL = "SendRecv", "AllToAll"
 PIPELINE = "pipeline"
-"""The range of what stages send each other (:data:`megacpp_mcore.observe.profile.trace.PARTS`)."""
+"""The range of communication between stages (:data:`megacpp_mcore.observe.profile.trace.PARTS`)."""
 CPU = "CPU"
 """The ``device`` of a profile without a GPU."""
 
@@ -50,9 +50,9 @@ def is_communication(kernel: str) -> bool:
 
 
 def collective(kernel: str, label: str | None = None) -> str:
-    """The collective that a kernel of communication does, as NCCL names it (``AllReduce``); else the kernel's own name.
+    """The collective that a communication kernel performs, as NCCL names it (``AllReduce``); otherwise the kernel's own name.
 
-    NCCL's kernel of sending and receiving does an all-to-all, too: where a ``label`` says that it is of no pipeline's stages.
+    NCCL's send-receive kernel also performs all-to-alls: it counts as one where ``label`` is not the pipeline's range.
     """
     found = _NCCL.search(kernel)
     name = found[1] if found else kernel
@@ -61,7 +61,7 @@ def collective(kernel: str, label: str | None = None) -> str:
 
 @dataclass
 class _Row:
-    """The time of one layer, or of a family of them: nanoseconds by column, and with calls by kernel or operator."""
+    """The time of one layer, or of a family: nanoseconds by column, and nanoseconds and calls by kernel or operator."""
 
     ns: Counter[str] = field(default_factory=Counter)
     ns_by_name: Counter[str] = field(default_factory=Counter)
@@ -95,11 +95,11 @@ class _Row:
 
 
 _Rows = defaultdict[str, _Row]
-"""A row for every label: of a layer (``A/3``), or of a part that has no number (``head``)."""
+"""A row for every label: a layer (``A/3``), or a part without a number (``head``)."""
 
 
 def _record(layers: _Rows) -> dict[str, Any]:
-    """What a table says of its rows; a family's is the sum of its layers'."""
+    """The rows as JSON; a family's row is the sum of its layers'."""
     families = _Rows(_Row)
     for label, row in layers.items():
         families[label.partition("/")[0]] += row
@@ -126,14 +126,14 @@ def table(trace: Trace) -> dict[str, Any]:
     """The table of a trace, JSON-ready; rows with the most time first.
 
     Returns:
-        ``unit`` (:data:`DEVICE_TIME` or :data:`HOST_TIME`); ``families`` and ``layers`` with the nanoseconds of each by
-        column of :data:`COLUMNS`, and ``host_ns``, the self time of its operators; ``total_ns`` of all families and
-        ``attributed_share`` of it; ``dominant``, the family with the most time; ``window_ns``, from the begin of each step to
-        its end, and of the last one to the end of its last kernel. Of a device: ``busy_ns`` of it, in which it did something,
-        and ``host_bound_share``, in which it did not; ``communication_ns``, in which kernels of communication ran, those
-        at the same time counted once, ``hidden_ns`` of it, in which kernels computed, too, ``hidden_share``,
-        ``collectives`` by name, and ``bubble_ns``, in which a pipeline's stage did nothing but wait for another. Of a host:
-        ``no_operator_ns``, what the rows lack of the window: Python, and waiting. What is not known is None.
+        ``unit`` (:data:`DEVICE_TIME` or :data:`HOST_TIME`); ``families`` and ``layers``, each with its nanoseconds by
+        column of :data:`COLUMNS`, and ``host_ns``, the self time of its operators; ``total_ns`` of all families and the
+        ``attributed_share`` of it; ``dominant``, the family with the most time; ``window_ns``, the steps' time from begin to
+        end, the last one extended to the end of its last kernel. For a device: ``busy_ns``, the part of the window in which
+        it was busy, and ``host_bound_share``, the share in which it was not; ``communication_ns``, in which communication
+        kernels ran, overlapping ones counted once, ``hidden_ns``, the part of it in which others computed, ``hidden_share``,
+        ``collectives`` by name, and ``bubble_ns``, in which a pipeline stage only waited for another. For a host:
+        ``no_operator_ns``, the part of the window outside of operators: Python, and waiting. Unknown values are None.
     """
     found, rows = Attribution(trace), _Rows(_Row)
     times = _of_device(trace.kernels, found, rows) if trace.kernels else _of_host(found, rows)
@@ -168,12 +168,12 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
     compute: list[Interval] = []
     moving: list[tuple[Kernel, Place]] = []
     for kernel in kernels:
-        place = found.launches.get(kernel.launch)  # where it was launched, or else where its operator belongs
+        place = found.launches.get(kernel.launch)  # the place of its launch, or else of its operator
         if place is None or place.label is None:
             place = found.operators.get(kernel.operator, place)
         if place is None:
             if not in_steps.holds(kernel.start_ns):
-                continue  # of what lies between steps
+                continue  # it ran between steps
             place = Place(None, OTHER)
         if is_communication(kernel.name):
             moving.append((kernel, place))
@@ -218,13 +218,13 @@ _WIDTH = 11
 
 
 def page(profile: Mapping[str, Any]) -> str:
-    """The profile that ``table.json`` holds, as lines of at most 120 columns but for names of kernels and operators.
+    """The profile that ``table.json`` holds, as lines of at most 120 columns except for names of kernels and operators.
 
-    What only a GPU has (streams, a device that waits for its host) is not spoken of where a CPU trained.
+    What only a GPU has (streams, a device that waits for its host) is left out where a CPU trained.
     """
     first, last = profile["steps"]
     steps, on_device = last - first + 1, profile["unit"] == DEVICE_TIME
-    # Collectives are kernels on a device; of a host's time they are no part.
+    # Collectives are kernels on a device; a host's time does not include them.
     columns = [column for column in COLUMNS if on_device or column not in (EXPOSED, HIDDEN)]
 
     def a_step(ns: int) -> str:
@@ -302,7 +302,7 @@ def pages(run: Path) -> list[str]:
     """A page for every profile of a run: its ranks side by side, and the tables of rank 0 and of the slowest.
 
     Raises:
-        DataError: there is none, or one cannot be read.
+        DataError: there is no profile, or one cannot be read.
     """
     windows = sorted(file.parent for file in (run / FOLDER).glob("*/table.json"))
     if not windows:
@@ -333,7 +333,7 @@ def _of_ranks(profiles: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _computing_ns(profile: Mapping[str, Any]) -> int:
-    """The time in which a rank computed; the others wait for the one that does longest."""
-    if profile["busy_ns"] is None:  # of a host
+    """The time in which a rank computed; the others wait for the rank with the most."""
+    if profile["busy_ns"] is None:  # a host's profile
         return int(profile["total_ns"])
     return int(profile["busy_ns"] - profile["communication_ns"] + profile["hidden_ns"])

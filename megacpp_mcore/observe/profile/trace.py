@@ -1,6 +1,6 @@
-"""The raw events of torch.profiler as plain records: operators, launches, kernels; and what intervals of time cover.
+"""The raw events of torch.profiler as plain records (operators, launches, kernels), and covers of time intervals.
 
-Nothing is read from a trace file: one of five steps of 250,000 kernels is gigabytes of JSON. Written against torch 2.11
+No trace file is read: one of five steps of 250,000 kernels is gigabytes of JSON. Written against torch 2.11
 (``torch._C._autograd._KinetoEvent``). No torch at import.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 PREFIX = "megacpp::"
-"""What the names of our ranges begin with."""
+"""Prefix of the names of our ranges."""
 
 STEP = "step"
 """The range of a whole step, ``megacpp::step/10``."""
@@ -23,23 +23,23 @@ PARTS = ("block", "data", "embedding", "gradients", "head", "norm", "optimizer",
 """The ranges that have no number; the others are layers and depths, ``megacpp::A/3``."""
 
 NODE = "autograd::engine::evaluate_function: "
-"""What the engine's event for one node of the backward pass begins with."""
+"""Prefix of the engine's event for one node of the backward pass."""
 
 _LAUNCH = re.compile(r"cu(da)?[A-Z]")
 
 
 class Op(NamedTuple):
-    """One event of a host thread: an operator, a node of the backward pass, a range of ours, or a launch.
+    """One event of a host thread: an operator, a node of the backward pass, one of our ranges, or a launch.
 
     Attributes:
-        start_ns, end_ns: nanoseconds on the profiler's clock, which is that of the kernels, too.
+        start_ns, end_ns: nanoseconds on the profiler's clock, which kernels use, too.
         name: as the profiler has it.
         thread: the operating system's number of the thread.
-        torch_thread: torch's own number of it, by which nodes name the thread that made them.
-        sequence: of the next node of the backward pass when the event began, or of the node that it evaluates; -1: none.
+        torch_thread: torch's own number of it, by which nodes refer to the thread that made them.
+        sequence: number of the next backward node when the event began, or of the node that it evaluates; -1: none.
         node_thread: of a node, the ``torch_thread`` that made it.
-        correlation: what kernels name the operator by, or the launch.
-        forward: whether it is a call of a function, and no node of the backward pass.
+        correlation: the number by which kernels refer to the operator or the launch.
+        forward: whether it is a function call rather than a node of the backward pass.
         launch: whether it is a call of the CUDA runtime.
     """
 
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ran on a device: a kernel, a copy, a fill.
+    """Work on a device: a kernel, a copy, a fill.
 
     Attributes:
         operator: the correlation of the operator that launched it, 0 where none was open.
@@ -79,11 +79,11 @@ class Trace:
 
 
 def read(events: Sequence[Any]) -> Trace:
-    """The records of ``events``, as ``torch.autograd.profiler.profile.kineto_results.events()`` gives them.
+    """The records of ``events``, as returned by ``torch.autograd.profiler.profile.kineto_results.events()``.
 
-    Of the calls of the CUDA runtime those are kept that launched something: the operator around a kernel is not enough, as
-    one that checkpoints encloses ranges of ours and launches that are in no operator of their own. What threads of the host
-    move between processes (gloo) is no operator's time, and left out.
+    Calls of the CUDA runtime that launched something are included: the operator around a kernel is not enough, as a
+    checkpointing operator encloses ranges of ours, and launches outside of any operator of their own. Transfers between
+    processes by host threads (gloo) are no operator's time, and are left out.
     """
     from torch.autograd import DeviceType
 
@@ -125,7 +125,7 @@ Interval = tuple[int, int]
 
 
 class Cover:
-    """What ``intervals`` cover together, an instant that lies in several counted once."""
+    """The union of ``intervals``: an instant that lies in several is counted once."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self._starts: list[int] = []
@@ -152,11 +152,11 @@ class Cover:
         return max(0, self._up_to(end) - self._up_to(start))
 
     def common(self, other: Cover) -> int:
-        """Nanoseconds that ``other`` covers, too."""
+        """Nanoseconds that ``other`` covers as well."""
         return sum(other.within(start, end) for start, end in zip(self._starts, self._ends, strict=True))
 
     def holds(self, instant: int) -> bool:
-        """Whether ``instant`` is covered, an interval's end excluded."""
+        """Whether ``instant`` is covered; an interval's end is not part of it."""
         place = bisect_right(self._starts, instant) - 1
         return place >= 0 and instant < self._ends[place]
 

@@ -1,4 +1,4 @@
-"""Receipts of runs: written as a run goes, assembled from what its ranks left, judged, and compared. No torch at import."""
+"""Receipts of runs: written during the run, assembled from what its ranks recorded, judged, compared. No torch at import."""
 
 from megacpp_mcore.observe.receipts.assemble import read
 from megacpp_mcore.observe.receipts.writer import ReceiptWriter

@@ -1,8 +1,8 @@
-"""Makes a run's receipt from its folder: what its ranks wrote, and its profiles. No torch.
+"""Assembles a run's receipt from its folder: what its ranks recorded, and its profiles. No torch.
 
-The same files give the same receipt, but for the time at which it was put together. It is of one start, for another may have
-run with other backends: of the last one, or of the last that did a step where those after it came to nothing. Goodput and
-losses are of all starts.
+The same files give the same receipt, except for the time at which it was assembled. A receipt covers one start, as another
+may have run with other backends: the last one that completed a step, or the last one if none did. Goodput and losses cover
+all starts.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ RECEIPT = "receipt.json"
 _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
 _COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
-"""What routers counted."""
+"""Fields that come from the routers' counts."""
 _RATES = tuple(f"throughput.{name}" for name in ("tflops_per_s_per_device", "mfu", "hfu"))
-"""What needs the audited count."""
+"""Fields that need the audited count."""
 
 
 def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
-    """The processes of the last start that did a step, or else of the last; and the starts after it."""
+    """The processes of the last start that completed a step, or of the last one if none did; and the starts after it."""
     groups = events.grouped(ranks)
     trained = [index for index, group in enumerate(groups) if any(one.done for one in group)]
     index = trained[-1] if trained else len(groups) - 1
@@ -92,20 +92,20 @@ def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], 
 
 
 def _ending(processes: Sequence[Start]) -> str | None:
-    """How a start ended, by an error's name if there was one; None while a process has not ended, or has left nothing."""
+    """How a start ended, an error's name taking precedence; None while a process is running or left nothing."""
     hows = [one.how for one in processes] + [None] * (processes[0].world_size - len(processes))
     return next((how for how in hows if how not in (None, FINISHED)), None if None in hows else FINISHED)
 
 
 def _status(processes: Sequence[Start], later: Sequence[Sequence[Start]]) -> str:
-    """An error's name if there was one, ``finished`` if all processes were, else ``running``, also if a later start is."""
+    """An error's name if there was one; ``finished`` if all processes and later starts have ended; otherwise ``running``."""
     how = _ending(processes)
     goes_on = how == FINISHED and later and _ending(later[-1]) is None
     return RUNNING if how is None or goes_on else how
 
 
 def _note_of_later(later: Sequence[Sequence[Start]]) -> str:
-    """What became of the starts after the one that the receipt is of."""
+    """What became of the last start after the receipt's."""
     began = datetime.datetime.fromtimestamp(min(one.began_ns for one in later[-1]) // 10**9, datetime.UTC).isoformat()
     how, last = _ending(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
     unfinished = "has not come to its first step yet, or was killed before"
@@ -117,18 +117,18 @@ def _note_of_later(later: Sequence[Sequence[Start]]) -> str:
 
 @dataclass(frozen=True)
 class Window:
-    """What is measured.
+    """The measured steps of a start.
 
-    A step's time is that from the end of the step before to its own end, without checkpoints, evaluation, start-up and the
-    profiler. So it holds the wait for data and the loop's own housekeeping, and does not depend on where in the step the host
-    waits for the GPU.
+    A step's time runs from the end of the previous step to its own end, without checkpoints, evaluation, start-up and the
+    profiler. So it includes the wait for data and the loop's own housekeeping, and does not depend on where in the step the
+    host waits for the GPU.
 
     Attributes:
-        done: steps that the start did, the most of a rank.
-        rank: whose steps these are, the rank with the largest median.
+        done: steps that the start completed, the maximum over ranks.
+        rank: the rank whose steps these are, the one with the largest median.
         seconds: of each step, by number, in the order of the steps.
-        compiled: nanoseconds of compilation in those steps in which any rank compiled.
-        compiled_ns: nanoseconds of compilation of all ranks in all steps of the start and before them.
+        compiled: nanoseconds of compilation, over all ranks, of those measured steps in which any rank compiled.
+        compiled_ns: nanoseconds of compilation of all ranks in the whole start.
     """
 
     done: int
@@ -139,7 +139,7 @@ class Window:
 
 
 def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
-    """The window of one start, without steps that were profiled, nor the one after, in which a rank may wait for others."""
+    """The window of one start, without profiled steps and the one after each profile, in which a rank may wait for others."""
     times: dict[int, dict[int, float]] = {}
     compiled: Counter[int] = Counter()
     for one in processes:
@@ -158,24 +158,24 @@ def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[
 
 
 def _profiled(run: Path) -> list[tuple[int, int]]:
-    """First and last of the steps that a profile took part in."""
+    """First and last step that each profile affected: its own, and the one after."""
     spans = [folder.name.split("-") for folder in (run / PROFILES).glob("*-*")]
     return [(int(span[0]), int(span[1]) + 1) for span in spans if len(span) == 2 and all(map(str.isdecimal, span))]
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:
-    """The smallest value that at least ``percent`` of them do not exceed (nearest rank)."""
+    """The smallest value that at least ``percent`` per cent of the values do not exceed (nearest rank)."""
     return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
 
 
 def tokens_of(steps: Sequence[Step]) -> dict[int, int]:
-    """Tokens of each step that follows a recorded one, and of step 1."""
+    """Tokens of step 1 and of every step whose predecessor was recorded."""
     before = {step.step: step.tokens for step in steps} | {0: 0}
     return {step.step: step.tokens - before[step.step - 1] for step in steps if step.step - 1 in before}
 
 
 def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
-    """The steps' times, and the tokens that every one of them had."""
+    """Add the step times, and the number of tokens if all steps had the same."""
     sizes = set(tokens.values())
     why = "steps had different numbers of tokens" if sizes else "no step was recorded"
     found.put("batch.effective_tokens", sizes.pop() if len(sizes) == 1 else None, why)
@@ -218,7 +218,7 @@ def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
 
 
 def _each_once(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The backends of all pipeline stages, by layer."""
+    """The backends of all pipeline stages by layer, each once."""
     backends = {json.dumps(record, sort_keys=True): record for one in lists for record in one}
     rows = sorted(backends.values(), key=itemgetter("op", "observed"))
     return sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"])
@@ -234,20 +234,20 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "cache.files": _sums,
     "cache.added": _sums,
 }
-"""What makes one value of those of all ranks; the other fields are rank 0's."""
+"""How the values of all ranks become one; the other fields are rank 0's."""
 
 
 def _known(processes: Sequence[Start], name: str) -> list[Any]:
-    """What each process that knows ``name`` knows of it."""
+    """The value of ``name`` from each process that has one."""
     return [one.facts[name] for one in processes if one.facts.get(name) is not None]
 
 
 def _merged(processes: Sequence[Start]) -> Facts:
-    """What the processes of a start know by field, and why other fields are not known."""
+    """The facts of a start, merged from its processes, and why other fields are not known."""
     first = processes[0].facts
     found = Facts({path: first[path] for path in schema.BY_PATH if path in first}, dict(first.get("unknown", {})))
     for one in processes:
-        if "backends" in one.facts:  # and what patches noted as they ran
+        if "backends" in one.facts:  # together with what patches noted as they ran
             one.facts["backends"] = [*one.facts.get("noted", ()), *one.facts["backends"]]
     found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
     found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
@@ -258,7 +258,7 @@ def _merged(processes: Sequence[Start]) -> Facts:
 
 
 def _moe(found: Facts, processes: Sequence[Start]) -> None:
-    """The routers' loads over all ranks; what some ranks or layers counted must not pass for the whole."""
+    """Add the routers' loads over all ranks; counts of some ranks or layers must not pass for the whole."""
     if not found.values.get("moe_enabled"):
         return
     records = {one.rank: one.facts["routing"] for one in processes if "routing" in one.facts}
@@ -285,14 +285,14 @@ def _moe(found: Facts, processes: Sequence[Start]) -> None:
 
 
 def _cache(found: Facts, window: Window) -> None:
-    """Whether the caches of compiled kernels had what the run needed; those of all hosts together."""
+    """Add whether the caches of compiled kernels had what the run needed, all hosts together."""
     files, added = (found.values.get(f"cache.{name}") for name in ("files", "added"))
     if files is None or added is None:
         found.miss("the run has not ended, or was killed: what it added to the caches was not counted", "cache")
         return
     state = "cold" if any(added.values()) else "warm" if any(files.values()) else None
     if not window.compiled_ns:
-        state = "unused"  # what came meanwhile is another process's
+        state = "unused"  # entries added meanwhile are another process's
     found.put("cache.state", state, "the caches are empty before and after")
 
 
@@ -300,7 +300,7 @@ def _cache(found: Facts, window: Window) -> None:
 
 
 def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
-    """Rank 0's last profile of steady steps, or else its last one; another rank's lies in a folder of its own below."""
+    """Rank 0's last profile of steady steps, or else its last one; other ranks' profiles lie in folders below."""
     profiles = [read_table(path) for path in (run / PROFILES).glob("*/table.json")]
     best = max(profiles, key=lambda one: (one["phase"] == "steady", one["steps"]), default=None)
     if best is None:
@@ -313,7 +313,7 @@ def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
 
 
 def utilisation(values: Mapping[str, Any], step_time_s: float) -> Utilisation:
-    """How much of the device's peak the counted FLOPs of a step are."""
+    """The share of the devices' peak that a step's counted FLOPs amount to."""
     counted = values["flops"]["by_precision"]
     return Utilisation(
         step_time_s=step_time_s,
@@ -325,7 +325,7 @@ def utilisation(values: Mapping[str, Any], step_time_s: float) -> Utilisation:
 
 
 def _speed(found: Facts) -> None:
-    """Rates at the median step time."""
+    """Add the rates at the median step time."""
     values, unknown = found.values, found.unknown
     seconds, tokens = values.get("step_time.p50_s"), values.get("batch.effective_tokens")
     if seconds is None:
@@ -344,7 +344,7 @@ def _speed(found: Facts) -> None:
 
 
 def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
-    """What a step mostly is: time by the profile, FLOPs by the count, and of which of them the shares are."""
+    """Add what dominates a step: time by the profile, FLOPs by the count; and the shares with their source."""
     counted, unknown = found.values.get("flops"), found.unknown
     why_no_count = unknown.get("flops", "the work of a step is not known")
     found.miss(why_no_count, "dominant_flops")
@@ -374,7 +374,7 @@ def write(run: str | os.PathLike[str]) -> Path:
     """Assemble the receipt of the run in folder ``run``, and write it there.
 
     Raises:
-        DataError: nothing was recorded, or what is there is damaged.
+        DataError: nothing was recorded, or a file is damaged.
     """
     path = Path(run) / RECEIPT
     events.replace(path, json.dumps(assemble(run), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -382,10 +382,10 @@ def write(run: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt of a run's folder. Of what holds no start, a copy of a receipt, it is that file, checked.
+    """The receipt of a run's folder, assembled from it; a receipt file, or a folder with only that, is read and validated.
 
     Raises:
-        DataError: there is none, or it is not as the schema says.
+        DataError: there is none, or it does not conform to the schema.
     """
     place = Path(path)
     if any(place.glob("start_*")):

@@ -1,12 +1,12 @@
-"""What may be said of runs' speed: what disqualifies one run, and whether two receipts may be compared. No torch.
+"""Claims about runs' speed: what disqualifies one run, and whether two receipts may be compared. No torch.
 
-A disqualifier is judged from a run's facts, and comes with its evidence. A comparison is a checklist line by line, and the
-claim if all of them allow one. The first seven lines are the questions of a reviewer (same pattern, routed experts, sequence,
-compile policy, topology, data, cache state), the others the denominators by which a sparse speed-up is made to look better than
-it is. What differs and is on no line (backends, patches, recompute, overlap) is what a claim is about: it is named
-beside it. Another commit, other versions and another environment are named in the claim itself, for what they changed no
-receipt says. A ratio that noise explains is no claim about speed: the claim then says so, and the spread of the step times is
-named in any case. Memory is compared with memory of the same kind, and not where a profiler was in one run alone.
+A disqualifier is judged from a run's facts, and comes with its evidence. A comparison is a checklist, and a claim if every line
+allows one. The first seven lines are a reviewer's questions (same pattern, routed experts, sequence, compile policy,
+topology, data, cache state); the others are the denominators by which a sparse speed-up can be made to look better than it
+is. Differences on no line (backends, patches, recompute, overlap) are what a claim is about: they are listed beside it.
+A different commit, other versions or another environment are named in the claim itself, as no receipt shows what they
+changed. A ratio within noise is no claim about speed: the claim then says so, and it always gives the spread of the step
+times. Memory is compared only with memory of the same kind, and not where only one of the runs was profiled.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 
 class _Unjudged(Exception):
-    """A fact that a judgement needs is not known; the message says which."""
+    """A judgement needs a fact that is not known; the message says which."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is judged.
+    """The facts to be judged.
 
     Attributes:
         values: a receipt's values by path.
-        steps: the steps that were recorded.
-        tokens: of each step of which they are known, by its number.
-        window: what is measured; None where that is not known.
+        steps: the recorded steps.
+        tokens: of each step where they are known, by its number.
+        window: the measured steps; None where they are not known.
         overlap: which starts recorded at the same time, in words; empty: none.
     """
 
@@ -58,14 +58,14 @@ class Case:
     overlap: str = ""
 
     def known(self, path: str) -> Any:
-        """A value that the judgement needs."""
+        """A value that the judgement needs; raises if it is not known."""
         if self.values.get(path) is None:
             raise _Unjudged(f"{path} is not known")
         return self.values[path]
 
 
 def judge(case: Case) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The disqualifiers with their evidence, and those that could not be judged with the reason."""
+    """The disqualifiers with their evidence, and those that could not be judged, with the reason."""
     found, unjudged = [], []
     for name in DISQUALIFIERS:
         try:
@@ -107,7 +107,7 @@ def _compiled(case: Case) -> str:
 
 
 def _fallen_back(case: Case) -> str:
-    """What runs slower than what is there, or is not what was asked for."""
+    """Ops that run slower than the best available, or not on what was requested."""
     found = []
     for one in backends(case.known("backends")):
         if one.is_off:
@@ -157,16 +157,16 @@ _JUDGES: Mapping[str, Callable[[Case], str]] = {
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 BALANCE_TOLERANCE = 0.1
-"""Relative difference of the busiest expert's load up to which two runs are equally balanced: routing is learned."""
+"""Relative difference of the busiest expert's load up to which two runs count as equally balanced: routing is learned."""
 STEADY_STEPS = 30
-"""Steps that each of the two has to have measured."""
+"""Steps that each of the two runs must have measured."""
 NOISE = 0.07
-"""By how much equal runs part in speed, one run each: pairs of the same command, on the same machine, parted by 2 to 7 % in
-tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). What is less, one pair of runs cannot tell."""
+"""By how much equal runs differ in speed, one run each: pairs of the same command on the same machine differed by 2 to 7 % in
+tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). One pair of runs cannot show a smaller one."""
 STANDARD_ERRORS = 2.0
-"""How many standard errors two medians have to be apart before the spread of the steps does not explain it."""
+"""How many standard errors apart two medians must be before the spread of the steps does not explain the difference."""
 _P90_DEVIATIONS = 1.2816
-"""Standard deviations from the median to the 90th percentile, of the normal distribution."""
+"""Standard deviations from the median to the 90th percentile of a normal distribution."""
 
 _QUESTIONS = {
     "pattern": "same pattern?", "routed_experts": "same routed-expert settings?", "sequence_length": "same sequence length?",
@@ -178,9 +178,9 @@ _QUESTIONS = {
 }  # fmt: skip
 _BESIDE = tuple(field.path for field in FIELDS if field.compare == BESIDE)
 KEYS = tuple(_QUESTIONS)
-"""The keys of the checklist, the seven of the reviewer first; their fields have them as ``compare``."""
+"""The keys of the checklist, the reviewer's seven first; each names the ``compare`` of its fields."""
 _SOFTWARE = {"commit": "of another commit", "environment": "of another environment", "versions": "of other versions"}
-"""What may have changed anything, and how a claim says that it differs."""
+"""Fields whose difference may have changed anything, and how a claim words it."""
 _ABSENT: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "data.checksum": lambda receipt: receipt["data.kind"] == "mock",
     "tokenizer.checksum": lambda receipt: receipt["data.kind"] == "mock",
@@ -189,7 +189,7 @@ _ABSENT: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "indexer": lambda receipt: receipt["model.layers"] is not None and "indexer" in receipt["unknown"],
     "ddp": lambda receipt: "ddp" in receipt["unknown"],
 }
-"""Where a field, or all of a group, is null because there is no such thing in the run: no files of data, no experts, no
+"""Where a field, or a whole group, is null because the run has no such thing: no data files, no experts, no
 capacity, no sparse attention, no DistributedDataParallel of Megatron's."""
 
 
@@ -199,7 +199,7 @@ def _chosen(backends: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's definition says but its name, and what other lines ask for."""
+    """A model's definition without its name and the values that other lines compare."""
     elsewhere = {"moe": ("experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size"), "dsa": ("topk",)}
     found = {name: value for name, value in definition.items() if name not in ("name", "pattern", "seq_length")}
     for group, names in elsewhere.items():
@@ -214,19 +214,19 @@ _COMPARED: Mapping[str, Callable[[Any], Any]] = {
     "patches": lambda patches: sorted(patch["name"] for patch in patches),
     "overlap": lambda overlaps: sorted(each["name"] for each in overlaps if each["possible"]),
 }
-"""What of a field's value is compared; of the others it is all."""
+"""The part of a field's value that is compared; for all other fields it is the whole value."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the checklist, or beside it.
+    """One line of the checklist, or a difference listed beside it.
 
     Attributes:
-        key: what ``--varies`` names; beside the checklist, the field.
+        key: the name for ``--varies``; beside the checklist, the field.
         question: the line in words; empty beside the checklist.
-        values: what each of the two receipts has.
-        same: whether they are the same; None where one of them does not say.
-        reason: why it is not known; empty where it is.
+        values: those of the two receipts.
+        same: whether they are the same; None where one of them is not known.
+        reason: why it is not known; empty otherwise.
     """
 
     key: str
@@ -236,7 +236,7 @@ class Line:
     reason: str = ""
 
     def describe(self) -> str:
-        """The line for people, with both values where they differ."""
+        """The line in words, with both values where they differ."""
         if self.same:
             return f"{self.key}: the same, {plain(self.values[0])}"
         if self.same is None:
@@ -247,18 +247,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of comparing two receipts, the first of which is the baseline.
+    """The result of comparing two receipts, the first of which is the baseline.
 
     Attributes:
         lines: the checklist.
         refusals: why there is no claim; empty when there is one.
         claim: the claim in words; None when it is refused.
-        tokens_per_s_ratio: of the second over the first; None where one is not known.
-        allocated_memory_ratio: of the peaks, likewise; None, too, where they are no two of a kind.
-        noise_floor: the share by which one has to be faster than the other before noise does not explain it.
+        tokens_per_s_ratio: the second over the first; None where one is not known.
+        allocated_memory_ratio: likewise of the peaks; None, too, where they are not comparable.
+        noise_floor: the share by which one must be faster than the other before noise does not explain it.
         told_from_noise: whether one is.
-        step_times: of both and their spread, and what the floor is from, in words.
-        differences: what differs on no line.
+        step_times: both medians, their spread, and the origin of the floor, in words.
+        differences: the differences on no line.
         varies: the key of the one declared difference.
         declared: the disqualifiers that both were declared to carry.
     """
@@ -276,7 +276,7 @@ class Comparison:
     declared: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Some lines of text: the checklist, what else differs, and the verdict last, a claim with its step times."""
+        """Lines of text: the checklist, the other differences, and the verdict last, a claim with its step times."""
         marks = {True: "=", False: "≠", None: "?"}
         text = [f"  {marks[line.same]} {line.describe()}" for line in self.lines]
         text += [f"  · {line.describe()}" for line in self.differences]
@@ -297,13 +297,13 @@ def compare(
 
     Args:
         first, second: valid receipts.
-        varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Of two topologies, batch
-            and speed are compared a replica and a device. A line that is not known refuses the claim all the same.
+        varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Between two topologies,
+            batch is compared per replica and speed per device. A line that is not known refuses the claim all the same.
         declared: disqualifiers that both are known to carry; the claim then says so.
-        noise: the share by which equal runs part, where that was measured; by default :data:`NOISE`.
+        noise: the share by which equal runs differ, if that was measured; by default :data:`NOISE`.
 
     Raises:
-        DataError: ``varies`` or ``declared`` name what is not there, or is known not to differ; ``noise`` is no share.
+        DataError: ``varies`` or ``declared`` name what does not exist, or is known not to differ; ``noise`` is no share.
     """
     varies, declared = tuple(dict.fromkeys(varies)), tuple(dict.fromkeys(declared))
     _check_words(varies, declared, noise)
@@ -351,7 +351,7 @@ def compare(
 
 
 def _clauses(differences: Sequence[Line], both: _Both) -> list[str]:
-    """What a claim says of other software, and of what costs speed and is on in one run alone."""
+    """A claim's clauses about other software, and about costly options that only one run had on."""
     found = []
     for line in differences:
         if line.key in _SOFTWARE:
@@ -377,14 +377,14 @@ _Both = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def _of_a_replica(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the batch of one data-parallel replica, which more devices leave as it is."""
+    """``values`` with the batch of one data-parallel replica, which does not change with the number of devices."""
     replicas = values["parallelism.data"] or 1
     names = ("batch.global_batch_size", "batch.effective_tokens")
     return {**values, **{name: values[name] // replicas for name in names if values[name] is not None}}
 
 
 def _line(key: str, both: _Both) -> Line:
-    """A line of the checklist: the values of all its fields, by the last part of their paths unless two have the same."""
+    """A line of the checklist: the values of all its fields, by the last part of their paths, or the whole if shared."""
     paths = [field.path for field in FIELDS if field.compare == key]
     lasts = [path.rpartition(".")[2] for path in paths]
     values: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -405,17 +405,17 @@ def _compared(receipt: Mapping[str, Any], path: str) -> Any:
 
 
 def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two balances are: forced or not alike, and the busiest experts within :data:`BALANCE_TOLERANCE`."""
+    """Whether two balances are similar: equally forced or not, the busiest experts within :data:`BALANCE_TOLERANCE`."""
     first, second = one["max_over_mean"], other["max_over_mean"]
     near = first == second or (first and second and abs(first - second) <= BALANCE_TOLERANCE * max(first, second))
     return bool(near) and one["forced_balance"] == other["forced_balance"]
 
 
 def _differences(both: _Both) -> tuple[Line, ...]:
-    """What is on no line and differs: the thing that was changed, and what was changed with it."""
+    """The differences on no line: what was changed on purpose, and what changed with it."""
     pairs = {path: [_compared(values, path) for values in both] for path in _BESIDE}
     steps = [values["profiler.step_range"] for values in both]
-    if None in steps:  # of two profiles it is all the same which steps they are of: those are not measured
+    if None in steps:  # if both were profiled, it does not matter which steps: those are not measured
         pairs["profile"] = ["none" if of is None else "steps {} to {}".format(*of) for of in steps]
     return tuple(
         Line(name, "", (one, other), None if None in (one, other) else False, f"to {'A' if one is None else 'B'}")
@@ -429,7 +429,7 @@ def _disqualifiers(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _own_refusals(name: str, values: Mapping[str, Any], declared: Sequence[str]) -> list[str]:
-    """Why one receipt alone carries no claim."""
+    """Why one receipt by itself carries no claim."""
     carried = _disqualifiers(values).items()
     found = [f"{name} is disqualified by {word}: {evidence}" for word, evidence in carried if word not in declared]
     found += [f"{name} could not be judged for {one['name']}: {one['reason']}" for one in values["unjudged"]]
@@ -452,9 +452,9 @@ def _ratio(both: _Both, path: str) -> float | None:
 
 
 def _memory(both: _Both) -> tuple[float | None, str]:
-    """The ratio of the peaks, and what a claim says of it, or of why there is none.
+    """The ratio of the peaks, and the claim's clause about it, or about why there is none.
 
-    What a profiler keeps is in the memory of its run, most of all where that is the resident set.
+    A profiler's records count towards the memory of its run, most of all where that is the resident set.
     """
     ratio = _ratio(both, "memory.allocated_peak_bytes")
     if ratio is None:
@@ -469,10 +469,10 @@ def _memory(both: _Both) -> tuple[float | None, str]:
 
 
 def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
-    """What a difference in speed has to exceed; and the step times, their spread, and what that is from, in words.
+    """The floor that a difference in speed must exceed; and the step times, their spread and the floor's origin, in words.
 
-    The standard error of a median is by the 90th percentile. Steps are taken as normal and independent: √(π/2) standard
-    deviations over the root of their number.
+    The standard error of a median is derived from the 90th percentile. Steps are assumed normal and independent:
+    √(π/2) standard deviations over the root of their number.
     """
     floor, reason = (NOISE, "by which equal runs part") if noise is None else (noise, "as given")
     errors, words = [], []
@@ -494,7 +494,7 @@ def _percent(share: float) -> str:
 
 
 def _differing(one: Any, other: Any) -> tuple[Any, Any]:
-    """Of two mappings, what differs; of anything else, all of it."""
+    """Of two mappings, the entries that differ; otherwise both values whole."""
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return one, other
     differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]

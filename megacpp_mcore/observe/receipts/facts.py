@@ -1,9 +1,9 @@
-"""What a process knows of its run, read from Megatron's live objects when the model stands: the facts of a receipt.
+"""The facts of a receipt that a process knows, read from Megatron's live objects once the model is built.
 
-A fact that cannot be had is left unknown with the reason. The precision plan, the optimizer with the dtypes of its states, the
-routing's settings and the compile policy are as configured, and the fields of :mod:`megacpp_mcore.observe.receipts.schema` say
-so. What runs is observed: a module knows which function it calls, a class whose arithmetic it is, a bucket which dtype it has.
-Written against megatron-core 0.19.2. No torch at import.
+A fact that cannot be determined stays unknown, with the reason. The precision plan, the optimizer with the dtypes of its
+states, the routing's settings and the compile policy are as configured; the fields of
+:mod:`megacpp_mcore.observe.receipts.schema` say so. What runs is observed: which function a module calls, whose arithmetic
+a class is, which dtype a bucket has. Written against megatron-core 0.19.2. No torch at import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util import host
 
 COMMIT = "MEGACPP_COMMIT"
-"""Names the commit where the package does not lie in a git checkout."""
+"""Names the commit where the package is not in a git checkout."""
 ENVIRONMENT = (
     CONNECTIONS, ALLOCATOR, "PYTORCH_ALLOC_CONF", *DISABLING, "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
     "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_GRAPH_REGISTER", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN",
@@ -71,9 +71,9 @@ _ROUTING = (
     "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 _OF_MODEL = ("model", "family", "pattern", "flops", "indexer")
-"""What is not known where the model's definition is not."""
+"""Fields that are unknown where the model's definition is."""
 _KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
-"""One entry of each cache for a compiled kernel or graph, as Triton 3.6 and torch 2.11 lay them out."""
+"""Pattern of one entry per compiled kernel or graph in each cache, as laid out by Triton 3.6 and torch 2.11."""
 
 
 def at_start(launched: LaunchPolicy) -> Facts:
@@ -93,13 +93,13 @@ def at_start(launched: LaunchPolicy) -> Facts:
 
 
 def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> None:
-    """Add to ``facts`` what the arguments of the run that ``loop`` trains and the model's chunks say."""
+    """Add to ``facts`` what is known from the arguments of the run that ``loop`` trains, and from the model's chunks."""
     args, config = loop.arguments(), bare(chunks[0]).config
     recomputation = Recomputation.of_run(config, settings.recompute if settings is not None else None)
     facts.put("moe_enabled", config.num_moe_experts is not None)
     facts.put("recompute", str(recomputation))
     for path, learn in (
-        # again, for only now a Megatron of a checkout is imported
+        # again: only now has a checkout's Megatron been imported
         ("versions", lambda found: found.put("versions", _versions())),
         ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
@@ -141,7 +141,7 @@ def _versions() -> dict[str, str]:
     found = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
     found |= {name: version for name in _DISTRIBUTIONS if (version := host.version(name)) is not None}
     package = sys.modules.get("megatron.core.package_info")
-    if package is not None:  # a checkout's, where one comes first on the path
+    if package is not None:  # a checkout's, if one comes first on the path
         found["megatron-core"] = package.__version__
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
@@ -157,7 +157,7 @@ def _commit(facts: Facts) -> None:
 
 
 def _patches() -> list[dict[str, Any]]:
-    """The patches that are not out."""
+    """The patches that are in effect."""
     from megacpp_mcore.patches.machinery import registry
 
     there = [record for record in registry.default().status() if record["state"] != "not applied"]
@@ -168,7 +168,7 @@ def _patches() -> list[dict[str, Any]]:
 
 
 def _arguments(facts: Facts, args: Any, config: Any) -> None:
-    """What :data:`_ARGUMENTS` names; a size that is not set is 1, as of stages that are not virtual."""
+    """Add the fields of :data:`_ARGUMENTS`; a size that is not set is 1, such as that of stages that are not virtual."""
     holders = SimpleNamespace(args=args, config=config)
     for path, where in _ARGUMENTS.items():
         value = attrgetter(where)(holders)
@@ -176,7 +176,7 @@ def _arguments(facts: Facts, args: Any, config: Any) -> None:
 
 
 def _model(facts: Facts, args: Any, settings: PluginConfig | None, loop: Loop) -> Model:
-    """The model's definition, where the run's spec is one of ours."""
+    """The model's definition, if the run's spec is one of ours."""
     host = lowering.host_of(args.spec)
     if host is None:
         facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
@@ -246,7 +246,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
 
 
 def _also_in_fp8(plan: precision.PrecisionPlan, kernels: str) -> precision.PrecisionPlan:
-    """``plan`` with ``kernels`` in FP8, which refuse what they cannot do, before those that are."""
+    """``plan`` with ``kernels`` in FP8, which refuse what they cannot do, listed before those already in FP8."""
     before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
     return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
 
@@ -309,7 +309,7 @@ def _indexer(facts: Facts, model: Model) -> None:
 def _flops(
     facts: Facts, model: Model, args: Any, config: Any, recomputation: Recomputation, settings: PluginConfig | None
 ) -> None:
-    """The count of a step, of which the assembly makes rates."""
+    """Add the FLOPs of a step, from which the assembly derives rates."""
     import torch
 
     from megacpp_mcore.arguments.chunks import model_chunks
@@ -350,7 +350,7 @@ def bare(chunk: Any) -> Any:
 
 
 def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
-    """Add to ``facts`` what the modules, the optimizer and the gradient buffers of this rank say."""
+    """Add to ``facts`` what is known from the modules, the optimizer and the gradient buffers of this rank."""
     rows = [*_resolved(chunks), *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
     facts.put("backends", rows)
     reason = "something else than Megatron's DistributedDataParallel holds the gradients"
@@ -358,9 +358,9 @@ def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Peaks of this rank so far, in bytes; the CPU lane answers with the resident set.
+    """Peaks of this rank so far, in bytes; the CPU lane reports the resident set.
 
-    The allocator counts on the host: this waits for no device, and holds also after an error.
+    The allocator counts on the host: this does not wait for the device, and also works after an error.
     """
     import torch
 
@@ -380,7 +380,7 @@ def fp8() -> dict[str, Any]:
 
 
 def owner(module: Any) -> str:
-    """``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``: whose arithmetic an object is."""
+    """Whose arithmetic an object is: ``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``."""
     kinds = type(module).__mro__
     if any(kind.__module__.partition(".")[0] == _TE or kind.__name__.startswith("TE") for kind in kinds):
         return _TE
@@ -406,7 +406,7 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
 
 
 def _grad_reduce_dtype(chunks: Sequence[Any]) -> list[str] | None:
-    """The dtypes of the gradient buckets as they are in memory; None where something else than Megatron's DDP reduces."""
+    """The dtypes of the gradient buckets in memory; None where something other than Megatron's DDP reduces."""
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
         return None
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -414,7 +414,7 @@ def _grad_reduce_dtype(chunks: Sequence[Any]) -> list[str] | None:
 
 
 def _computes(name: str, module: Any) -> bool:
-    """Whether it is a linear layer or a norm; where a layer has none, Megatron puts a module that does nothing."""
+    """Whether it is a linear layer or a norm; in the place of a missing one, Megatron puts a module that does nothing."""
     is_one = name.startswith("linear_") or name.endswith(("_proj", "norm"))
     return is_one and type(module).__name__ != "IdentityOp"
 
@@ -434,19 +434,19 @@ def _record(
 
 
 def _resolved(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """What the modules hold of the dispatcher's answers: these are the functions that they call."""
+    """The backends that the modules hold from the dispatcher: the functions that they really call."""
     for number, _, module in _layers(chunks):
         for made in _answers(module):
             yield made.as_record() | {"layer": number}
 
 
 def _answers(module: Any) -> list[Resolution]:
-    """What a module holds of the dispatcher's answers."""
+    """The dispatcher's resolutions that a module holds."""
     return [value for value in vars(module).values() if isinstance(value, Resolution)]
 
 
 def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Linears, norms and experts of each layer; a record for each way to ask and owner there."""
+    """Linears, norms and experts of each layer; one record for each combination of request and owner."""
     found: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
         of_stock = name == "experts" and getattr(module, "follows_transformer_impl", True)
@@ -467,7 +467,7 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Stock's loss where there is a head, and no patch that notes what it does instead."""
+    """Stock's loss, where there is a head and no patch that records its own."""
     has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
     if not has_head or "linear-cross-entropy" in {record["name"] for record in _patches()}:
         return
@@ -479,7 +479,7 @@ def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Which layers CUDA graphs were to hold, and do; none where none were asked for."""
+    """Which layers were to be captured in CUDA graphs, and which were; empty where none were requested."""
     found = []
     for number, _, module in _layers(chunks):
         if (why := getattr(module, "not_captured", None)) is not None:
@@ -491,7 +491,7 @@ def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
-    """The classes that step the parameters, as Megatron chose them among what it could import."""
+    """The optimizer classes that update the parameters, as Megatron chose them among what it could import."""
     found = {}
     for stepping in _stepping(optimizer):
         whose, name = owner(stepping), f"{type(stepping).__module__}.{type(stepping).__qualname__}"
@@ -505,7 +505,7 @@ def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]
 
 
 def _stepping(optimizer: Any) -> Iterator[Any]:
-    """The innermost optimizers in Megatron's wrappers."""
+    """The innermost optimizers inside Megatron's wrappers."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         for each in chained:

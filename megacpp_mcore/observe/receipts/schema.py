@@ -1,6 +1,6 @@
-"""What a receipt holds, field by field, and what each field is for; the table in docs/receipts.md is made from it. No torch.
+"""The fields of a receipt, and the purpose of each; the table in docs/receipts.md is generated from them. No torch.
 
-A receipt is JSON. What is not known is null, and ``unknown`` says why, under the field's path or that of a group that it is in.
+A receipt is JSON. An unknown value is null, and ``unknown`` gives the reason under the path of the field or of its group.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DISQUALIFIERS = (
     "mock data", "forced balance", "capacity drop", "indexer untrained", "warm-up inside the window", "fall-back",
     "NaN skipped", "batch changed", "overlapping starts",
 )  # fmt: skip
-"""What makes a run's speed no speed of training, in the order in which it is judged."""
+"""Reasons why a run's speed is not the speed of training, in the order in which they are judged."""
 RUNNING = "running"
 RESIDENT = "resident set"
-"""The kind of memory that the CPU lane answers with: of the whole process, whatever it holds."""
+"""The kind of memory that the CPU lane reports: of the whole process, whatever it holds."""
 BESIDE = "beside"
-"""``compare`` of a field on no line of a comparison: where it differs, that is named beside the claim."""
+"""``compare`` of a field on no line of a comparison: a difference is named beside the claim."""
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention_projections", "attention_core", "indexer"),
     "mamba": ("mamba_projections", "mamba_scan"),
@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "dense_ffn": ("dense_ffn", "mtp_projection"),
     "head": ("embedding", "head"),
 }
-"""The groups of ``shares``, and the families of the audited count that each is the sum of."""
+"""The groups of ``shares``, each with the families of the audited count that it sums."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Field:
 
     Attributes:
         path: its keys from the top, joined by dots.
-        kind: what its value is where it is not null, as :func:`megacpp_mcore.util.schema.named` reads it.
-        meaning: what it says, with its unit.
-        label: what people call it, on the page, too; empty: only the JSON and the table of the documentation have it.
+        kind: type of its value when not null, as :func:`megacpp_mcore.util.schema.named` reads it.
+        meaning: what the value is, with its unit.
+        label: its name for people, on the page, too; empty: it is only in the JSON and the documentation's table.
         form: how its value is written for people, a key of :data:`FORMS`.
         shown: whether ``report show`` prints it.
-        compare: the line of a comparison on which two receipts have to agree about it, or :data:`BESIDE`; empty: none.
+        compare: the comparison line on which two receipts must agree about it, or :data:`BESIDE`; empty: none.
         always: whether it is never null.
     """
 
@@ -234,10 +234,10 @@ _GROUPS = {path.rpartition(".")[0] for path in BY_PATH} - {""}
 
 
 def validate(receipt: Any, where: str = "receipt") -> None:
-    """Check that ``receipt`` is one.
+    """Check that ``receipt`` is a valid receipt.
 
     Raises:
-        DataError: naming the field that is not as the schema says, its value, and what was expected.
+        DataError: names the field that violates the schema, its value, and what was expected.
     """
     found = receipt.get("schema") if isinstance(receipt, dict) else None
     if found != SCHEMA:
@@ -274,7 +274,7 @@ def why_unknown(path: str, unknown: Mapping[str, str]) -> str | None:
 
 @dataclass
 class Facts:
-    """Values by the path of their field, and why others are not known."""
+    """Values by the path of their field, and why the others are not known."""
 
     values: dict[str, Any] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
@@ -286,16 +286,16 @@ class Facts:
             self.miss(reason, path)
 
     def put_all(self, group: str, values: Mapping[str, Any], reason: str = "") -> None:
-        """Note the values of a group's fields, or why those that are null are."""
+        """Note the values of a group's fields, or why those that are null are null."""
         for name, value in values.items():
             self.put(f"{group}.{name}", value, reason)
 
     def miss(self, reason: str, *paths: str) -> None:
-        """Note why fields, or all of a group, are not known."""
+        """Note why fields, or whole groups, are not known."""
         self.unknown |= dict.fromkeys(paths, reason)
 
     def attempt(self, path: str, learn: Callable[[Facts], None]) -> None:
-        """Let ``learn`` fill ``path``; observing must not end a run, so that an error is the reason for not knowing."""
+        """Let ``learn`` fill ``path``; observing must not end a run, so an error becomes the reason for not knowing."""
         try:
             learn(self)
         except Exception as error:
@@ -305,7 +305,7 @@ class Facts:
         """The receipt of what is known, every field in its order.
 
         Args:
-            otherwise: the reason for what is neither known nor said to be unknown.
+            otherwise: the reason given for fields that are neither known nor noted as unknown.
         """
         receipt: dict[str, Any] = {}
         null = [path for path in BY_PATH if self.values.get(path) is None and path != "unknown"]
@@ -373,15 +373,15 @@ def spans(layers: Sequence[Any]) -> str:
 
 
 _OF_THE_RUN = ("loss", "optimizer", "sdpa")
-"""Ops that no layer has; MTP blocks have no layer number either."""
+"""Ops that belong to no layer; MTP blocks have no layer number either."""
 
 
 class Backend(NamedTuple):
-    """What an op was asked to run on and runs on, alike in several layers.
+    """The requested and the observed backend of an op, for all layers where they are the same.
 
     Attributes:
-        is_off: whether it is not what was asked for, or slower than what is there.
-        layers: for people: ``1–3, 5, mtp``; ``run`` for what is there once.
+        is_off: whether it is not the one requested, or slower than the best available.
+        layers: for people: ``1–3, 5, mtp``; ``run`` for an op that exists once.
     """
 
     op: str
@@ -393,7 +393,7 @@ class Backend(NamedTuple):
 
 
 def backends(records: Sequence[Mapping[str, Any]]) -> list[Backend]:
-    """The backends of a receipt, equal ones of several layers together, in the receipt's order."""
+    """The backends of a receipt, equal ones of several layers merged, in the receipt's order."""
     layers: dict[Backend, list[Any]] = {}
     for one in records:
         is_off = one["slower_than_best"] or one["requested"] not in ("auto", one["observed"])
@@ -426,13 +426,13 @@ FORMS: Mapping[str, Callable[[Any], str]] = {
 
 
 def in_words(values: Mapping[str, Any], one: Field) -> str | None:
-    """The value of a field among ``values`` by path, for people; None where it is not known."""
+    """The value of a field among ``values`` by path, in words; None where it is not known."""
     value = values[one.path]
     return None if value is None else FORMS[one.form](value)
 
 
 def labelled(values: Mapping[str, Any], *, shown: bool = False) -> list[tuple[str, Field]]:
-    """Label and field of what people read, or of what is ``shown`` by a command; a resident set is one figure, not two."""
+    """Label and field of everything for people, or of what a command shows; a resident set is one figure, not two."""
     labels = {each.path: each.label for each in FIELDS if each.label and (each.shown or not shown)}
     if values["memory.kind"] == RESIDENT:
         labels |= {"memory.allocated_peak_bytes": "peak resident set"}

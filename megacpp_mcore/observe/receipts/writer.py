@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long rank 0 waits in the end for the last lines of others, so that the receipt does not call them running."""
+"""How long rank 0 waits at the end for the other ranks' last lines, so that the receipt does not call them running."""
 
 
 class ReceiptWriter(Listener):
-    """Writes this rank's facts when the model stands, now and then, and at the end; rank 0 then assembles the receipt.
+    """Writes this rank's facts when the model is built, from time to time, and at the end; rank 0 then assembles the receipt.
 
-    It has to be the last of the listeners: at the end it reads what the others wrote.
+    It must be the last of the listeners: at the end it reads what the others wrote.
 
     Args:
         log: the process's log.
         settings: the file that ``MEGACPP_CONFIG`` names, where the run's spec is one of ours.
         launched: the launch policy.
-        routes: what counts the experts' tokens; it reads the device, and this asks for what it has read.
-        indices: what samples the indices of Full layers, likewise.
+        routes: counts the experts' tokens; it reads the device, and this listener takes its last reading.
+        indices: samples the selections of Full layers, likewise.
         loop: the loop that trains.
-        every_s: seconds between two writings at least; a file system may be slow, and this must not be felt.
+        every_s: least number of seconds between two writings, as a file system may be slow and must not be felt.
     """
 
     def __init__(
@@ -65,30 +65,30 @@ class ReceiptWriter(Listener):
         """What is known of the run by field, and why other fields are not known."""
         self._chunks: Sequence[Any] = ()
         self._failed: list[str] = []
-        # The files in the caches of this host, before anything of this run compiles, its warm-up included.
+        # Entries in this host's caches before anything of this run, its warm-up included, compiles.
         self._caches = of_run.cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        observed.forget()  # of a run before in this process
+        observed.forget()  # those of an earlier run in this process
         self._write_facts()
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Learn what the model and Megatron's arguments say, and write it."""
+        """Collect and write what the model and Megatron's arguments show."""
         self._chunks = chunks
         self.facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
         self.facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
         self._write_facts()
 
     def on_step(self, step: Step) -> None:
-        """Write what changes, if it is time; after the first step at once, for only then this start has something to lose."""
+        """Write what changes, if it is due; at once after the first step: only then does this start have something to lose."""
         if time.monotonic() - self._written >= self._every_s:
             self._write()
 
     def on_failure(self, what: str) -> None:
-        """Note it, so that nobody takes what is missing for what there was."""
+        """Note the failure, so that missing data is not taken for an absence of events."""
         self._failed.append(what)
         self._log.write(facts={"failed": self._failed})
 
     def on_end(self, error: BaseException | None) -> None:
-        """Write what is known in the end; on rank 0, assemble the receipt from what there is."""
+        """Write the final facts; on rank 0, assemble the receipt from what the ranks have written."""
         self._write()
         if self._caches is not None:
             now = of_run.cache_files()
@@ -107,9 +107,9 @@ class ReceiptWriter(Listener):
         self._log.write(facts={**self.facts.values, "unknown": self.facts.unknown})
 
     def _write(self) -> None:
-        """Write what has changed since the model stood: memory, the experts' tokens, and what patches run."""
+        """Write what has changed since the model was built: memory, the experts' tokens, and what patches run."""
         self._written = time.monotonic()
-        # What patches do shows only as they do it, and what graphs hold once they have been captured.
+        # Patches note what they do only when they run, and graphs hold something only once captured.
         known: dict[str, Any] = {
             "noted": [*observed.notes(), *of_run.graphs(self._chunks)],
             "routing": self._routes.record(),
@@ -118,7 +118,7 @@ class ReceiptWriter(Listener):
         if self._chunks:
             try:
                 known |= of_run.memory(self._chunks)
-            except Exception as error:  # after another error the device may not answer, and the last peaks stay
+            except Exception as error:  # after another error the device may not answer; the last peaks stay
                 self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
                 known["failed"] = self._failed
             known |= of_run.fp8()
@@ -126,14 +126,14 @@ class ReceiptWriter(Listener):
 
 
 def _await(files: Iterable[Path]) -> None:
-    """Give the other ranks a few seconds to write how they ended; one whose file is elsewhere is not waited for."""
+    """Give the other ranks a few seconds to write how they ended; a rank without a file here is not waited for."""
     until, waiting = time.monotonic() + PATIENCE_S, [file for file in files if file.is_file()]
     while time.monotonic() < until and (waiting := [file for file in waiting if not _has_ended(file)]):
         time.sleep(0.05)
 
 
 def _has_ended(file: Path) -> bool:
-    """Whether a rank has written how it ended, and what it knows then."""
+    """Whether a rank has written how it ended, and its facts after that."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - 2**20))
         end = stream.read().rpartition(b'"how": ')

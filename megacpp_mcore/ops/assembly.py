@@ -1,4 +1,4 @@
-"""What several ops' Triton kernels share: instructions that Triton has no name for."""
+"""Inline PTX shared by several ops' Triton kernels: instructions that Triton has no function for."""
 
 # mypy: allow-untyped-defs
 
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter knows no assembly."""
+"""Whether kernels run in Triton's interpreter, which cannot run PTX."""
 
 
 @triton.jit
 def exp2(x):
-    """2^x of a float32, without the instructions that save results below 2^-126."""
+    """2^x of a float32, without the extra instructions that preserve results below 2^-126."""
     if INTERPRETED:
         return tl.exp2(x)
     else:

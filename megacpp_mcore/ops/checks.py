@@ -1,4 +1,4 @@
-"""What every reference op asks of its inputs: floating-point dtypes and shapes that agree."""
+"""Input checks shared by all reference ops: floating-point dtypes and matching shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def expect_shape(op: str, name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
-    """Raise ModelError unless ``tensor``, one of the inputs of ``op``, has this shape; ``axes`` holds a letter an axis."""
+    """Raise ModelError unless ``tensor``, one of the inputs of ``op``, has this shape; ``axes`` has one letter per axis."""
     if tuple(tensor.shape) != shape:
         raise ModelError(
             f"{name} has shape {tuple(tensor.shape)}; expected {shape} as [{', '.join(axes)}]: "

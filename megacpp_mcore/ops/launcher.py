@@ -1,4 +1,4 @@
-"""Launches of Triton kernels past its look-up of arguments, which takes the host longer than most kernels take the device."""
+"""Launches of Triton kernels that bypass its argument look-up, which takes the host longer than most kernels take the GPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import triton
 from triton.compiler import CompiledKernel
 
 DIRECT = "3.6."
-"""The Triton whose compiled kernels are launched past its look-up: the arguments of that call are not part of its interface."""
+"""Triton versions whose compiled kernels are launched directly: the arguments of that call are not a public interface."""
 
 
 class Plan(Protocol):
-    """What follows from the sizes of a call, and names it: equal plans launch the same kernels."""
+    """Sizes of a call and what follows from them, hashable: equal plans launch the same kernels."""
 
     @property
     def sizes(self) -> Mapping[str, Any]:
         """Compile-time arguments of the kernels, by name."""
 
     def options(self, kernel: str) -> Mapping[str, int]:
-        """How the kernel of this name is launched."""
+        """Launch options of the kernel of this name."""
 
     def __hash__(self) -> int: ...
 
@@ -30,9 +30,9 @@ class Plan(Protocol):
 class Launcher[P: Plan]:
     """Launches kernels for the sizes of a plan.
 
-    Calls that are alike go past Triton's look-up. What Triton compiles a kernel for, types, alignments and integers, follows
-    from the plan and from the tensors that are given here, all that a call was handed: what it allocates itself is aligned, and
-    laid out as the plan says.
+    Repeated calls bypass Triton's look-up. Everything that Triton specialises a kernel for (types, alignments, integers)
+    follows from the plan and from the tensors given here, which must be all inputs of the call: what the call allocates itself
+    is aligned, and laid out as the plan says.
     """
 
     def __init__(self, plan: P, x: torch.Tensor, *others: torch.Tensor | None) -> None:
@@ -50,7 +50,7 @@ class Launcher[P: Plan]:
         if key in self._compiled and self._direct:
             compiled, constants = self._compiled[key]
             stream = triton.runtime.driver.active.get_current_stream(self._device)
-            # Addresses, as a tensor's is looked up in the driver.
+            # Plain addresses: for a tensor, the launch would query the driver.
             given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments]
             compiled.run(
                 *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *constants
@@ -65,5 +65,5 @@ class Launcher[P: Plan]:
 
 @lru_cache(maxsize=128)
 def _compiled_before(*alike: Any) -> dict[Any, tuple[CompiledKernel, tuple[Any, ...]]]:
-    """The kernels of earlier calls that were alike."""
+    """The cache of kernels compiled by earlier calls with the same key."""
     return {}

@@ -1,4 +1,4 @@
-"""Buffers that the gradients of weights are added to, in place of being returned: Megatron's ``main_grad``."""
+"""Buffers into which weight gradients are accumulated instead of being returned: Megatron's ``main_grad``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megacpp_mcore.errors import ModelError
 
 @dataclass(frozen=True)
 class MainGrad:
-    """A buffer that the gradient of a weight is added to, in place of being returned.
+    """A buffer into which a weight's gradient is accumulated instead of being returned.
 
     Attributes:
         buffer: contiguous, in the shape of the weight.
-        placeholder: called once it was added to; what it returns is given to autograd as the weight's gradient.
+        placeholder: called after the accumulation; returns what autograd gets as the weight's gradient.
     """
 
     buffer: torch.Tensor
@@ -35,7 +35,7 @@ def check_main_grad(weight: torch.Tensor, main_grad: MainGrad | None) -> None:
 
 
 def linear(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
-    """``x [..., D] @ weight.T -> [..., N]``, whose product for the weight's gradient adds to the buffer, if there is one.
+    """``x [..., D] @ weight.T -> [..., N]``; the weight's gradient is accumulated into the buffer, if there is one.
 
     Raises:
         ModelError: the buffer does not fit the weight.
@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None)
 
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_first: bool = False) -> None:
-    """``total += left @ right``, or ``=`` where it is the first; the total may be wider than its operands."""
+    """``total += left @ right``, or ``=`` where ``is_first``; the total may have a wider dtype than its operands."""
     beta = 0.0 if is_first else 1.0
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=beta)
@@ -79,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
 
 def added_to(weight: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
-    """The weight, the gradient of which is added to the buffer, if there is one, once autograd has it.
+    """The weight; its gradient, once autograd has computed it, is added to the buffer, if there is one.
 
     Raises:
         ModelError: the buffer does not fit the weight.

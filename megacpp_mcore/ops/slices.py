@@ -1,5 +1,4 @@
-"""A projection's output split into parts, whose gradients become that of the whole without a copy where an op wrote them so;
-and strided tensors as kernels read them.
+"""Splitting a projection's output into parts whose gradients form the whole's without a copy; strided tensors for kernels.
 
 Legend: S sequence, B batch, W values a token over all parts.
 """
@@ -17,8 +16,8 @@ from megacpp_mcore.errors import ModelError
 
 
 def split(whole_SBW: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """What ``whole_SBW.split(sizes, dim=-1)`` gives; its gradients are not put together again where they lie in one storage as
-    the parts do, which is how :func:`empty_gradients` makes them: the gradient of the whole is then a view of them.
+    """``whole_SBW.split(sizes, dim=-1)``, whose backward copies nothing where the gradients lie in one storage as the parts
+    do, as those of :func:`empty_gradients`: the gradient of the whole is then a view of them.
 
     Raises:
         ModelError: the sizes do not add up to W.
@@ -43,7 +42,7 @@ class _Split(torch.autograd.Function):
         if not given:
             return None, None
         together = len({gradient.untyped_storage().data_ptr() for gradient in given}) == 1
-        # Under create_graph a view of the first part would lose what the others depend on.
+        # Under create_graph a view of the first part would lose the graphs of the others.
         if together and not torch.is_grad_enabled() and [_layout(gradient) for gradient in given] == ctx.parts:
             return given[0].as_strided(*ctx.whole), None
         pieces = [
@@ -61,8 +60,8 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def empty_gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Uninitialised tensors like ``tensors`` [S, B, …]: those that are one [S, B, W] together lie in one new storage as they do
-    in theirs, the others are contiguous."""
+    """Uninitialised tensors like ``tensors`` [S, B, …]: those that together make up one [S, B, W] share a new storage in the
+    same layout, the others are contiguous."""
     storages = [(tensor.untyped_storage(), tensor.dtype) for tensor in tensors]
     places = [(storage.data_ptr(), dtype) for storage, dtype in storages]
     layouts = [_layout(tensor) for tensor in tensors]
@@ -81,7 +80,7 @@ def empty_gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=128)
 def _make_a_whole(elements: int, *layouts: _Layout) -> bool:
-    """Whether tensors [S, B, …] of one storage share out the values of each token among them, with nothing left."""
+    """Whether tensors [S, B, …] of one storage partition the values of each token, with nothing left over."""
     shape, strides, _ = layouts[0]
     rows, end = shape[0] * shape[1], 0
     if not rows:
@@ -97,8 +96,8 @@ def _make_a_whole(elements: int, *layouts: _Layout) -> bool:
 
 
 def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
-    """The tensor itself if its last ``inner`` axes are contiguous and all else is a multiple of 8 elements apart, else a
-    contiguous copy."""
+    """The tensor itself if its last ``inner`` axes are contiguous, its other strides are multiples of 8 elements and it is
+    16-byte aligned; else contiguous."""
     outer, expected = tensor.dim() - inner, 1
     for size, stride in zip(reversed(tensor.shape[outer:]), reversed(tensor.stride()[outer:]), strict=True):
         if stride != expected:

@@ -1,18 +1,18 @@
-"""Sums that have the same bits every time: in one order, or in integers, whose order is of no matter."""
+"""Bitwise reproducible sums: in a fixed order, or in integers, where the order does not matter."""
 
 from __future__ import annotations
 
 import torch
 
 _BITS = 61
-"""Sums stay below 2^61: two bits of an int64 are left for the rounding of their parts, and for the sign."""
+"""Sums stay below 2^61: two bits of an int64 are left for the rounding of the terms, and for the sign."""
 
 
 def integer_unit(bound: torch.Tensor) -> torch.Tensor:
-    """The power of two, float32, by which parts are multiplied before they are rounded; NaN or 0 where ``bound`` is not finite.
+    """The power of two, float32, that terms are multiplied by before rounding; NaN or 0 where ``bound`` is not finite.
 
     Args:
-        bound: what the absolute values of all parts of one sum add up to at most, a scalar tensor.
+        bound: upper bound on the sum of the terms' absolute values, a scalar tensor.
     """
     return torch.exp2(_BITS - bound.double().clamp_min(2.0**-_BITS).log2().ceil()).float()
 
@@ -20,7 +20,7 @@ def integer_unit(bound: torch.Tensor) -> torch.Tensor:
 def add_rows(total_TK: torch.Tensor, index_N: torch.Tensor, rows_NK: torch.Tensor) -> None:
     """Add row ``n`` to row ``index_N[n]`` of ``total_TK``, in one order whatever the device and its threads.
 
-    On a GPU ``index_add_`` has none. On a CPU ``index_put_`` has one for a single thread alone, and is slower.
+    ``index_add_`` has no fixed order on a GPU. On a CPU ``index_put_`` has one for a single thread alone, and is slower.
     """
     if total_TK.is_cuda:
         total_TK.index_put_((index_N,), rows_NK, accumulate=True)

@@ -1,12 +1,12 @@
-"""Routed experts with products in FP8 (E4M3), on Hopper: PyTorch's grouped product with scales of rows.
+"""Routed experts with FP8 (E4M3) products on Hopper, by PyTorch's grouped product with row-wise scales.
 
-Either side of a product is scaled so that its largest value is E4M3's largest: rows each by itself, weights matrix by matrix,
-for which one pass over them gives both orders. In training they are quantised once an optimizer's step. For the gradients of
-weights both sides are laid out along rows, by one scale each, and the rows of each expert begin at a multiple of 16. ``auto``
-does not choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
+Operands are scaled so that their largest value maps to E4M3's largest: activations per row, weights per matrix, so that one
+kernel can write both layouts. In training, weights are quantised once per optimizer step. For weight gradients both operands
+are transposed, with one scale per tensor, and each expert's rows are padded to begin at a multiple of 16. ``auto`` does not
+choose this backend: its results differ from bfloat16 by E4M3's rounding, 2.6 % of a value (rms).
 
-Legend: T tokens, E experts, K experts of each token, R rows (T × K), P places of rows, D model width, F expert width; N and W
-rows and columns of any matrix.
+Legend: T tokens, E experts, K experts per token, R rows (T × K), P row positions with padding, D model width, F expert width;
+N and W rows and columns of any matrix.
 """
 
 # mypy: allow-untyped-defs
@@ -31,36 +31,36 @@ from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
-"""Of E4M3's values."""
+"""Largest value of E4M3."""
 LEAST = tl.constexpr(1e-30)
-"""What the largest value of a row is taken for if it is less: a scale has an inverse."""
+"""Lower bound on a row's largest value, so that its scale has an inverse."""
 
 CAPABILITY = (9, 0)
-"""Of the GPUs for which PyTorch has a grouped product with scales of rows."""
+"""Compute capability for which PyTorch has a grouped product with row-wise scales."""
 
 ELEMENTS = 4096
-"""That a program has at a time, at least one row of them."""
+"""Elements of a program's tile: whole rows, or a part of one longer row."""
 
 LARGEST_OF = {"PARTS": 64, "BLOCK": 8192, "num_warps": 8}
 WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
-"""How weights are scaled: parts of an expert's matrix whose largest values are looked for, and rows and columns of a tile."""
+"""Launch options of the weights' quantisation: partial maxima per expert matrix, and rows and columns of a tile."""
 
 TRANSPOSED = {"BP": 128, "BW": 64, "STEPS": 14, "num_warps": 8}
 PARTS = 512
-"""How rows become columns: places and columns of a tile, tiles of a program; and parts of tokens as those of weights."""
+"""Launch options of the transpose: rows and columns of a tile, tiles per program; and partial maxima over the tokens."""
 
 ADDED = 2048
-"""Numbers of a gradient that a program adds."""
+"""Elements of a gradient that one program adds."""
 
 MULTIPLE = 16
-"""Of widths, and of the places of rows that are summed over: operands in E4M3 begin at multiples of 16 bytes."""
+"""Alignment of widths, and of each expert's rows in a weight gradient: E4M3 operands begin at multiples of 16 bytes."""
 
 BACKWARD = {"elements": 2048, "warps": 8}
-"""How activations are differentiated."""
+"""Launch options of :func:`activate_backward`."""
 
 
 class Scaled(NamedTuple):
-    """A matrix or a stack of them in E4M3, and the float32 factor of each row."""
+    """A matrix, or a stack of them, in E4M3 and the float32 scale of each row."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -77,7 +77,7 @@ def _check_device(x: torch.Tensor) -> None:
 
 @triton.jit
 def _scale(largest):
-    """Of rows with these largest values."""
+    """The scale of rows with these largest absolute values."""
     return tl.maximum(largest, LEAST) / LARGEST
 
 
@@ -85,7 +85,7 @@ def _scale(largest):
 def scale_rows(
     x_NW, row_NC, values, scales, N, W: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """ROWS rows, each to where it is, or to its COPIES rows."""
+    """Quantise ROWS rows, in their own order or each to its COPIES destinations (-1: skipped)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, W, BLOCK):
@@ -116,7 +116,7 @@ def scale_rows(
 
 @triton.jit
 def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest value of each of PARTS parts of an expert's SIZE values."""
+    """Partial maxima, PARTS of them, of the absolute values of an expert's SIZE elements."""
     expert = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -129,7 +129,7 @@ def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr,
 
 @triton.jit
 def _opaque(x):
-    """``x``; the compiler does not know."""
+    """``x``, opaque to the compiler."""
     if INTERPRETED:
         return x
     else:
@@ -151,9 +151,9 @@ def scale_weights(
     BN: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """A tile of an expert's matrix, scaled, in both orders. Experts come last first: those are still in the cache.
+    """Quantise a tile of an expert's matrix in both layouts. Experts run in reverse: the last ones are still in the cache.
 
-    Values are rounded for each order by itself: ptxas takes stale bytes where a pair of E4M3 is stored and cut up, too.
+    Each layout converts the values separately: where one packed E4M3 pair is both stored and split, ptxas reads stale bytes.
     """
     expert = (E - 1 - tl.program_id(1)).to(tl.int64)
     across = (W + BW - 1) // BW
@@ -192,7 +192,7 @@ def _at(matrix, row, column, W: tl.constexpr):
 def activate(
     h_RF, prob_R, values, scales, R, F: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The activation of ROWS rows times their probabilities, scaled."""
+    """Quantise the activation of ROWS rows times their probabilities."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
@@ -234,7 +234,7 @@ def activate_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From the gradient of the second product's left side to that of the first product, in its place and scaled."""
+    """Replace ``da`` by ``dh``, the gradient of the first product, and quantise it; recompute ``a``; row maxima of both."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
@@ -264,7 +264,7 @@ def activate_backward(
 
 @triton.jit
 def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
-    """What was activated, the gradient of ``h``, and of each row that of its probability."""
+    """The activation times its probability, the gradient of ``h``, and each row's part of its probability's gradient."""
     h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     da = tl.load(_at(da_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     factor, slope = _activation(h, TANH)
@@ -274,7 +274,7 @@ def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr,
 
 @triton.jit
 def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """The row at each place of rows of which an expert's begin at a multiple of MULTIPLE, -1 behind them; where they end."""
+    """The row at each position, every expert's beginning at a multiple of MULTIPLE, -1 for padding; where each expert ends."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(end_E + expert, mask=expert < E, other=0)
     first = tl.load(end_E + expert - 1, mask=(expert > 0) & (expert < E), other=0)
@@ -294,7 +294,7 @@ def transpose_rows(
     x, token_R, row_P, largest, values_WP, scale_EW, E, P,
     W: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """STEPS times BW columns of rows, or of the tokens that they are, as rows of ``values``; and the scale, for each expert."""
+    """Transpose and quantise STEPS · BW columns of rows (or of their tokens), and repeat the scale for each expert."""
     place = tl.program_id(0) * BP + tl.arange(0, BP)
     row = tl.load(row_P + place, mask=place < P, other=-1)
     real = row >= 0
@@ -321,7 +321,7 @@ def transpose_rows(
 
 @triton.jit
 def add(total, gradient, SIZE, BLOCK: tl.constexpr):
-    """``total + gradient``, into ``total``: PyTorch's own kernel takes 1.5 times as long where the two are of two dtypes."""
+    """``total += gradient``; PyTorch's own kernel takes 1.5 times as long when their dtypes differ."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(total + at, mask=at < SIZE).to(tl.float32) + tl.load(gradient + at, mask=at < SIZE).to(tl.float32)
     tl.store(total + at, value.to(total.dtype.element_ty), mask=at < SIZE)
@@ -337,7 +337,7 @@ def _empty(like: torch.Tensor, *shape: int) -> Scaled:
 
 
 def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
-    """Each row of ``x`` scaled, as that or as each of its rows."""
+    """``x`` quantised by rows, in its own order or copied to the rows ``row_TK`` of each token."""
     width, copies = x.shape[-1], 1 if row_TK is None else row_TK.shape[1]
     rows, tile = x.numel() // width, _tile(width)
     scaled = _empty(x, *x.shape) if row_TK is None else _empty(x, rows * copies, width)
@@ -347,7 +347,7 @@ def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
 
 
 class Weights(NamedTuple):
-    """Both matrices of every expert in E4M3 by one scale each: in the order of the forward pass, and the other way round."""
+    """Both matrices of every expert in E4M3, with one scale per matrix: in the forward pass's layout, and transposed."""
 
     w1_EFD: torch.Tensor
     w1_scale_EF: torch.Tensor
@@ -360,7 +360,7 @@ class Weights(NamedTuple):
 
 
 def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
-    """Both matrices scaled, of parameters in training once an optimizer's step (:func:`_kept`)."""
+    """Both matrices quantised; parameters in training, once per optimizer step (:func:`_kept`)."""
     return Weights(*_kept(w1_EFD), *_kept(w2_EDF))
 
 
@@ -369,20 +369,20 @@ _quantized = WeakTensorKeyDictionary()
 
 
 def forget(*_: Any) -> None:
-    """Quantise all weights anew the next time; every step of an optimizer ends with it."""
+    """Drop all quantised weights; runs after every optimizer step."""
     _quantized.clear()
 
 
-# Megatron's distributed optimizer writes to buffers that parameters are views of, which no version of a parameter counts;
-# but behind a step of PyTorch's, and before the next forward pass.
+# Megatron's distributed optimizer updates parameters through the buffers that they are views of, which bumps no version
+# counter of theirs; but it does so after a PyTorch optimizer's step and before the next forward pass.
 register_optimizer_step_post_hook(forget)
 
 
 def _kept(w: torch.Tensor) -> Quantized:
-    """What :func:`_scaled` made of ``w`` since the last step of an optimizer, for a parameter that has not changed since.
+    """``w`` quantised by :func:`_scaled`, cached until the next optimizer step or until the parameter changes.
 
-    Made anew, and not kept, where gradients are off, as in an evaluation, which may have other weights in the same place; and
-    in a CUDA graph, whose replay has to make it of the weights of then.
+    Not cached where gradients are off, as in evaluation, which may put other weights at the same address; nor in a CUDA graph,
+    whose replay has to quantise the weights of that time.
     """
     is_training = torch.is_grad_enabled() and w.requires_grad and w.is_leaf
     if not is_training or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -397,7 +397,7 @@ def _kept(w: torch.Tensor) -> Quantized:
 
 @torch.no_grad()
 def _scaled(w_ENW: torch.Tensor) -> Quantized:
-    """Every expert's matrix and its scale for each row ``[E, N]``; the same the other way round."""
+    """Every expert's matrix quantised, its scale repeated for each row ``[E, N]``; then the same transposed."""
     w_ENW, (E, N, W) = packed(w_ENW), w_ENW.shape
     largest_EP = w_ENW.new_empty(E, LARGEST_OF["PARTS"], dtype=torch.float32)
     steps = triton.cdiv(N * W, LARGEST_OF["PARTS"] * LARGEST_OF["BLOCK"])
@@ -409,7 +409,7 @@ def _scaled(w_ENW: torch.Tensor) -> Quantized:
 
 
 def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Each row times its expert's matrix, whose rows are columns of the result."""
+    """Each row times its expert's matrix, transposed."""
     return torch._scaled_grouped_mm(
         left.values, right_ENW.transpose(1, 2), left.scale, scale_EN, offs=rows.end_E, out_dtype=torch.bfloat16,
         use_fast_accum=True,
@@ -430,7 +430,7 @@ def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
 
 
 class Transposed(NamedTuple):
-    """Columns of rows in E4M3, the places of the rows and where those of each expert end; and their scale, for each expert."""
+    """A transposed operand in E4M3 and its scale, repeated for each expert; its rows' positions and where each expert's end."""
 
     values_WP: torch.Tensor
     scale_EW: torch.Tensor
@@ -441,7 +441,7 @@ class Transposed(NamedTuple):
 def transposed(
     x: torch.Tensor, token_R: torch.Tensor | None, largest: torch.Tensor, row_P: torch.Tensor, end_P: torch.Tensor
 ) -> Transposed:
-    """Columns of ``x`` at the places of ``row_P``, by one scale."""
+    """The rows ``row_P`` of ``x``, transposed and quantised with one scale."""
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
     values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
     grid = triton.cdiv(P, TRANSPOSED["BP"]), triton.cdiv(W, TRANSPOSED["BW"] * TRANSPOSED["STEPS"])
@@ -453,7 +453,7 @@ def transposed(
 
 
 def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row at each place, at most so many that each expert's begin at a multiple of 16; and where each expert's end."""
+    """The row at each position, with room for every expert's to begin at a multiple of 16; and where each expert's end."""
     E = end_E.shape[0]
     row_P, end_P = end_E.new_empty(triton.cdiv(R + (MULTIPLE - 1) * E, MULTIPLE) * MULTIPLE), torch.empty_like(end_E)
     pad[(row_P.shape[0] // MULTIPLE,)](
@@ -510,5 +510,5 @@ FP8 = Products(
 )
 
 grouped_mlp, routed_mlp = (functools.partial(op, products=FP8) for op in (bf16.grouped_mlp, bf16.routed_mlp))
-"""The ops, with their arguments. Beside what they raise, ModelError: widths are no multiples of 16, or the GPU is not one of
-:data:`CAPABILITY`."""
+"""The ops with FP8 products. They also raise ModelError where widths are not multiples of 16, or the GPU's compute capability
+is not :data:`CAPABILITY`."""

@@ -1,9 +1,9 @@
-"""Triton kernels of the routed experts: who goes where, products with what precedes and follows them, sums of rows.
+"""Triton kernels of the routed experts: placement of tokens, products with their prologues and epilogues, sums over rows.
 
-No program waits for another one, and none adds to a place of another: the same inputs give the same bits. Rows are sorted by
-expert, then by token. Products take the rows of tokens from where the tokens are.
+No program waits for another, and no two add to the same element: the same inputs give the same bits. Rows are sorted by
+expert, then by token. Products gather the tokens themselves.
 
-Legend: T tokens, E experts, K experts of each token, R rows (T × K), B blocks of tokens, P tiles of columns, D model width,
+Legend: T tokens, E experts, K experts per token, R rows (T × K), B blocks of tokens, P tiles of columns, D model width,
 F expert width.
 """
 
@@ -26,12 +26,12 @@ TANH_CUBE = tl.constexpr(0.044715)
 
 ACTIVATE = tl.constexpr(1)
 BACKWARD = tl.constexpr(2)
-"""What follows a product."""
+"""Epilogue of a product."""
 
 
 @triton.jit
 def count(routing_TE, count_BE, T, E, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The rows that each block of TOKENS tokens has at each expert."""
+    """How many rows each block of TOKENS tokens has at each expert."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -60,7 +60,7 @@ def place(
 ):
     """Where each expert's rows end; the rows of each token, by its experts in order; the token and probability of each row.
 
-    A token without exactly K experts has a row of −1 among its own. Nothing is written outside of the R rows.
+    A token without exactly K experts has a −1 among its rows. Nothing is written beyond the R rows.
     """
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -109,7 +109,7 @@ def combine(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Each token's sum over its rows, and in a backward pass the gradients of its probabilities; NaN without K experts."""
+    """Each token's sum over its rows, and in backward the gradients of its probabilities; NaN unless it has K experts."""
     token = tl.program_id(0)
     for start in tl.static_range(0, D, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -151,7 +151,7 @@ def _activation(h, TANH: tl.constexpr):
         factor = _reciprocal(1.0 + exp2(-LOG2E * TANH_SCALE * h * (1.0 + TANH_CUBE * square)))
         slope = factor + h * factor * (1.0 - factor) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * square)
     else:
-        # Abramowitz and Stegun, 7.1.26: within 1.5e-7 of the error function.
+        # The error function to within 1.5e-7: Abramowitz and Stegun, 7.1.26.
         bell = exp2(-0.5 * LOG2E * h * h)
         t = _reciprocal(1.0 + 0.3275911 * SQRT_HALF * tl.abs(h))
         series = 1.061405429
@@ -167,9 +167,9 @@ def _activation(h, TANH: tl.constexpr):
 
 @triton.jit
 def _tile(end_E, E, OUTER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr):
-    """This program's expert (E: none is left), first row, end of the expert's rows, and first column.
+    """This program's expert (E: it has no tile), first row, end of the expert's rows, and first column.
 
-    Columns come first, so that neighbours share rows.
+    Column tiles vary fastest, so that neighbouring programs share rows.
     """
     across: tl.constexpr = (OUTER + BN - 1) // BN
     number = tl.program_id(0) // across
@@ -189,9 +189,9 @@ def _finish(
     total, row, end, column, prob, h_RF, y_RF, dh_RF,
     OUTER: tl.constexpr, MODE: tl.constexpr, TANH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """What a product is for, in SPLIT parts of its columns: what is computed from all of them would not fit in the registers.
+    """Epilogue of a product, on SPLIT parts of its columns one after another, to limit register pressure.
 
-    The gradient of the rows' probabilities is returned, of MODE :data:`BACKWARD`.
+    Returns the gradient of the rows' probabilities in MODE :data:`BACKWARD`, else zeros.
     """
     if SPLIT > 1:
         left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
@@ -247,13 +247,13 @@ def product(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows times the matrix of their expert, [OUTER, INNER] or [INNER, OUTER], and what follows by MODE.
+    """Rows times the matrix of their expert, [OUTER, INNER] or [INNER, OUTER], and the epilogue of MODE.
 
-    :data:`ACTIVATE`: ``h`` is the product, and ``y`` its activation times the row's probability.
-    :data:`BACKWARD`: the product is the gradient of such a ``y``; ``y`` again, the gradient of ``h``, and that of the
-    probabilities as a sum for each tile of columns.
+    :data:`ACTIVATE` stores the product as ``h``, and its activation times the row's probability as ``y``.
+    :data:`BACKWARD` takes the product as the gradient of such a ``y``; it recomputes ``y`` and stores the gradient of ``h``
+    and, as one partial sum per tile of columns, that of the probabilities.
 
-    Rows are the tokens of ``token_R``, or without it, tiles of themselves.
+    Rows are gathered from the tokens ``token_R``; without it they are loaded as tiles.
     """
     expert, start, end, column = _tile(end_E, E, OUTER, BM, BN, EXPERTS)
     if expert >= E:
@@ -300,10 +300,10 @@ def weight_gradient(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """[M, N] of an expert: the sum over its rows of the one side times the other; ``x`` as ``product`` has it, M wide if left.
+    """[M, N] of an expert: leftᵀ · right over its rows. ``x``, gathered as in ``product``, is left (M wide) or right.
 
-    What the tiles of ``h`` hold of other experts' rows is multiplied by zeros. With ADD the sum is added to ``dw`` in float32,
-    atomically, so that nothing of it is loaded; no other program adds to the same place.
+    Tiles of ``h`` may reach into other experts' rows, which are multiplied by zeros. With ADD the float32 sum is added to
+    ``dw`` atomically, which saves loading it; no other program adds to the same element.
     """
     expert = tl.program_id(1)
     across: tl.constexpr = (N + BN - 1) // BN

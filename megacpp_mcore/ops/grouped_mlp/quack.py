@@ -1,9 +1,9 @@
 """Routed experts by quack's grouped products (the package quack-kernels, written in NVIDIA's CuTe DSL), where it is installed.
 
-They gather the tokens and do what follows a product, as the kernels of :mod:`megacpp_mcore.ops.grouped_mlp.triton` do, which
-say here who goes where and sum each token's rows. Kernels are compiled on the first call, some seconds for each of six.
+They gather the tokens and fuse the epilogues, as the products of :mod:`megacpp_mcore.ops.grouped_mlp.triton` do; that module's
+kernels still place the tokens and sum each token's rows. The first call compiles six kernels, some seconds each.
 
-Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width.
+Legend: T tokens, E experts, K experts per token, R rows (T × K), D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
 from megacpp_mcore.util.probe import ProbeResult
 
 ACTIVATIONS = {"gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx"}
-"""quack's names of the reference's activations."""
+"""quack's names for the reference's activations."""
 
 WIDTH = 224
-"""Columns of a tile that is taken where it divides a product's: on an H200 13 % faster than quack's own of 192, at 896."""
+"""Columns of a tile, used where it divides a product's: at 896 columns on an H200, 13 % faster than quack's own choice, 192."""
 
 
 class Side(NamedTuple):
-    """The rows of one side of a product, and where each expert's begin, the last one's end behind them: ``[E + 1]``."""
+    """One operand's rows, and where each expert's begin, followed by the end of the last: ``[E + 1]``."""
 
     values_RF: torch.Tensor
     start_E: torch.Tensor
@@ -35,7 +35,7 @@ class Side(NamedTuple):
 
 @functools.cache
 def _activate(activation: str) -> Callable[..., Any]:
-    """The product of rows and an expert's matrix as it is, and its activation times the row's probability."""
+    """A grouped product that returns both itself and its activation times the row's probability."""
     act = vendors.entry(f"quack_{activation}")
 
     def both(acc: Any, prob: Any) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ def _whole_tile() -> Any:
 
 
 def _tile(columns: int) -> Any:
-    """The tile of a product with so many columns; None is quack's own."""
+    """The tile of a product with this many columns; None: quack's own choice."""
     return None if columns % WIDTH else _whole_tile()
 
 
@@ -126,12 +126,12 @@ def _product(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, **h
 QUACK = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient)
 
 routed_mlp = functools.partial(triton.routed_mlp, products=QUACK)
-"""The op, with its arguments. Beside what it raises, BackendError: quack cannot be imported."""
+"""The op with quack's products. It also raises BackendError where quack cannot be imported."""
 
 
 @functools.cache
 def probe() -> ProbeResult:
-    """Whether one call gives what the reference gives: it is run, and compared, once a process."""
+    """Whether one call agrees with the reference: run and compared once per process."""
     if not (found := vendors.installed("quack")).ok:
         return found
     T, E, D, F = 96, 3, 128, 128

@@ -1,7 +1,7 @@
 """Routed experts by Transformer Engine: its permutation, and GroupedLinear with the experts' matrices in place of its own.
 
-By name alone: the host waits for the rows of each expert, and float32 is multiplied in TF32. What is between the products is
-rounded to the dtype of x. In an FP8 scope the products take quantised operands, for which the rows of each expert are padded.
+Used only where it is named: the host waits for the number of rows of each expert, and float32 is multiplied in TF32.
+Intermediate results are rounded to the dtype of x. In an FP8 scope operands are quantised, and each expert's rows padded.
 
 Legend: T tokens, E experts, R rows (each token once for each of its experts, and padding), D model width, F expert width.
 """
@@ -38,11 +38,11 @@ def grouped_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments; in an FP8 scope with rows in multiples of 16.
+    """The reference's function of this name; in an FP8 scope each expert's rows have to be a multiple of 16.
 
     Raises:
-        ModelError: as there, or the scope has delayed scaling, which keeps the maxima of a layer in its module: here layers of
-            equal sizes share one.
+        ModelError: as the reference, or the scope uses delayed scaling, which keeps a layer's maxima in its module: here
+            layers of equal sizes share one module.
         BackendError: the feature is off, or Transformer Engine is not there.
     """
     _require("experts")
@@ -74,10 +74,10 @@ def routed_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments.
+    """The reference's function of this name.
 
     Raises:
-        ModelError: as there, or there is no token.
+        ModelError: as the reference, or there is no token.
         BackendError: a feature is off, or Transformer Engine is not there.
     """
     _require("experts", "permute")
@@ -111,5 +111,5 @@ def _product(x_RI: torch.Tensor, counts_E: torch.Tensor, weight_EOI: torch.Tenso
 
 @functools.cache
 def _module(experts: int, outputs: int, width: int, dtype: torch.dtype) -> Any:
-    """GroupedLinear of these sizes, whose own weights have no memory."""
+    """GroupedLinear of these sizes, its own weights on the meta device."""
     return imports.entry("GroupedLinear")(experts, width, outputs, bias=False, params_dtype=dtype, device="meta")

@@ -1,10 +1,10 @@
-"""Routed experts on a GPU, by Triton kernels, and PyTorch's grouped product where nothing else is to be done beside it.
+"""Routed experts on a GPU by Triton kernels, and by PyTorch's grouped product where there is nothing to fuse.
 
-:func:`grouped_mlp` and :func:`routed_mlp` do what the reference's functions of these names do. The host waits for nothing and
-knows no count; a CUDA graph can hold them. Kept for the backward pass: the inputs, the first product, and two numbers a row.
-The activation is computed a second time there. There is never a copy of a token for each of its experts.
+:func:`grouped_mlp` and :func:`routed_mlp` compute what the reference's functions of these names do. The host never waits for
+the device or reads its counts, so a CUDA graph can capture them. Saved for backward: the inputs, the first product, and up to
+three numbers per row; the activation is recomputed. Tokens are never copied once per expert.
 
-Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width.
+Legend: T tokens, E experts, K experts per token, R rows (T × K), D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_coun
 from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 
 DTYPES = (torch.bfloat16,)
-"""Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
-the host waits."""
+"""Of tokens and weights. PyTorch's grouped product has a kernel for this dtype alone; for others it loops over counts, for
+which the host waits."""
 
 EXPERTS = 256
-"""At most: one program has a number for each."""
+"""Most experts: each program holds one number per expert."""
 
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
 WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}
-"""How the products are launched: among the fastest on an H200 at the widths of NAM56R, and compared with float64 there."""
+"""Launch options of the products: among the fastest on an H200 at NAM56R's widths, and checked against float64 there."""
 
 
 class Rows(NamedTuple):
-    """Which rows are whose, all int32 but the last, which is float32.
+    """Assignment of rows to experts and tokens; int32, but for the float32 probabilities.
 
     Attributes:
         end_E: where each expert's rows end.
-        row_TK: the rows of each token; None if rows are given instead of tokens.
+        row_TK: the rows of each token; None if the input is rows instead of tokens.
         token_R: the token of each row; None likewise.
         prob_R: the probability of each row; None for 1.
     """
@@ -52,19 +52,19 @@ class Rows(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The products of one precision, in the order in which they run.
+    """The products of one backend or precision, in execution order.
 
     Attributes:
         multiple: what widths have to be a multiple of.
-        weights: from w1 and w2 to a tuple, what the others take of them.
-        hidden: from x, rows, weights and the activation's name to the first product, and the left side of the second one.
-        output: from that side, weights and rows to the second product.
-        hidden_gradient: from the gradient of that, rows, weights, the first product and the activation's name to: what was
-            activated, the gradients of the first product and in parts of the probabilities, and the left side of the last one.
-        input_gradient: from that side, weights and rows to the gradient of the rows.
-        weight_gradient: from x or the gradient of the output, rows, the second or the first of those four, whether what
-            comes first is the left side, and what it is to be added to, to :func:`weight_gradient`.
-        check: of x, raises where its device is not one of theirs.
+        weights: (w1, w2) -> the tuple that the other functions take as ``weights``.
+        hidden: (x, rows, weights, activation) -> the first product, and the left operand of the second one.
+        output: (that operand, weights, rows) -> the second product.
+        hidden_gradient: (gradient of the second product, rows, weights, first product, activation) -> the activation, the
+            gradient of the first product, partial gradients of the probabilities, and the left operand of ``input_gradient``.
+        input_gradient: (that operand, weights, rows) -> the gradient of the rows.
+        weight_gradient: as :func:`weight_gradient`, of x and the gradient of the first product (for w1), or of the output's
+            gradient and the activation (for w2), these in the form in which ``hidden_gradient`` returns them.
+        check: raises where the device of x is not supported.
     """
 
     multiple: int
@@ -78,7 +78,7 @@ class Products(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What of a call autograd does not follow: the activation, the products, and where gradients of w1 and w2 are added."""
+    """Non-differentiable arguments: the activation, the products, and where the gradients of w1 and w2 are accumulated."""
 
     activation: str
     products: Products
@@ -114,13 +114,13 @@ def _check_kernels(
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous and begins at a multiple of 16 bytes, as copies of tiles have to; else a copy."""
+    """The tensor itself if it is contiguous and 16-byte aligned, as tile copies require; else a copy."""
     fits = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class GroupedMLP(torch.autograd.Function):
-    """Rows that are sorted already."""
+    """Experts over rows that are already sorted by expert."""
 
     @staticmethod
     def forward(
@@ -156,7 +156,7 @@ class GroupedMLP(torch.autograd.Function):
 
 
 class RoutedMLP(torch.autograd.Function):
-    """Tokens, with the rows for their experts and the sums over them."""
+    """Experts over tokens: placement in rows, and the sums over each token's rows."""
 
     @staticmethod
     def forward(
@@ -187,7 +187,7 @@ class RoutedMLP(torch.autograd.Function):
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
         a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
-        del a  # its memory is that of what follows
+        del a  # what follows reuses its memory
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
         dx_RD = products.input_gradient(left, weights, rows)
         dx_TD = summed(dx_RD, row_TK, (routing_TE, dprob_PR, dprobs_TE))
@@ -197,7 +197,7 @@ class RoutedMLP(torch.autograd.Function):
 
 
 def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: bool) -> torch.Tensor | None:
-    """The gradient of w2, if tokens are on the left, or of w1; or what autograd gets where it is added to a buffer."""
+    """The gradient of w2 (tokens on the left) or of w1; where it is added to a buffer, that buffer's placeholder."""
     main_grad = call.main_grads[tokens_left]
     total = None if main_grad is None else main_grad.buffer
     gradient = call.products.weight_gradient(x, rows, h, tokens_left=tokens_left, total=total)
@@ -205,7 +205,7 @@ def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: 
 
 
 def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple[Rows, torch.Tensor]:
-    """Which rows are whose; and of that, the rows of every token."""
+    """Assignment of rows to experts and tokens; also its ``row_TK`` by itself."""
     T, E = routing_TE.shape
     experts = triton.next_power_of_2(E)
     tokens = max(16, min(64, 4096 // experts))
@@ -287,9 +287,9 @@ def _input_gradient(dh_RF: torch.Tensor, weights: Sequence[torch.Tensor], rows: 
 def weight_gradient(
     x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool, total: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each expert's sum over its rows of ``x``, or of the tokens that they are, times ``h``: [E, D, F], or [E, F, D].
+    """Each expert's ``xᵀ h`` [E, D, F] over its rows (tokens are gathered), or ``hᵀ x`` [E, F, D] unless ``tokens_left``.
 
-    With ``total`` it is added to that, before it is rounded where that is in float32.
+    With ``total`` it is added to that; without rounding it first, where that is float32.
     """
     E, (R, F), D = rows.end_E.shape[0], h_RF.shape, x.shape[1]
     M, N = (D, F) if tokens_left else (F, D)
@@ -312,7 +312,7 @@ def summed(
     row_TK: torch.Tensor,
     probabilities: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> torch.Tensor:
-    """Each token's sum over its rows; with routing and the gradients of the rows' probabilities in parts, those of all."""
+    """Each token's sum over its rows; also writes the gradients of all probabilities, given routing and their partial sums."""
     (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, row_TK.shape, probabilities
     y_TD, E = y_RD.new_empty(T, D), 1 if routing_TE is None else routing_TE.shape[1]
     if T:
@@ -334,21 +334,21 @@ def grouped_mlp(
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments, in bfloat16.
+    """The reference's function of this name, in bfloat16.
 
-    Products are rounded to bfloat16, what they sum is not.
+    Products are rounded to bfloat16; their accumulators are float32.
 
     Args:
-        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
-        tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there. Where these sum
-            to less than R, the results of the rows beyond, and the gradients of weights, are undefined. A CUDA graph needs
-            them on the device.
-        probs_R, activation, main_grads: as there.
-        products: those of another precision, or by other kernels.
+        x_RD, w1_EFD, w2_EDF: as in the reference; copied if not contiguous or not 16-byte aligned.
+        tokens_per_expert_E: counts on the host are checked; those on the device are not read back. If those sum to less than
+            R, the results of the remaining rows, and the gradients of weights, are undefined. A CUDA graph needs them on the
+            device.
+        probs_R, activation, main_grads: as in the reference.
+        products: those of another precision or backend.
 
     Raises:
-        ModelError: as there, but for counts on the device; or dtypes that are not of :data:`DTYPES`, widths that are no
-            multiples of 8, as rows of a grouped product begin at multiples of 16 bytes, or more than :data:`EXPERTS`.
+        ModelError: as the reference, but for counts on the device; or a dtype not in :data:`DTYPES`, widths that are not
+            multiples of 8 (rows of a grouped product are 16-byte aligned), or more experts than :data:`EXPERTS`.
     """
     check_activation(activation)
     check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
@@ -374,19 +374,19 @@ def routed_mlp(
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments, in bfloat16.
+    """The reference's function of this name, in bfloat16.
 
-    Products are rounded to bfloat16, sums over a token's experts once.
+    Products are rounded to bfloat16, and so is each sum over a token's experts, once.
 
     Args:
-        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation, main_grads: as there; what is not contiguous, or begins at no
-            multiple of 16 bytes, is copied.
-        routing_TE: as there, but that no value is read on the host: a token without exactly ``topk`` experts has NaN as output
-            and as gradient, and so may others then.
-        products: those of another precision, or by other kernels.
+        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation, main_grads: as in the reference; copied if not contiguous or not
+            16-byte aligned.
+        routing_TE: as in the reference, but the host reads no value: a token without exactly ``topk`` experts gets NaN as
+            output and gradient, and may spoil others.
+        products: those of another precision or backend.
 
     Raises:
-        ModelError: as there, but for a token's number of experts; or as :func:`grouped_mlp` does.
+        ModelError: as the reference, but for a token's number of experts; or as :func:`grouped_mlp`.
     """
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     _check_kernels(x_TD, w1_EFD, w2_EDF, products, main_grads)

@@ -1,11 +1,11 @@
-"""Linear cross-entropy in chunks of the tokens: never more logits than one chunk's, in either direction.
+"""Linear cross-entropy in chunks of tokens: only one chunk's logits exist at a time, forward and backward.
 
-Each chunk's logits become losses and, in place, their own gradient, in between the matrix products: three of them where a
-``token_weight`` says how the gradient of the losses will be spread over the tokens. The forward pass then makes the gradients
-too, for those weights, and the backward pass multiplies them by the one factor that is missing. Where nobody says, the
-backward pass makes the logits once more, four products, and is right for any gradient of the losses.
+Between the matrix products, each chunk's logits become losses and, in place, their own gradient. With a ``token_weight``, which
+promises how the gradient of the losses is distributed over the tokens, the forward pass also computes the gradients for those
+weights, and the backward pass multiplies them by the one missing factor: three products. Without it the backward pass
+recomputes the logits, four products, and is right for any gradient of the losses.
 
-Shape legend: N tokens (all of the tensor-parallel group's), C one chunk of them, H hidden width, V vocabulary of this rank.
+Shape legend: N tokens (of the whole tensor-parallel group), C tokens of a chunk, H hidden width, V vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from megacpp_mcore.ops.linear_cross_entropy.reference import check_arguments
 from megacpp_mcore.ops.main_grad import MainGrad, add_product_, check_main_grad
 
 LOGIT_BYTES = {"cuda": 2**29, "cpu": 2**25}
-"""Wanted size of a chunk's logits: on a GPU 4096 tokens of 65,536 in 16 bits, as products of fewer are slower."""
+"""Target size of a chunk's logits: on a GPU 4096 tokens of 65,536 in 16 bits, since products of fewer are slower."""
 
 TOKENS = 128
-"""Chunks are multiples of this many tokens: whole tiles of the products."""
+"""Chunks are multiples of this many tokens, so that the products have whole tiles."""
 
 COLUMNS = 64
-"""Rows of logits are padded to a multiple of this many columns, which are never read: products and kernels want alignment."""
+"""Rows of logits are padded to a multiple of this many columns, for alignment; the padding is never read."""
 
 ROUNDINGS = 2
-"""Chunks whose gradients of a 16-bit weight may be summed up in 16 bits."""
+"""Most chunks whose gradients of a 16-bit weight may be accumulated in 16 bits."""
 
 PROMISE = 1e-4
-"""How far the gradient of a token's loss may be from its weight times the factor, relative: rounding in float32, of all."""
+"""Relative tolerance of the check that a loss's gradient is its weight times the factor: room for float32 rounding."""
 
 
 @dataclass(frozen=True)
 class VocabShards:
-    """How the vocabulary is spread: rank r of ``group`` holds the r-th V rows of the whole weight.
+    """Sharding of the vocabulary: rank r of ``group`` holds the r-th V rows of the whole weight.
 
     Attributes:
-        group: the tensor-parallel process group; hidden and label are the same on all of its ranks, unless
-        sequence_parallel: axis 0 of hidden is spread over the group too, and so is that of its gradient.
+        group: the tensor-parallel process group; all of its ranks have the same labels, and the same hidden states unless
+            sequence_parallel.
+        sequence_parallel: axis 0 of hidden, and of its gradient, is sharded over the group too.
     """
 
     group: distributed.ProcessGroup
@@ -54,7 +55,7 @@ class VocabShards:
 
 
 class TokenLosses(NamedTuple):
-    """The losses, and for each token the largest logit of this rank and its column; these two have no gradient."""
+    """The losses, and each token's largest logit on this rank with its column; the latter two have no gradient."""
 
     loss: torch.Tensor
     top_logit: torch.Tensor
@@ -63,7 +64,7 @@ class TokenLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class _Options:
-    """Everything about a call that is not differentiated."""
+    """Non-differentiable arguments of a call."""
 
     logit_scale: float
     shards: VocabShards | None
@@ -77,12 +78,12 @@ class _Options:
         return None if self.shards is None else self.shards.group
 
     def first_column(self, vocab: int) -> int:
-        """The vocabulary entry that this rank's row 0 belongs to."""
+        """The vocabulary entry of this rank's row 0."""
         return 0 if self.shards is None else self.shards.group.rank() * vocab
 
 
 def chunk_tokens(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many tokens a chunk has: those of about :data:`LOGIT_BYTES`, and all chunks alike."""
+    """Tokens per chunk: about :data:`LOGIT_BYTES` of logits, spread evenly over the chunks."""
     count = -(-tokens * vocab * dtype.itemsize // LOGIT_BYTES.get(device.type, LOGIT_BYTES["cpu"]))
     return min(-(-tokens // (count * TOKENS)) * TOKENS, tokens)
 
@@ -101,10 +102,9 @@ def linear_cross_entropy(
 ) -> TokenLosses:
     """Cross-entropy of each token from hidden states, as ``reference.linear_cross_entropy`` defines it.
 
-    Logits have the dtype of ``hidden``, as the product of a stock output layer has; maxima, sums of exponentials, losses
-    and the softmax in the gradient are float32 (float64 inputs: float64). Differentiable once, in hidden, weight and
-    bias. Nothing waits for the device, and no shape depends on a value, so that a CUDA graph can hold it; the same inputs
-    give the same bits.
+    Logits have the dtype of ``hidden``, as in a stock output layer; maxima, sums of exponentials, losses and the softmax in
+    the gradient are float32 (float64 inputs: float64). Differentiable once, in hidden, weight and bias. The host never waits
+    for the device and no shape depends on a value, so a CUDA graph can capture it; the same inputs give the same bits.
 
     Communication and rounding are those of megatron-core 0.19 ``ColumnParallelLinear`` followed by
     ``vocab_parallel_cross_entropy``: hidden is gathered (sequence parallel), maximum, sum and label's logit are
@@ -116,10 +116,10 @@ def linear_cross_entropy(
         label: int64, the leading shape of the whole ``hidden``; entries are those of the whole vocabulary.
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits.
-        token_weight: what the loss of each token will be multiplied by, up to one factor for all, or None. It is a promise:
-            where gradients are enabled, a backward pass with anything else fails, and so does one whose losses were rounded
-            to 16 bits on their way. float16, which cannot hold a gradient
-            before the factor (the loss scale) is known, gets its gradients in the backward pass and fails nothing.
+        token_weight: the weight that each token's loss will be multiplied by, up to one common factor, or None. It is a
+            promise: where gradients are enabled, backward fails with anything else, and also where the losses were rounded
+            to 16 bits in between. float16, which cannot hold a gradient before the factor (the loss scale) is known, gets
+            its gradients in the backward pass, without this check.
         shards: the tensor-parallel group, or None for one rank.
         main_grad: where the gradient of the weight goes, or None to return it.
         token_chunk: tokens in a chunk, or None to choose. It changes the memory needed, and results by rounding only.
@@ -129,8 +129,8 @@ def linear_cross_entropy(
 
     Raises:
         ModelError: shapes, dtypes or the chunk size are not as described.
-        RuntimeError: in the backward pass, the gradient of the losses is not ``token_weight`` times one factor; on a GPU by an
-            assertion on the device, after which the process cannot use it any more.
+        RuntimeError: in the backward pass, the gradient of the losses is not ``token_weight`` times one factor; on a GPU by a
+            device-side assertion, after which the process can no longer use the GPU.
     """
     check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     _check_label(hidden, label, shards)
@@ -225,16 +225,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
-    """The one number, [1], that the weights are multiplied by in the gradient of the losses.
+    """The common factor, [1], between the gradient of the losses and the weights.
 
-    Not finite where any gradient is not: those that it is multiplied by say so then, as after an overflow of a loss scale.
+    It is not finite where any gradient is not, and makes the returned gradients non-finite too, as a loss-scale overflow does.
 
     Raises:
-        RuntimeError: there is no such number; on a GPU later, by an assertion on the device.
+        RuntimeError: there is no such factor; on a GPU later, by a device-side assertion.
     """
     tiny = torch.finfo(weight_N.dtype).tiny
     largest_1 = weight_N.abs().amax(0, keepdim=True).clamp_(min=tiny)
-    unit_N = weight_N / largest_1  # whose squares neither vanish nor overflow
+    unit_N = weight_N / largest_1  # so that the squares neither underflow nor overflow
     factor_1 = (
         (grad_N * unit_N).sum(0, keepdim=True) / unit_N.square().sum(0, keepdim=True).clamp_(min=tiny) / largest_1
     )
@@ -249,7 +249,7 @@ def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
 
 
 def _implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """What is done in between the products: by kernels on a GPU, but for float64."""
+    """The module for the steps between the products: Triton kernels on a GPU, eager for float64 and on a CPU."""
     if device.type != "cuda" or dtype == torch.float64:
         return eager
     from megacpp_mcore.ops.linear_cross_entropy import triton
@@ -270,7 +270,7 @@ class _Head:
         self.chunk = min(chosen, tokens)
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Each chunk's tokens and their logits [C, V], which the next one's replace."""
+        """Each chunk's tokens and their logits [C, V], in a buffer that the next chunk overwrites."""
         tokens, vocab, scale = len(self.hidden_NH), self.weight_VH.shape[0], self.options.logit_scale
         buffer_CV = self.hidden_NH.new_empty(self.chunk, -(-vocab // COLUMNS) * COLUMNS)[:, :vocab]
         for first in range(0, tokens, self.chunk):
@@ -291,14 +291,14 @@ def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias that are asked for, built up chunk by chunk."""
+    """The requested gradients of hidden, weight and bias, accumulated chunk by chunk."""
 
     def __init__(self, needed: tuple[bool, ...], head: _Head, in_forward: bool) -> None:
-        """``in_forward``: in the forward pass, where a factor is still to come and nothing goes into a main_grad yet."""
+        """``in_forward``: whether this is the forward pass, where the factor is unknown and main_grad must not be touched."""
         self.head, hidden_NH, options = head, head.hidden_NH, head.options
         for_hidden, for_weight, for_bias = needed[:3]
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        # What is multiplied by the factor and rounded then is not rounded before, but for what ranks send each other.
+        # Round once, after multiplying by the factor; gradients that ranks send each other are rounded before, too.
         dtype = wide if in_forward and options.shards is None else hidden_NH.dtype
         self.grad_NH = hidden_NH.new_empty(hidden_NH.shape, dtype=dtype) if for_hidden else None
         self.is_own = in_forward or options.main_grad is None
@@ -313,7 +313,7 @@ class _Gradients:
         self.grad_V = None if head.bias_V is None or not for_bias else torch.zeros_like(head.bias_V, dtype=wide)
 
     def add(self, grad_CV: torch.Tensor, rows: slice) -> None:
-        """Take in the gradient of the logits of the tokens ``rows``."""
+        """Accumulate from the gradient of the logits of the tokens ``rows``."""
         if self.grad_NH is not None:
             add_product_(self.grad_NH[rows], grad_CV, self.head.weight_VH, is_first=True)
         if self.total_VH is not None:
@@ -323,7 +323,7 @@ class _Gradients:
             self.grad_V += grad_CV.sum(dim=0, dtype=self.grad_V.dtype)
 
     def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of ``hidden`` (this rank's part), weight and bias, these two perhaps wider; None: not wanted here."""
+        """The gradients of ``hidden`` (this rank's part), weight and bias, possibly in a wider dtype; None: not returned."""
         return self._of_hidden(hidden), self.total_VH if self.is_own else None, self.grad_V
 
     def _of_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:

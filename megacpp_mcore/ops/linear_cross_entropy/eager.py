@@ -1,4 +1,4 @@
-"""What linear cross-entropy does in between and behind its matrix products, in plain PyTorch.
+"""The steps of linear cross-entropy between and after its matrix products, in plain PyTorch.
 
 Legend: C tokens of a chunk, V vocabulary of this rank.
 """
@@ -12,13 +12,13 @@ from torch import distributed
 
 
 class Statistics(NamedTuple):
-    """What the losses of some tokens are made of, [C] each; float32 (float64 logits: float64).
+    """Per-token statistics that losses are computed from, [C] each; float32 (float64 logits: float64).
 
     Attributes:
         top: the largest logit of this rank, no less than the lowest finite number.
-        column: the first column it stands in, int64.
-        total: the sum of the exponentials of all logits less ``top``.
-        picked: the label's logit less ``top``; 0 where the label is in no column of this rank.
+        column: the first column that has it, int64.
+        total: Σ exp(logit − ``top``).
+        picked: the label's logit − ``top``; 0 where the label is in no column of this rank.
     """
 
     top: torch.Tensor
@@ -31,7 +31,7 @@ class Statistics(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and log-sum-exp of each token over the vocabulary of all ranks.
 
-        A label that no rank has leaves 0 in place of its logit less the largest one, as it does in stock Megatron.
+        Where no rank has the label, 0 stands for its logit minus the largest one, as in stock Megatron.
         """
         top, total, picked = self.top, self.total, self.picked
         if group is not None:
@@ -51,12 +51,12 @@ def has(vocab: int, label_C: torch.Tensor) -> torch.Tensor:
 
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
-    """The statistics of each row; with weights the logits are replaced too, as by :func:`gradient_` on one rank.
+    """The statistics of each row; with weights, also replace the logits as :func:`gradient_` does (one rank only).
 
     Args:
-        logit_CV: columns next to each other.
+        logit_CV: contiguous along a row.
         label_C: int64; may lie outside of the columns.
-        weight_C: for :func:`gradient_`; None: logits stay.
+        weight_C: for :func:`gradient_`; None: leave the logits.
     """
     dtype = torch.promote_types(logit_CV.dtype, torch.float32)
     top, column = logit_CV.max(dim=-1)

@@ -1,9 +1,9 @@
-"""Linear cross-entropy reduced to one number: ours, and those of Liger and quack, which give nothing else.
+"""Linear cross-entropy reduced to one number: ours, and those of Liger and quack, which return nothing else.
 
-No layer of the model asks for these: Megatron multiplies the losses of tokens by a mask after the model has returned them.
-They are for code of one's own that wants a mean or a sum, and stand beside ours in its benchmark.
+No layer of the model uses these: Megatron multiplies the losses of tokens by a mask after the model has returned them.
+They are for your own code that needs a mean or a sum, and for the benchmark that compares them.
 
-Shape legend: N tokens, H hidden width, V vocabulary. Labels are entries of the vocabulary; there is none that is ignored.
+Shape legend: N tokens, H hidden width, V vocabulary. Labels are entries of the vocabulary; there is no ignore index.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _check(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tens
 
 @functools.cache
 def probe(name: str) -> ProbeResult:
-    """Whether one call of ``liger`` or ``quack`` gives what plain PyTorch gives: it is run, and compared, once a process."""
+    """Whether one call of ``liger`` or ``quack`` agrees with plain PyTorch: run and compared once per process."""
 
     if not (found := vendors.installed(name)).ok:
         return found

@@ -58,15 +58,15 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy of each token: ``logsumexp(x) − x[label]`` with ``x = logit_scale · (hidden weightᵀ + bias)``.
 
-    Computed in float32 (float64 inputs: in float64). There is no reduction, and no label that is ignored: as in
-    megatron-core 0.19 ``vocab_parallel_cross_entropy``, a label outside of [0, V) counts as the label of the largest
-    logit, ``logsumexp(x) − max(x)``, whose second term has no gradient; weigh such tokens by 0.
+    Computed in float32 (float64 inputs: in float64). There is no reduction and no ignore index: as in megatron-core 0.19
+    ``vocab_parallel_cross_entropy``, a label outside of [0, V) counts as the label of the largest logit,
+    ``logsumexp(x) − max(x)``, whose second term has no gradient; weight such tokens by 0.
 
-    The weights do not enter the losses. They say what comes after: Megatron multiplies each loss by the loss mask (of an MTP
-    depth, the rolled one) and the sum by numbers that are the same for all tokens, so that the gradient that arrives is
-    ``s · token_weight`` with one ``s`` for all. An implementation may rely on that: gradients of hidden and weight for
-    ``s = 1`` can be made from the logits of the forward pass, three products in place of four, and be multiplied by s when it
-    arrives. Of a token of weight 0 the loss is the same as ever and has no gradient, whatever arrives.
+    The weights do not enter the losses; they announce the gradient. Megatron multiplies each loss by the loss mask (for an MTP
+    depth, the rolled one) and the sum by numbers that are the same for all tokens, so that the incoming gradient is
+    ``s · token_weight`` with one ``s`` for all. An implementation may rely on that: it can compute the gradients of hidden and
+    weight for ``s = 1`` from the logits of the forward pass, three products in place of four, and multiply them by s in the
+    backward pass. A token of weight 0 has its usual loss and no gradient, whatever the incoming one.
 
     Args:
         hidden: [..., H].
@@ -74,8 +74,8 @@ def linear_cross_entropy(
         label: int64, the leading shape of ``hidden``.
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits (the output multiplier of muP).
-        token_weight: what the loss of each token will be multiplied by, up to one factor for all; the shape of ``label``,
-            any dtype, no gradient. None: nobody says.
+        token_weight: the weight that each token's loss will be multiplied by, up to one common factor; the shape of
+            ``label``, any dtype, no gradient. None: unknown.
 
     Returns:
         The losses, in the shape of ``label``.

@@ -1,7 +1,7 @@
-"""What linear cross-entropy does in between and behind its matrix products, by Triton kernels that wait for memory alone.
+"""The steps of linear cross-entropy between and after its matrix products, as memory-bound Triton kernels.
 
-The softmax: a program has a row and goes through it twice, for its maximum and sum of exponentials, and to write the gradient
-over the logits. As few rows are under way as keep the memory busy, so that the second read comes from the L2 cache.
+The softmax: a program reads its row twice, for the maximum and sum of exponentials, and to overwrite the logits by their
+gradient. Only as many rows are in flight as saturate the memory, so that the second read hits the L2 cache.
 
 Legend: C tokens of a chunk, V vocabulary of this rank.
 """
@@ -21,10 +21,10 @@ GROUP = 8
 """Neighbouring logits that share one running maximum: the 16 bytes that a thread loads at once."""
 
 WARPS = 32
-"""Two programs of this size fill a multiprocessor: 132 × 2 rows of 131 KB are under way in an H200."""
+"""Two programs of this size fill a multiprocessor: 132 × 2 rows of 131 KB are in flight on an H200."""
 
 SCALED = 2048
-"""Numbers that a program of ``add_scaled`` has."""
+"""Elements per program of ``add_scaled``."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -37,7 +37,7 @@ def _exp(x):
 
 @triton.jit
 def _load(row, column, V, stride):
-    """float32; −∞ beyond V, where a padded row may hold anything."""
+    """Logits in float32; −∞ beyond V, where a padded row may hold anything."""
     x = tl.load(row + column, mask=column < stride, other=0.0).to(tl.float32)
     return tl.where(column < V, x, float("-inf"))
 
@@ -77,7 +77,7 @@ def softmax_rows(
             top = peak
         peak = tl.max(top, axis=0)
         total = tl.sum(total * _exp(top - peak), axis=0)
-        # Of equal ones the first: the first group that has it, and there the first.
+        # The first column among equals: the first group that has the maximum, and the first column in it.
         group = tl.min(tl.where(top == peak, found + starts, V), axis=0)
         place = tl.min(tl.where(_load(row, group + within, V, stride) == peak, within, GROUP), axis=0)
         picked = tl.load(row + tl.maximum(label, 0)).to(tl.float32)
@@ -102,7 +102,7 @@ def softmax_rows(
 
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
-    """Do what the function of this name in plain PyTorch does."""
+    """The eager function of this name, by Triton kernels."""
     found = Statistics(
         *(logit_CV.new_empty(len(logit_CV), dtype=dtype) for dtype in (torch.float32, torch.int64)),
         *(logit_CV.new_empty(len(logit_CV), dtype=torch.float32) for _ in range(2)),
@@ -112,7 +112,7 @@ def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Te
 
 
 def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.Tensor, weight_C: torch.Tensor) -> None:
-    """Do what the function of this name in plain PyTorch does."""
+    """The eager function of this name, by Triton kernels."""
     _launch(logit_CV, label_C, None, None, None, None, logsumexp_C, weight_C)
 
 
@@ -132,6 +132,6 @@ def add_scaled(out, gradient, factor_1, size, BLOCK: tl.constexpr, BETA: tl.cons
 
 
 def add_scaled_(out: torch.Tensor, gradient: torch.Tensor, factor_1: torch.Tensor, beta: float = 1.0) -> None:
-    """Do what the function of this name in plain PyTorch does, for contiguous tensors."""
+    """The eager function of this name, by a Triton kernel, for contiguous tensors."""
     size = out.numel()
     add_scaled[(triton.cdiv(size, SCALED),)](out, gradient, factor_1, size, BLOCK=SCALED, BETA=beta != 0)

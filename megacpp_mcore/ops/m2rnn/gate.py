@@ -1,8 +1,8 @@
-"""What comes behind the M²RNN recurrence, in Triton: skip, output gate and norm; and back.
+"""Triton epilogue of the M²RNN recurrence: skip, output gate and norm; forward and backward.
 
     z = y + D ⊙ v        u = z ⊙ SiLU(g)        out = u · rsqrt(mean(u²) + eps) ⊙ weight
 
-y comes in one part for each row block of the recurrence. With NORM false the norm is left to the caller, who gets u and Σ u².
+y arrives as one partial sum per row block of the recurrence. Without NORM the caller applies the norm, to u with Σ u².
 
 Legend: S tokens, P padded tokens, B batch, H heads, V value dim, C = H·V channels, R row blocks, N programs of the backward.
 """
@@ -40,7 +40,7 @@ def skip_gate_norm(
     width,
     eps,
 ):
-    """Program (token block, batch row): all channels of a few tokens. Writes y's sum and that of the squares as well."""
+    """Program (token block, batch row): all channels of a few tokens. Also writes the summed y and Σ u²."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     b, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     c = tl.arange(0, C_POWER)
@@ -92,9 +92,9 @@ def skip_gate_norm_backward(
     width,
     eps,
 ):
-    """Program n of N: tokens n, n + N, … of all B · P. Writes dy, which is dz; dg; and its part of those of D and weight.
+    """Program n of N: tokens n, n + N, … of all B · P. Writes dy (= dz), dg, and partial sums of dD and dweight.
 
-    ``dout`` is the gradient of the normed output, or of u without NORM; then ``dsquares`` is that of Σ u².
+    ``dout`` is the gradient of the normed output; without NORM that of u, and ``dsquares`` that of Σ u².
     """
     c = tl.arange(0, C_POWER)
     head, in_C = c // V, c < H * V

@@ -1,21 +1,21 @@
 """The M²RNN recurrence in Triton: the chain of states forward, its outputs, and every gradient backward.
 
-One warp owns 16 rows of one head's state, since rows never meet. ``h·W`` of such a block is two tensor-core products whose
-result lies in the registers where the next step's operand has to lie: from token to token nothing leaves the registers.
-Each program writes its own rows' part of what is summed over rows or heads; nothing is added atomically, so that the same
-inputs give the same bits.
+One warp owns 16 rows of one head's state, since rows are independent. ``h·W`` of such a block is two tensor-core products
+whose accumulator layout is the operand layout of the next step: from token to token nothing leaves the registers. Each program
+writes its own partial sums over rows or heads, without atomics, so that the same inputs give the same bits.
 
-Products. On the chains each fp32 factor is cut into two bf16 parts (16 bits), and the three products that matter are summed;
-beside them, where nothing builds on the result, a factor is rounded once. The way back reads candidates of 11 bits.
+Products. On the chains of states and of their gradients, each fp32 factor is split into two bf16 parts (16 bits), and the three
+significant products are summed; elsewhere, where errors do not accumulate, factors are rounded once. Backward reads candidates
+of 11 bits.
 
-Backward (the equations stand at :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`). The forward keeps one state in
-``every`` tokens. For one piece of the sequence after the other, from the last: ``advance`` runs its spans side by side, and
-writes every token's candidate c and every fourth state; ``reverse`` then has neither tanh nor a chain of products on its way
-forward through four tokens, and one product a token on its way back.
+Backward (equations in :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`). The forward pass saves one state per ``every``
+tokens. Pieces of the sequence are processed from the last to the first: ``advance`` runs a piece's spans in parallel and
+writes every token's candidate c and every fourth state; ``reverse`` then recomputes four tokens' states without tanh or
+products, and has one product per token on the chain backward.
 
 Legend: B batch, S tokens, padded to a multiple of :data:`PADDING` (P on the host), H heads, K rows of a state, V its columns,
 R row blocks of :data:`ROWS`, X spans, T tokens of a piece, E saved states. A padding token has k = v = q = 0 and f = 1: it
-changes no state and no gradient. ``f`` is negative, −f, where a document begins and the state is set to 0.
+changes no state and no gradient. ``f`` is negated where a document begins and the state is reset to 0.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ PIECE = 512
 """Tokens whose candidates the backward pass holds at a time, rounded up to whole spans."""
 
 CANDIDATES = torch.float16
-"""What candidates, numbers between −1 and 1, are kept in between the two passes back."""
+"""Dtype of the candidates, which lie in [−1, 1], between the two kernels of the backward pass."""
 
 LOG2E_2 = tl.constexpr(2.8853900817779268)  # 2 log₂ e: exp(2x) = exp2(LOG2E_2 · x)
 
 
 @triton.jit
 def _split(x, PART: tl.constexpr, ASM: tl.constexpr):
-    """``x`` as the sum of two numbers of 8 bits; by cutting off where ASM, else by rounding."""
+    """``x`` as the sum of two numbers of 8 bits; by truncation where ASM, else by rounding."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, b; .reg .f32 c, d;
@@ -70,7 +70,7 @@ def _split(x, PART: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _multiply(x, M_high, M_low, add, PART: tl.constexpr, ASM: tl.constexpr):
-    """``x · M + add`` for the matrix M in parts; independent products, so that none waits for another."""
+    """``x · M + add`` for M in two parts; the three products have separate accumulators, so that none waits for another."""
     high, low = _split(x, PART, ASM)
     zero = _opaque_zeros(add, ASM)
     return _dot(high, M_high, PART, add) + (_dot(low, M_high, PART, zero) + _dot(high, M_low, PART, zero))
@@ -78,13 +78,13 @@ def _multiply(x, M_high, M_low, add, PART: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, PART: tl.constexpr, add=None):
-    """A product whose factors are rounded to PART; exact for the parts of a split."""
+    """A product of factors rounded to PART; exact for the parts of a split."""
     return tl.dot(a.to(PART), b.to(PART), add, input_precision="ieee")
 
 
 @triton.jit
 def _opaque_zeros(like, ASM: tl.constexpr):
-    """Zeros that Triton does not know to be zeros: it would chain the products that a sum of them is made of."""
+    """Zeros that are opaque to Triton, which would otherwise fold a sum of products into a chain of accumulations."""
     if ASM:
         return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [like], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -93,10 +93,10 @@ def _opaque_zeros(like, ASM: tl.constexpr):
 
 @triton.jit
 def _step(h, pre, f, ASM: tl.constexpr):
-    """The state after ``h`` for ``tanh``'s argument ``pre``, which comes times :data:`LOG2E_2` where ASM; and c, the tanh.
+    """The state after ``h``, and c = tanh, for the argument ``pre`` (where ASM: times :data:`LOG2E_2`).
 
-    Where ASM, c = 1 − 2r with r = 1/(1 + exp(2x)), two elements at a time: 1/a and 1/b are b/(ab) and a/(ab). exp is held at
-    2^60, where tanh has long been 1; NaN stays NaN.
+    Where ASM, c = 1 − 2r with r = 1/(1 + exp(2x)), two elements per reciprocal: 1/a and 1/b are b/(ab) and a/(ab). exp is
+    clamped to 2^60, far beyond where tanh rounds to 1; NaN stays NaN.
     """
     if ASM:
         r = tl.inline_asm_elementwise(
@@ -162,11 +162,11 @@ def advance(
     ASM: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Walk one row block through ``span`` tokens from ``start`` on, program (batch · head, row block, span).
+    """Advance one row block by ``span`` tokens from ``start`` on, program (batch · head, row block, span).
 
-    ``entering`` holds the state before each span (None: 0), ``entering_stride`` apart from head to head. Writes the state
-    before every ``every``-th token; and every token's candidate, or else (None) y, each row block its part, and the last state.
-    All numbers of tokens are multiples of 4; T and E count from ``start``.
+    ``entering`` holds the state before each span (None: 0), with stride ``entering_stride`` between heads. Writes the state
+    before every ``every``-th token; and either every token's candidate or, if that is None, the last state and y, one partial
+    sum per row block. All token counts are multiples of 4; T and E count from ``start``.
     """
     bh, block, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
@@ -190,14 +190,14 @@ def advance(
         out_t = y_RBHSV + ((block * tl.num_programs(0) + bh) * S + four) * V + c[None, :]
     else:
         out_t = candidates_BHTKV + (bh * (stop - start) * K + block * ROWS) * V
-    # Pipelined, but for what Triton does not fetch ahead: a warp's 16 numbers of two bytes, and one number for all.
+    # Prefetched by hand, as Triton does not pipeline loads this small: 16 two-byte elements a warp, and single scalars.
     k0, k1, k2, k3 = _load_four(k_t, first, K)
     f0, f1, f2, f3 = _load_four(f_t, first, 1)
     for t in tl.range(first, end, 4, num_stages=3):
         if (t - start) % every == 0:
             tl.store(saved + ((t - start) // every) * K * V, h)
         v0, v1, v2, v3 = _load_four(v_t, t, V)
-        n = tl.minimum(t + 4, end - 4)  # the last time, what is there already
+        n = tl.minimum(t + 4, end - 4)  # the last iteration reloads its own tokens
         ka, kb, kc, kd = _load_four(k_t, n, K)
         fa, fb, fc, fd = _load_four(f_t, n, 1)
         h0, c0 = _next_state(h, k0, v0, f0, W_high, W_low, PART, ASM, DOCUMENTS)
@@ -228,14 +228,14 @@ def _load_four(x, t, STEP: tl.constexpr):
 
 @triton.jit
 def _store_tile(at, x):
-    """Write a state's row block in the order in which a tensor-core product's result lies in a warp's registers."""
+    """Store a state's row block in the register layout of a tensor-core accumulator."""
     x = tl.permute(tl.reshape(x.to(at.dtype.element_ty), (2, 8, 2, 4, 2)), (1, 3, 2, 0, 4))
     tl.store(at + tl.arange(0, 256), tl.reshape(x, (256,)))
 
 
 @triton.jit
 def _load_tile(at):
-    """What :func:`_store_tile` wrote."""
+    """Load what :func:`_store_tile` wrote."""
     x = tl.permute(tl.reshape(tl.load(at + tl.arange(0, 256)), (8, 4, 2, 2, 2)), (3, 0, 2, 1, 4))
     return tl.reshape(x, (16, 16))
 
@@ -250,7 +250,7 @@ def _stack(x0, x1, x2, x3, PART: tl.constexpr):
 
 @triton.jit
 def _pick(token, x0, x1, x2, x3):
-    """Of each token's product what is its own, a row or a column."""
+    """From four products, one per token, pick each token's own row or column."""
     return tl.where(token < 2, tl.where(token == 0, x0, x1), tl.where(token == 2, x2, x3))
 
 
@@ -268,7 +268,7 @@ def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def _enter(h, f, DOCUMENTS: tl.constexpr):
-    """The state and the gate as the token sees them: a document's first token sees 0."""
+    """The previous state (0 for a document's first token) and the gate, its sign removed."""
     if DOCUMENTS:
         return tl.where(f < 0, 0.0, h), tl.abs(f)
     else:
@@ -304,9 +304,9 @@ def reverse(
 ):
     """Every gradient of one row block, from token ``stop`` back to ``start``; program (batch · head, row block).
 
-    Reads the states before every fourth token and all candidates; T and E count from ``start``. Writes each head's dq and dk of
-    its rows; dv and df, each row block its part. Adds to dW, and leaves the gradient of the state before ``start`` in ``dh``,
-    where it found that of the state after ``stop``.
+    Reads the states before every fourth token and all candidates; T and E count from ``start``. Writes each head's dq and dk
+    for its rows, and partial sums per row block of dv and df. Accumulates into dW, and replaces ``dh``, the gradient of the
+    state after ``stop``, by that of the state before ``start``.
     """
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
@@ -328,7 +328,7 @@ def reverse(
     df_4 = df_RBHS + first + four
     dv_4 = dv_RBHSV + (first + four[:, None]) * V + c[None, :]
     dqk_4 = bh * S * K + four[None, :] * K + r[:, None]
-    # Pipelined, but for what Triton does not fetch ahead: a warp's 16 numbers of two bytes, and one number for all.
+    # Prefetched by hand, as Triton does not pipeline loads this small: 16 two-byte elements a warp, and single scalars.
     q0, q1, q2, q3 = _load_four(q_t, stop - 4, K)
     f0, f1, f2, f3 = _load_four(f_t, stop - 4, 1)
     for done in tl.range(0, stop - start, 4, num_stages=3):
@@ -338,7 +338,7 @@ def reverse(
         k = tl.load(k_4 + t * K, mask=four[:, None] == rows // ROWS, other=0.0)
         v, dy = tl.load(v_BHSV + v_4 + t * V), tl.load(dy_BHSV + v_4 + t * V)
         dy0, dy1, dy2, dy3 = _load_four(dy_t, t, V)
-        n = tl.maximum(t - 4, start)  # the last time, what is there already
+        n = tl.maximum(t - 4, start)  # the last iteration reloads its own tokens
         qa, qb, qc, qd = _load_four(q_t, n, K)
         fa, fb, fc, fd = _load_four(f_t, n, 1)
         before0, h1, slope0, change0 = _mix(h, c0, f0, DOCUMENTS)
@@ -374,8 +374,8 @@ def _load_tiles(tiles, t, SIZE: tl.constexpr):
 
 @triton.jit
 def _mix(h, c, f, DOCUMENTS: tl.constexpr):
-    """For a candidate known already: the state before a token, as it sees it; the state after it; what its gradient is
-    multiplied by for that of tanh's argument, and what for that of f."""
+    """From a saved candidate: the state before a token (0 at a document's start) and after it; and the derivatives of the
+    latter with respect to tanh's argument and to f."""
     h, f = _enter(h, f, DOCUMENTS)
     c = c.to(tl.float32)
     new = (1.0 - f) * c
@@ -386,7 +386,7 @@ def _mix(h, c, f, DOCUMENTS: tl.constexpr):
 def _back(
     dh, change, slope, q, f, dy, WT_high, WT_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr
 ):  # fmt: skip
-    """One token back: the gradients of the state before it, of tanh's argument, and of f."""
+    """Backward of one token: the gradients of the state before it, of tanh's argument, and of f."""
     dh += q.to(tl.float32)[:, None] * dy.to(tl.float32)[None, :]
     dpre, df = dh * slope, tl.sum(dh * change)
     if DOCUMENTS:
@@ -396,7 +396,7 @@ def _back(
 
 
 class Read(NamedTuple):
-    """What the recurrence reads, padded to P tokens."""
+    """Inputs of the recurrence, padded to P tokens."""
 
     q: torch.Tensor
     """[B, P, K]"""
@@ -409,7 +409,7 @@ class Read(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the recurrence leaves: each head's dq and dk, in their dtype; in float32 each row block's dv, df and dW, and dh0."""
+    """Gradients of the recurrence: dq and dk per head, in their dtype; in float32, dv, df and dW per row block, and dh0."""
 
     dq_BHPK: torch.Tensor
     dk_BHPK: torch.Tensor
@@ -420,10 +420,10 @@ class Gradients(NamedTuple):
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
-    """How products of inputs of this dtype are taken: the dtype of their parts, and whether by PTX.
+    """Precision of the products for inputs of this dtype: the dtype of a split's parts, and whether PTX is used.
 
     Raises:
-        ModelError: another dtype than the kernels take.
+        ModelError: the kernels do not support this dtype.
     """
     if dtype != torch.bfloat16:
         raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16; use the reference.")
@@ -440,7 +440,7 @@ def forward(
     every: int,
     documents: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run all tokens: y in R parts [R, B, H, P, V], the state before every ``every``-th token [B, H, E, K, V], and the last.
+    """Run all tokens: y as R partial sums [R, B, H, P, V], the state before every ``every``-th token [B, H, E, K, V], the last.
 
     Args:
         q: see :class:`Read`.
@@ -450,7 +450,7 @@ def forward(
         W_HVV: the transition of each head, contiguous.
         h0_BHKV: the state before the first token, contiguous; None: 0.
         every: a multiple of :data:`PADDING`.
-        documents: whether ``f`` marks any beginning.
+        documents: whether ``f`` marks starts of documents.
     """
     (B, H, P, V), K = v.shape, q.shape[-1]
     y = f.new_empty(K // ROWS, B, H, P, V)
@@ -471,7 +471,7 @@ def backward(
     every: int,
     documents: bool,
 ) -> Gradients:
-    """Every gradient, from what :func:`forward` was given and saved."""
+    """Every gradient, from the inputs of :func:`forward` and the states that it saved."""
     (B, H, P, V), K = read.v.shape, read.q.shape[-1]
     R, new = K // ROWS, saved_BHEKV.new_empty
     dh = saved_BHEKV.new_zeros(B, H, K, V)

@@ -33,7 +33,7 @@ Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class M2RNNState(NamedTuple):
-    """What one token hands to the next: the state, and the rows that the convolution still looks back at.
+    """State carried from one token to the next: the matrix state, and the convolution's window of earlier rows.
 
     Attributes:
         h_BHKV: the state, float32 (float64 where an input is that).
@@ -73,7 +73,7 @@ def m2rnn(
     """Do everything between the input and the output projection of an M²RNN mixer.
 
     ``SiLU`` of a causal depthwise convolution on q, k and v; the recurrence of :func:`m2rnn_chunked` with the gate of
-    :func:`m2rnn_forget_gate`; ``(y + D ⊙ v) ⊙ SiLU(g)``; RMSNorm over all channels. One head of q and k is read by all.
+    :func:`m2rnn_forget_gate`; ``(y + D ⊙ v) ⊙ SiLU(g)``; RMSNorm over all channels. All heads share one head of q and k.
 
     Args:
         q_SBK: queries from the projection. This and the next four may be strided views of one tensor.
@@ -94,11 +94,11 @@ def m2rnn(
         norm_width: channels that the norm averages over: those of all tensor-parallel ranks.
         reduce: sums [S, B, 1] over the ranks that hold the other heads, forward and backward; None: these are all heads.
         seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state and
-            convolution begin anew where it changes. None: one document.
-        initial_state: what an earlier call returned, of the document that the first row goes on with; None: from zero.
+            convolution are reset where it changes. None: one document.
+        initial_state: final state of an earlier call whose last document the first row continues; None: zero.
         return_final_state: whether the state after the last row is returned.
         checkpoint_every: tokens between two states that are saved for the backward pass, ≥ 1.
-        recurrence: what runs in place of :func:`m2rnn_chunked`, such as :func:`m2rnn_sequential`.
+        recurrence: replaces :func:`m2rnn_chunked`, for example by :func:`m2rnn_sequential`.
 
     Returns:
         ``(out_SBC, final_state)``: the output, C = H·V, contiguous and in the dtype of ``v_SBHV``; the state, or None.
@@ -212,7 +212,7 @@ def causal_convolution(
 def _convolve_documents(
     x_BSC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor, seq_idx_BS: torch.Tensor
 ) -> torch.Tensor:
-    """The convolution tap by tap, without those that reach into the document before; summed in float32 or wider."""
+    """The convolution tap by tap, skipping taps that reach into an earlier document; summed in float32 or wider."""
     dtype, kernel = compute_dtype(x_BSC, weight_CK, bias_C), weight_CK.shape[1]
     x, weight = x_BSC.to(dtype), weight_CK.to(dtype)
     y_BSC = bias_C.to(dtype) + x * weight[:, -1]
@@ -251,7 +251,7 @@ def skip_and_gate(
 
 
 def scale_rows(x_SBC: torch.Tensor, means_SB1: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of ``x`` with the mean of its squares given, as it is over the channels of all tensor-parallel ranks."""
+    """RMSNorm of ``x`` with the mean square given, as it averages over the channels of all tensor-parallel ranks."""
     return x_SBC * torch.rsqrt(means_SB1 + eps) * weight_C
 
 
@@ -285,7 +285,7 @@ def m2rnn_sequential(
     *,
     seq_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the recurrence token by token under autograd: the truth. It keeps every state.
+    """Run the recurrence token by token under autograd, which keeps every state: the truth.
 
     Args:
         q_BSHK: queries; one head is read by all.
@@ -334,7 +334,7 @@ def m2rnn_chunked(
     checkpoint_every: int = 64,
     seq_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what :func:`m2rnn_sequential` does, keeping one state in ``checkpoint_every`` tokens.
+    """Compute what :func:`m2rnn_sequential` does, saving one state per ``checkpoint_every`` tokens.
 
     The work is done by :class:`M2RNNChunked`.
 
@@ -366,7 +366,7 @@ def m2rnn_chunked(
 
 
 class _Chunk(NamedTuple):
-    """T tokens in the dtype of the computation: time first, then heads, for one product a head over all rows."""
+    """T tokens in the compute dtype, time first, then heads, so that each head has one product over all rows."""
 
     q_THBK: torch.Tensor
     k_THBK: torch.Tensor
@@ -442,7 +442,7 @@ class M2RNNChunked(torch.autograd.Function):
                 grads, dW_chunk, carry_HMV = _chunk_backward(chunk, W, entering_CHMV[index], dy_THBV, carry_HMV)
                 dW += dW_chunk
                 for whole, part in zip((dq, dk, dv), grads[:3], strict=True):
-                    # A head that all read gets the sum of their gradients, taken before it is rounded to its dtype.
+                    # A shared head gets the sum of all heads' gradients, rounded to its dtype once.
                     summed = part.sum(1, keepdim=True) if whole.shape[2] == 1 else part
                     whole[:, tokens] = summed.permute(2, 0, 1, 3)
                 df[:, tokens] = grads.f_THB.permute(2, 0, 1)
@@ -471,7 +471,7 @@ def _run_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """All states h_t and candidates c_t of a chunk, each [T, H, M, V]: three kernels a token, four between documents.
 
-    The third is h_{t−1} as each token sees it, where documents are told apart; without them it is the first, one token late.
+    With documents, the third result is h_{t−1} as each token sees it; without, it is None: the first, shifted by one token.
     """
     candidates_THMV = (chunk.k_THBK.unsqueeze(-1) * chunk.v_THBV.unsqueeze(-2)).flatten(2, 3)
     states_THMV = torch.empty_like(candidates_THMV)
@@ -491,7 +491,7 @@ def _chunk_backward(
 ) -> tuple[_Chunk, torch.Tensor, torch.Tensor]:
     """The gradients of one chunk: those of its inputs, of W, and of the state that enters it.
 
-    ``carry_HMV`` is the gradient of the state that leaves the chunk.
+    ``carry_HMV`` is the gradient of the chunk's last state.
     """
     batch, rows = chunk.k_THBK.shape[2:]
     h_THMV, c_THMV, seen_THMV = _run_chunk(chunk, W_HVV, entering_HMV)
@@ -500,7 +500,7 @@ def _chunk_backward(
     forget_THM1 = _over_rows(chunk.f_THB, rows)
     slope_THMV = (1 - forget_THM1) * (1 - c_THMV.square())
     dpre_THMV = torch.empty_like(slope_THMV)
-    # Row 0 is the gradient of the state that enters, row t + 1 that of h_t: each begins as what its own output asks for.
+    # Row 0 is the gradient of the entering state, row t + 1 that of h_t, initialised with its contribution from y_t.
     all_dh = slope_THMV.new_zeros(len(slope_THMV) + 1, *slope_THMV.shape[1:])
     all_dh[1:] = (chunk.q_THBK.unsqueeze(-1) * dy_THBV.unsqueeze(-2)).flatten(2, 3)
     all_dh[-1] += carry_HMV
@@ -527,7 +527,7 @@ def _over_rows(f_THB: torch.Tensor, rows: int) -> torch.Tensor:
 
 @contextmanager
 def _exact_products(device: torch.device) -> Iterator[None]:
-    """Full float32 products inside, whatever is allowed outside: the errors of TF32 add up over thousands of steps."""
+    """Full float32 products inside, whatever is allowed outside: TF32's errors accumulate over thousands of steps."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:

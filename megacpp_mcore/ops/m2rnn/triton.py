@@ -1,9 +1,9 @@
-"""The M²RNN mixer between its two projections by Triton kernels: what :func:`megacpp_mcore.ops.m2rnn.reference.m2rnn` does.
+"""The M²RNN mixer between its two projections by Triton kernels: :func:`megacpp_mcore.ops.m2rnn.reference.m2rnn` on a GPU.
 
 Forward, three launches: convolution, SiLU and forget gate (:mod:`megacpp_mcore.ops.m2rnn.convolution`); the recurrence
-(:mod:`megacpp_mcore.ops.m2rnn.recurrence`); skip, output gate and norm (:mod:`megacpp_mcore.ops.m2rnn.gate`). Backward,
-three, and two for each piece of the sequence.
-Every sum is taken in one order: the same inputs give the same bits.
+(:mod:`megacpp_mcore.ops.m2rnn.recurrence`); skip, output gate and norm (:mod:`megacpp_mcore.ops.m2rnn.gate`). Backward, three
+launches, and two more per piece of the sequence.
+Every sum has a fixed reduction order: the same inputs give the same bits.
 
 Legend: S sequence, P the sequence padded (:data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`), B batch, H heads, K key dim,
 V value dim, C = H·V, T taps, E saved states, R row blocks.
@@ -26,7 +26,7 @@ KEY_DIMS = (16, 32, 64)
 """Whole row blocks of the recurrence, and a power of two for the convolution."""
 
 ROW_LOOPS = 528
-"""Programs that share the rows of the gate's backward: four for each multiprocessor of an H200."""
+"""Programs of the gate's backward, which loop over the rows: four for each multiprocessor of an H200."""
 
 
 def m2rnn(
@@ -53,15 +53,14 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Do what the reference of this name does, with its arguments, in bfloat16. The factors of products have its 8 bits, and 16
-    where states build on the result.
+    """The reference's function of this name, in bfloat16. Factors of products have its 8 bits, or 16 on the chain of states.
 
     ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`. Above
     :data:`~megacpp_mcore.ops.m2rnn.recurrence.PIECE` it costs memory in the backward pass, which holds a piece of that length.
 
     Raises:
-        ModelError: another dtype, shapes that do not fit, a key dim that is none of :data:`KEY_DIMS`, a value dim other than
-            16, taps that differ between qk and v, or ``checkpoint_every`` below 1.
+        ModelError: another dtype, shapes that do not fit, a key dim not in :data:`KEY_DIMS`, a value dim other than 16, taps
+            that differ between qk and v, or ``checkpoint_every`` below 1.
     """
     weights = {
         "qk_conv_weight": qk_conv_weight, "qk_conv_bias": qk_conv_bias, "v_conv_weight": v_conv_weight,
@@ -106,12 +105,12 @@ def m2rnn(
 
 
 class Settings(NamedTuple):
-    """What is no tensor.
+    """Arguments that are not tensors.
 
     Attributes:
         eps: of the norm.
         norm_width: channels that it averages over.
-        norm: whether the norm is done here; else the output is the gated one, in float32, and the sum of its squares counts.
+        norm: whether the norm is applied here; else the caller applies it to the gated output, in float32, and Σ u².
         every: tokens between two saved states.
         lead: rows of q, k and v in front of the first token.
     """
@@ -124,7 +123,7 @@ class Settings(NamedTuple):
 
 
 class M2RNNKernels(torch.autograd.Function):
-    """The launches, forward and backward. Outputs [S, B, C], the sums of squares [S, B, 1], the last state [B, H, K, V]."""
+    """The mixer as one autograd node. Outputs [S, B, C], the sums of squares [S, B, 1], the last state [B, H, K, V]."""
 
     @staticmethod
     def forward(
@@ -136,7 +135,7 @@ class M2RNNKernels(torch.autograd.Function):
         x_f: torch.Tensor,
         *others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keep the inputs, what the recurrence reads, y, and one state in ``every`` tokens."""
+        """Save the inputs, the recurrence's inputs, y, and one state per ``every`` tokens."""
         *weights, h0, seq_idx, settings = others
         q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
         weights = [weight.contiguous() for weight in weights]
@@ -234,7 +233,7 @@ class _Problem(NamedTuple):
             P,
             R=K // recurrence.ROWS,
             **(self._constants() | {"TOKENS": convolution.TOKENS_BACKWARD}),
-            enable_fp_fusion=False,  # threads that store the same sum of products have the same bits of it
+            enable_fp_fusion=False,  # so that threads that store the same sum of products have the same bits
         )
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         dv = self.v.new_empty(self.v.shape)
@@ -256,7 +255,7 @@ class _Problem(NamedTuple):
         return dq, dk, dv, dx_f, *of_weights, *of_gate
 
     def skip_gate_norm(self, y_RBHPV: torch.Tensor, v_BHPV: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The output, y with its parts summed, and the sums of squares [S, B]."""
+        """The output, y summed over its row blocks, and the sums of squares [S, B]."""
         S, P, B, H, _, V = self._sizes()
         out = self.v.new_empty(S, B, H * V, dtype=self.v.dtype if self.settings.norm else torch.float32)
         y_SBC, squares_SB = y_RBHPV.new_empty(S, B, H * V), y_RBHPV.new_empty(S, B)

@@ -324,7 +324,7 @@ def sparse_divergence(
     """``KL(target ‖ softmax(score))`` over each query's selected keys; DeepSeek-V3.2 report, equation 4.
 
     Args:
-        attention: gives the target.
+        attention: defines the target.
         best_BSN: scores of the selected keys.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
@@ -356,7 +356,7 @@ def dense_divergence(
 
     Args:
         indexer: what scores.
-        attention: gives the target.
+        attention: defines the target.
         rules: the rule of the selection, and the rule of the loss; the scores go through both, the target through the latter.
         query_chunk: as for :func:`select`.
 
@@ -426,7 +426,7 @@ def sparse_backward(
 
     Args:
         indexer: what scored.
-        attention: gives the target, which is a constant here.
+        attention: defines the target, which is a constant here.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
         weight_BS: the loss's gradient with respect to each query's divergence.
@@ -501,7 +501,7 @@ def dense_grad(
     Source: DeepSeek-V3.2 report, equation 3.
 
     Args:
-        q_SBHD, k_SBD, w_SBH: what the indexer's scores are made of.
+        q_SBHD, k_SBD, w_SBH: inputs of the indexer's scores.
         query_SBAK, key_SB1K: the attention that it learns, absorbed.
         weight: factor on the gradient of each query's divergence, a tensor of one.
         softmax_scale: of the attention.

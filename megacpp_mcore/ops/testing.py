@@ -1,4 +1,4 @@
-"""The parity criterion, the one that tests and benchmarks share: how far each row is from a truth in float64.
+"""The parity criterion that tests and benchmarks share: how far each row is from a truth in float64.
 
 A row is the last axis. Its error is ``‖actual − expected‖ / max(‖expected‖, 1 % of the RMS of all rows' norms)``, and the worst
 row counts, so that neither one dropped row among thousands nor a wrong scale can hide.
@@ -12,12 +12,12 @@ PEER_RATIO = 1.5
 """How much worse than plain PyTorch at a 16-bit dtype the worst row may be, where that is looser than ``rms``."""
 
 SMALL_ROW = 1e-2
-"""A row below this part of the typical row is measured against that part, not against itself: some rows are zero but
-for rounding (the gradient of the first token's rotation angles is), and have no relative error."""
+"""A row smaller than this fraction of the typical row is measured against that fraction, not against itself: some rows are
+zero except for rounding (as the gradient of the first token's rotation angles), and have no relative error."""
 
 
 def row_norms(expected: torch.Tensor) -> torch.Tensor:
-    """What the errors of ``expected``'s rows are measured against: float64, of its shape without the last axis."""
+    """The denominators of the errors of ``expected``'s rows: float64, of its shape without the last axis."""
     norms = expected.detach().double().norm(dim=-1) if expected.dim() else expected.detach().double().abs()
     return norms.clamp(min=SMALL_ROW * float(norms.square().mean().sqrt()))
 
@@ -108,8 +108,8 @@ def assert_parity(
 
 
 EARLY = 16
-"""In the gradient of a query that sees this many keys or fewer the terms cancel, wholly where it sees one: what is left is
-rounding, in whatever kernel, and has no meaning relative to the gradient."""
+"""In the gradient of a query that sees this many keys or fewer the terms cancel, entirely where it sees one: the rest is
+rounding, in any kernel, and has no meaning relative to the gradient."""
 
 
 @torch.no_grad()
@@ -121,10 +121,10 @@ def query_gradient_terms(
     softmax_scale: float,
     hidden: torch.Tensor,
 ) -> torch.Tensor:
-    """How large the terms are that cancel in a query's gradient: norms ``[S, B, H]``, float64.
+    """Magnitude of the terms that cancel in a query's gradient: norms ``[S, B, H]``, float64.
 
-    They are those of ``scale · Σ_j p_j (do·v_j − Σ_i p_i do·v_i) k_j`` with all products of magnitudes. Legend: S queries, T
-    keys, B batch, H heads, K query-key width, V value width; ``do`` is the gradient of the output.
+    The norms of ``scale · Σ_j p_j (do·v_j − Σ_i p_i do·v_i) k_j`` with all factors replaced by magnitudes. Legend: S queries,
+    T keys, B batch, H heads, K query-key width, V value width; ``do`` is the gradient of the output.
 
     Args:
         hidden: bool, broadcastable to [B, H, S, T]; each query sees at least one key.

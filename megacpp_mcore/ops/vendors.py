@@ -1,4 +1,4 @@
-"""The import firewall of kernels that other packages bring: where each entry point is, and whether it runs here.
+"""The import firewall for other packages' kernels: where each entry point is, and whether it runs here.
 
 No other module of the package names one of these packages. All of them are optional, and none is imported before it is
 probed or called; a probe compiles and runs the smallest call, forward and backward, and compares it with plain PyTorch.
@@ -41,10 +41,10 @@ ENTRIES: Mapping[str, str] = MappingProxyType(
         "liger": "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy",
     }
 )
-"""Every entry point by its name here: ``module:attribute``."""
+"""Every entry point, ``module:attribute``, by our name for it."""
 
 TOLERANCE = 5e-2
-"""The largest error of a row of a probe's results, 16-bit against float32: unfused code in bf16 is off by 2e-2."""
+"""Largest row error allowed in a probe's results, 16-bit against float32: unfused code in bf16 has 2e-2."""
 
 
 def entry(name: str) -> Callable[..., Any]:
@@ -83,13 +83,13 @@ def tried(
     truth: Callable[..., torch.Tensor],
     leaves: Callable[[], Sequence[torch.Tensor]],
 ) -> ProbeResult:
-    """Whether ``call`` gives what ``truth`` gives, forward and backward, on this machine's GPU.
+    """Whether ``call`` agrees with ``truth``, forward and backward, on this machine's GPU.
 
     Args:
-        what: the call in words.
-        call: takes the leaves.
-        truth: the same by plain PyTorch, which takes them in float32.
-        leaves: makes what is differentiated, on the GPU, in 16 bits.
+        what: description of the call, for messages.
+        call: the function under test, of the leaves.
+        truth: the same in plain PyTorch, of the leaves in float32.
+        leaves: creates the differentiable inputs, on the GPU, in 16 bits.
     """
     if not torch.cuda.is_available():
         return ProbeResult(False, "torch sees no CUDA device")

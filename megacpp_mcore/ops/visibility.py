@@ -1,4 +1,4 @@
-"""Who sees whom in attention: Megatron's mask, causality, selected keys, and the chunks of queries to work in.
+"""Visibility in attention: Megatron's mask, causality, selected keys; and the chunks of queries to process.
 
 Shape legend: S queries, T keys, B batch, H heads, N selected keys per query.
 """
@@ -9,7 +9,7 @@ import torch
 
 from megacpp_mcore.errors import ModelError
 
-# Elements of one [B, H, chunk, T] block of scores: 256 MiB in fp32. The backward pass holds a handful of such blocks.
+# Elements of one [B, H, chunk, T] block of scores: 256 MiB in fp32. The backward pass holds several such blocks.
 SCORE_BLOCK_ELEMENTS = 2**26
 
 
@@ -19,7 +19,7 @@ def query_chunks(num_queries: int, elements_per_query: int, budget: int, query_c
     Args:
         num_queries: number of queries, at least one.
         elements_per_query: size of the largest temporary that one query needs, in elements.
-        budget: wanted size of that temporary for a whole chunk, in elements; used when ``query_chunk`` is None.
+        budget: target size of that temporary for a whole chunk, in elements; used when ``query_chunk`` is None.
         query_chunk: number of queries in a chunk, or None to choose it from the budget. It changes the memory that is
             needed and never the result beyond rounding.
 
@@ -66,14 +66,14 @@ def check_square(num_queries: int, num_keys: int) -> None:
 def visible_keys(
     rows: range, num_keys: int, *, attention_mask: torch.Tensor | None, causal: bool, device: torch.device
 ) -> torch.Tensor:
-    """Say which keys some of the queries see.
+    """Return which keys some of the queries see.
 
     Args:
         rows: the queries, as a range of positions.
-        num_keys: number of keys to answer for; the mask may hold more.
+        num_keys: number of keys in the result; the mask may have more.
         attention_mask: a mask that ``check_mask`` accepts, or None.
         causal: whether query i sees only keys 0..i.
-        device: where to build the answer.
+        device: device of the result.
 
     Returns:
         bool tensor of shape [1 or B, len(rows), num_keys], True = visible.

@@ -1,4 +1,4 @@
-"""DotProductAttention on Megatron's layout and on heads first, and what it is not asked to do.
+"""DotProductAttention in Megatron's layout and with heads first, and the features that this wrapper lacks.
 
 Shape legend: S queries, T keys, B batch, H heads, G groups of shared keys and values (H is a multiple), K query-key width,
 V value width. Rotary embedding is applied before the call.
@@ -25,14 +25,14 @@ CANNOT: Mapping[str, str] = MappingProxyType(
         "softcap": "a soft cap of the scores, before 2.20",
     }
 )
-"""What a layer may need and this wrapper does not do, with why; whoever needs one of these takes another backend."""
+"""Features that a layer may need and this wrapper lacks, each with the reason; they require another backend."""
 
 
 def lacking(**needs: Any) -> str | None:
     """Why a call with ``needs`` (of :data:`CANNOT`, None or 0: not needed) cannot run here; None if it can.
 
     Raises:
-        ModelError: a need is none of these.
+        ModelError: a need is not in :data:`CANNOT`.
     """
     for name in needs:
         if name not in CANNOT:
@@ -54,9 +54,9 @@ def attend(
     causal: bool = True,
     **needs: Any,
 ) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` by head, as Transformer Engine chooses its kernel: fused, or unfused where none covers it.
+    """``softmax(scale · q kᵀ) v`` by head; Transformer Engine chooses a fused kernel, or its unfused one where none applies.
 
-    float32 has no fused kernel there, and is computed by its unfused one.
+    float32 has no fused kernel and runs unfused.
 
     Args:
         q_SBHK, k_TBGK, v_TBGV: sequence first; G divides H.

@@ -1,7 +1,7 @@
 """A whole attention block of Transformer Engine's classes: LayerNormLinear, DotProductAttention, Linear, LayerNormMLP.
 
-For patterns of one's own: pre-norm attention with grouped queries, then a feed-forward layer, each with its residual. The order
-is Transformer Engine's own, so that what is saved for the backward pass is its to decide.
+For custom layer patterns: pre-norm attention with grouped queries, then a feed-forward layer, each with its residual. The order
+is Transformer Engine's own, which therefore decides what is saved for the backward pass.
 
 Shape legend: S sequence (of this rank: the whole of it, or its part under sequence parallelism), B batch, D hidden, H query
 heads, G groups of shared keys and values, K head width.
@@ -18,7 +18,7 @@ from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.te import imports
 
 ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "swiglu": "swiglu", "geglu_tanh": "geglu"}
-"""Functions that LayerNormMLP has, with its names of them: its GELU is the tanh form."""
+"""Activations of LayerNormMLP, with its names for them: its GELU is the tanh form."""
 
 
 def split_sizes(heads: int, groups: int, width: int) -> dict[str, int]:
@@ -29,10 +29,10 @@ def split_sizes(heads: int, groups: int, width: int) -> dict[str, int]:
 def tensor_parallel_rows(weight_OI: torch.Tensor, sizes: Mapping[str, int], rank: int, size: int) -> list[torch.Tensor]:
     """Rank ``rank``'s rows of a QKV weight, segment by segment: each rank has whole heads of every segment.
 
-    A cut of all the rows at once would give the first ranks queries alone.
+    Splitting all rows at once would give the first ranks queries alone.
 
     Raises:
-        ModelError: the rows are not those of the segments, or a segment cannot be cut so.
+        ModelError: the rows are not those of the segments, or a segment cannot be split evenly.
     """
     if weight_OI.shape[0] != sum(sizes.values()) or any(rows % size for rows in sizes.values()):
         raise ModelError(

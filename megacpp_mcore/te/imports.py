@@ -1,10 +1,10 @@
 """The import firewall of Transformer Engine: availability, switches, and every entry point that this package uses.
 
-Importing this module imports neither torch nor Transformer Engine. No other module of the package names one of its modules;
-Megatron's own wrappers of it (``megatron.core.extensions``) are Megatron's, and import it by themselves.
+Importing this module imports neither torch nor Transformer Engine. No other module of the package names a Transformer Engine
+module; Megatron's own wrappers (``megatron.core.extensions``) import it on their own.
 
-Read against Transformer Engine 2.17 to 2.20. Of the entry points below none was renamed among these; an entry that is, gets
-its older place as one more path.
+Checked against Transformer Engine 2.17 to 2.20, which renamed none of the entry points below; an entry that is renamed gets its
+older path as an alternative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacpp_mcore.util.nearest import nearest
 from megacpp_mcore.util.probe import ProbeResult, probe_import
 
 DISABLE_TE = "MEGACPP_DISABLE_TE"
-"""The environment variable that takes Transformer Engine away from whatever this package chooses: 1 or 0."""
+"""The environment variable that keeps this package from using Transformer Engine: 1 or 0."""
 
 TRANSFORMER_ENGINE = "transformer_engine"
 
@@ -57,18 +57,18 @@ ENTRIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "TERowParallelLinear": (f"{_MEGATRON}:TERowParallelLinear",),
     }
 )
-"""Every entry point by its name here: ``module:attribute``, the first that is there. Megatron's are its wrappers."""
+"""Every entry point by our name for it: ``module:attribute``, the first that exists. Megatron's are its wrappers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What of Transformer Engine a run may use, or is to use; each may be given under ``transformer_engine``.
+    """The features of Transformer Engine that a run may use, or has to; each may be set under ``transformer_engine``.
 
     Attributes:
-        enabled: whether any of it; false is ``MEGACPP_DISABLE_TE=1`` for this run.
+        enabled: whether any may be used; false is ``MEGACPP_DISABLE_TE=1`` for this run.
         attention: whether the backend ``te`` of the op ``mla`` may be chosen.
         experts: whether the backend ``te`` of the ops ``grouped_mlp`` and ``routed_mlp`` may be chosen.
-        permute: whether that of ``routed_mlp`` may, which brings tokens to expert order.
+        permute: whether its permutation of tokens to expert order may be used, which ``te`` of ``routed_mlp`` needs.
         block: whether :class:`megacpp_mcore.te.block.Block` may be built.
         mtp: whether the feed-forward of the MTP block has its norm inside of the first linear layer. Checkpoints stay.
         linear: whether dense linear layers of a model built with ``--transformer-impl local`` are replaced.
@@ -89,7 +89,7 @@ _switches: dict[str, Any] = {"features": Features(), "source": ""}
 
 
 def configure(features: Features | None, source: str = "") -> None:
-    """Set the switches of this process; ``source`` is where they are from, for messages. None: the defaults."""
+    """Set the switches of this process; ``source`` is where they come from, for messages. None: the defaults."""
     _switches.update(features=features or Features(), source=source)
 
 
@@ -116,14 +116,14 @@ def disabled() -> str:
 
 
 def available() -> ProbeResult:
-    """Whether Transformer Engine works here and is not disabled; never raises for what is (not) installed."""
+    """Whether Transformer Engine works here and is not disabled; never raises for a missing or broken installation."""
     reason = disabled()
     return ProbeResult(False, reason) if reason else _installed()
 
 
 @functools.cache
 def _installed() -> ProbeResult:
-    """Whether its PyTorch part imports: a bare ``transformer-engine``, which has no compiled part, is as good as none."""
+    """Whether its PyTorch part imports; a bare ``transformer-engine``, without the compiled part, does not count."""
     return probe_import(_PYTORCH)
 
 

@@ -1,8 +1,8 @@
-"""Replacement of dense linear layers by Transformer Engine's in a built model: a list of what stays, and a report.
+"""Replacement of dense linear layers by Transformer Engine's in a built model, with a list of exclusions and a report.
 
-A whitelist of kinds, then a pinned list of exclusions by name and by role: what is too small to win, shared with another
-module, or owned by a wrapper stays as it is. Parameters are handed over, not copied: names, values, attributes and checkpoints
-of a replaced layer are those it had.
+A whitelist of kinds, then a fixed list of exclusions by name and by role: layers that are too small to gain, shared with
+another module, or owned by a wrapper stay unchanged. Parameters are moved, not copied: a replaced layer keeps its names,
+values, attributes and checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"indexer", "indexer, which selects keys"),
     (r"(^|[._])experts\.", "routed expert, whose products are grouped"),
 )
-"""Patterns of module names that stay, each with what it is; searched in the whole dotted name."""
+"""Patterns of module names that stay, each with a description; searched in the whole dotted name."""
 
 _OWNERS = ("LoRA", "Adapter", "Wrapper", "Parametrized")
 """Parts of class names of modules that own a linear layer inside of them."""
@@ -39,7 +39,7 @@ _OWNERS = ("LoRA", "Adapter", "Wrapper", "Parametrized")
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one linear layer; ``why`` is empty if it is replaced."""
+    """Decision about one linear layer; ``why`` is empty if it is replaced."""
 
     name: str
     kind: str

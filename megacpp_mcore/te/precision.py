@@ -1,13 +1,14 @@
-"""FP8 scopes of a run: which layers' dense products take FP8 operands, with which scales, and who recomputes them.
+"""FP8 scopes of a run: which layers' dense products use FP8 operands, with which scales, and who recomputes them.
 
-A scope is one entry of Transformer Engine's ``autocast`` around a module of one layer, or around a group of layers. It is never
-entered twice: a second scope inside of the first would change recipe and reduction in silence. A group that touches the BF16
-zone, the first and last layers, is BF16 whole. Evaluation is BF16. Inside of a scope the indexer and what else must not be FP8
-run in a hole (:data:`HELD`). Embeddings, heads, MTP, R layers and routers are in no scope; M's projections, in a blanket one.
+A scope is one entry of Transformer Engine's ``autocast`` around a module of one layer, or around a group of layers. Scopes do
+not nest: an inner one would silently change recipe and reduction. A group that includes a layer of the BF16 zone, the first and
+last layers, is BF16 as a whole. Evaluation is BF16. Inside a scope, the indexer and other modules that must not be FP8 run with
+it switched off (:data:`HELD`). Embeddings, heads, MTP, R layers and routers are in no scope; M's projections only with
+``blanket``.
 
-``delayed`` scaling keeps a history of maxima for each tensor and rolls all of them at the end of each scope: it is as long as
-the process has scopes, times :attr:`FP8.history`, and so covers that many micro-batches. ``current`` and ``block`` keep nothing
-from call to call. Source: Transformer Engine 2.17 to 2.20, ``pytorch/quantization.py``.
+``delayed`` scaling keeps a history of maxima for each tensor and rolls all of them at the end of each scope: its length is the
+number of the process's scopes times :attr:`FP8.history`, and so covers that many micro-batches. ``current`` and ``block`` keep
+nothing between calls. Source: Transformer Engine 2.17 to 2.20, ``pytorch/quantization.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RECIPES = {
     "block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
     "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
 }
-"""Each recipe's class, and what says whether this machine can run it."""
+"""Each recipe's class, and the function that says whether this machine can run it."""
 
 HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
 """Names of modules that stay in BF16 inside of a scope."""
@@ -42,13 +43,13 @@ _HOPPER = 9
 
 @dataclass(frozen=True, kw_only=True)
 class FP8:
-    """The FP8 of dense products; each may be given under ``fp8``. Routed experts have a file of their own (docs/fp8.md).
+    """FP8 settings of dense products; each may be set under ``fp8``. For routed experts see docs/fp8.md.
 
     Attributes:
-        recipe: ``delayed``, ``current``, ``block`` or ``mxfp8`` (Blackwell alone); None: no FP8 here.
-        attention: whether the projections of A layers run in it.
+        recipe: ``delayed``, ``current``, ``block`` or ``mxfp8`` (Blackwell only); None: no FP8 here.
+        attention: whether the projections of A layers run in FP8.
         shared_experts: whether those of the shared experts of E layers do.
-        blanket: whether the projections of M layers do, too: everything that can. Receipts say so.
+        blanket: whether the projections of M layers do, too: everything that can. Receipts record it.
         first, last: how many layers at each end stay in BF16, at least 1.
         history: micro-batches that the maxima of ``delayed`` are kept for.
     """
@@ -68,7 +69,7 @@ class FP8:
 
     @property
     def label(self) -> str:
-        """As receipts name it."""
+        """The name in receipts."""
         if self.recipe is None:
             return "none"
         named = {"A": "attention", "E": "shared experts", "M": "Mamba projections"}
@@ -80,15 +81,15 @@ _counts: Counter[str] = Counter()
 
 
 def counts() -> dict[str, int]:
-    """Scopes entered in this process so far, those of groups left in BF16, and those inside of a CUDA graph's capture."""
+    """Scopes entered in this process so far, those of groups left in BF16, and those during a CUDA graph's capture."""
     return {name: _counts[name] for name in ("entered", "bf16", "captured")}
 
 
 def check_machine(recipe: str) -> None:
-    """Refuse a recipe that is not known, that this Transformer Engine lacks, or that this GPU cannot run.
+    """Refuse a recipe that is unknown, that this Transformer Engine lacks, or that this GPU cannot run.
 
     Raises:
-        ModelError: the recipe is none, or is not for this GPU.
+        ModelError: the recipe is unknown, or is not for this GPU.
         BackendError: Transformer Engine is not there, or has no such recipe.
     """
     import torch
@@ -108,10 +109,10 @@ def check_machine(recipe: str) -> None:
 
 
 def check_run(fp8: FP8, config: Any, *, rows: int | None = None) -> None:
-    """Refuse what contradicts the scopes, before anything is built.
+    """Refuse settings that contradict the scopes, before anything is built.
 
     Args:
-        fp8: what the run asks for.
+        fp8: the run's settings.
         config: Megatron's TransformerConfig.
         rows: of a micro-batch on this rank, where that is known.
 
@@ -153,7 +154,7 @@ class Scopes:
     """The FP8 scopes of a model's layers.
 
     Args:
-        fp8: what the run asks for; its recipe is not None.
+        fp8: the run's settings; its recipe is not None.
         depth: layers of the whole model, of which the ends are the BF16 zone.
     """
 
@@ -172,12 +173,12 @@ class Scopes:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether scales depend on earlier calls, so that recompute has to bring them back."""
+        """Whether scales depend on earlier calls, so that recompute has to restore them."""
         return self.fp8.recipe == "delayed"
 
     @contextlib.contextmanager
     def group(self, numbers: Iterable[int], *, amax_group: Any = None, training: bool = True) -> Iterator[bool]:
-        """One scope around layers ``numbers``; gives whether it is FP8. BF16 whole if one is in the zone, or in evaluation.
+        """One scope around layers ``numbers``; yields whether it is FP8: not if one is in the BF16 zone, nor in evaluation.
 
         Args:
             numbers: of the layers, from 1 over all pipeline stages.
@@ -185,8 +186,8 @@ class Scopes:
             training: whether the layers are in training.
 
         Raises:
-            ModelError: a scope is entered inside of another, or delayed scaling is recomputed by another than
-                Transformer Engine.
+            ModelError: a scope is entered inside another, or delayed scaling is recomputed by other means than Transformer
+                Engine's.
         """
         import torch
 
@@ -221,7 +222,7 @@ class Scopes:
             Names of the linear layers in FP8; none in the zone, where nothing is changed.
 
         Raises:
-            ModelError: there is nothing of Transformer Engine in it, or a width is not a multiple of 16.
+            ModelError: it has no module of Transformer Engine, or a width is not a multiple of 16.
         """
         if self.in_zone(number):
             return ()
@@ -237,8 +238,8 @@ class Scopes:
         check_amax_group(group, inside.values(), f"layer {number}")
         for name, one in found.items():
             if name in inside:
-                # Megatron marks a step's first micro-batch under its own FP8 alone; without it, and without this, Transformer
-                # Engine would multiply by the first quantised copy of the weight for ever.
+                # Megatron marks a step's first micro-batch only under its own FP8; without that, and without this, Transformer
+                # Engine would reuse the first quantised copy of the weight forever.
                 one.disable_parameter_transpose_cache = True
             else:
                 _bind(one, lambda _: imports.entry("autocast")(enabled=False))
@@ -296,10 +297,10 @@ def _tensor_parallel(module: Any) -> Any:
 
 
 def check_amax_group(group: Any, modules: Iterable[Any], where: str) -> None:
-    """Refuse a group for the maxima that is not the ranks that own the weights of ``modules``; None stands for this rank.
+    """Refuse a group for the maxima other than the ranks that own the weights of ``modules``; None stands for this rank.
 
     Raises:
-        ModelError: it is another; with both.
+        ModelError: it is another; the message names both.
     """
     import torch
 
@@ -316,7 +317,7 @@ def check_amax_group(group: Any, modules: Iterable[Any], where: str) -> None:
 
 
 def _bind(module: Any, scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-    """Run the module's forward pass, as it is now, in ``scope`` of the module; a deep copy has its own."""
+    """Run the module's present forward pass in ``scope`` of the module; a deep copy enters its own scope."""
     function = module.forward.__func__
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""Quantised tensors: recognised by type, refused where they would be dequantised in silence, and counted where they are.
+"""Quantised tensors: recognised by type, refused where they would be dequantised silently, and counted where they are.
 
-A quantised tensor of Transformer Engine says that its dtype is bfloat16, and answers any operation that it has no kernel for by
-dequantising itself. So it is the class that tells, and every such answer is counted.
+A quantised tensor of Transformer Engine reports bfloat16 as its dtype, and dequantises itself for any operation that it has no
+kernel for. So they are recognised by class, and every dequantisation is counted.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def refuse(**named: torch.Tensor | None) -> None:
-    """Raise ModelError if one of the tensors is quantised: for ops that take none, and would dequantise it.
+    """Raise ModelError if one of the tensors is quantised: for ops that do not support it, and would dequantise it.
 
     Raises:
-        ModelError: one of them is; with its name and class.
+        ModelError: one of them is; the message has its name and class.
     """
     for name, tensor in named.items():
         if tensor is not None and is_quantized(tensor):
@@ -58,7 +58,7 @@ def watch() -> None:
 
 
 def counting(dequantize: Callable[..., Any]) -> Callable[..., Any]:
-    """``dequantize``, a method, counted; one that calls another counts once."""
+    """The method ``dequantize``, wrapped to count its calls; nested calls count once."""
 
     @functools.wraps(dequantize)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def counting(dequantize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count() -> int | None:
-    """How often a quantised tensor was dequantised since :func:`watch`; None where nobody watches, as nothing is quantised."""
+    """How often a quantised tensor was dequantised since :func:`watch`; None without it, as nothing is quantised."""
     return _counted["calls"] if _counted["watched"] else None
 
 

@@ -1,4 +1,4 @@
-"""Feature to class: what a switched-on feature of Transformer Engine is built from, None where it is off or not there."""
+"""Feature to class: the class behind each enabled feature of Transformer Engine, None where it is off or unavailable."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CLASSES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "experts": ("experts", "GroupedLinear"),
     }
 )
-"""Each slot with the feature that it belongs to and its entry point (:data:`megacpp_mcore.te.imports.ENTRIES`)."""
+"""Each slot with its feature and entry point (:data:`megacpp_mcore.te.imports.ENTRIES`)."""
 
 
 def specs() -> dict[str, type | None]:
-    """Every slot of :data:`CLASSES` with its class; None: build your own there."""
+    """Every slot of :data:`CLASSES` with its class; None: use another class there."""
     return {
         slot: imports.entry(name) if imports.feature(feature).ok else None for slot, (feature, name) in CLASSES.items()
     }
 
 
 def text() -> str:
-    """One line a slot for people: the class, or why there is none."""
+    """One human-readable line per slot: the class, or why there is none."""
     found, lines = specs(), []
     for slot, (feature, name) in CLASSES.items():
         said = name if found[slot] is not None else f"none: {imports.feature(feature).reason}"

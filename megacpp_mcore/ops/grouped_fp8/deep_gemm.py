@@ -1,6 +1,6 @@
 """The grouped FP8 product by DeepGEMM, and its probe.
 
-DeepGEMM compiles each shape on its first call and keeps it in a folder (``DG_JIT_CACHE_DIR``, by default ``~/.deep_gemm``).
+DeepGEMM compiles each shape on its first call and caches it in a folder (``DG_JIT_CACHE_DIR``, by default ``~/.deep_gemm``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sgl-deep-gemm 0.2.1 imports with torch 2.11, and its grouped calls fail an asser
 CACHE, NVRTC = "DG_JIT_CACHE_DIR", "DG_JIT_USE_NVRTC"
 
 _TOLERANCE = 1e-2
-"""RMS: both sides multiply the same E4M3 values; what differs is the rounding of sums, and of the output to bf16 (1.7e-3)."""
+"""RMS: both sides multiply the same E4M3 values; only the rounding of sums, and of the output to bf16 (1.7e-3), differs."""
 
 
 def grouped_product(
@@ -34,7 +34,7 @@ def grouped_product(
     """:func:`megacpp_mcore.ops.grouped_fp8.reference.grouped_product`, by its contiguous grouped kernel.
 
     Raises:
-        ModelError: as there.
+        ModelError: as the reference.
         BackendError: DeepGEMM does not import, or its call fails.
     """
     counts = reference.check(x_TI, x_scale_Ti, w_EOI, w_scale_Eoi, counts_E)
@@ -54,7 +54,7 @@ def grouped_product(
 
 @functools.cache
 def probe() -> ProbeResult:
-    """Whether one grouped call on this machine gives what plain PyTorch gives: it is run, and compared, once a process."""
+    """Whether one grouped call on this machine agrees with plain PyTorch: run and compared once per process."""
     found = probe_import("deep_gemm")
     if not found.ok:
         return found
@@ -73,7 +73,7 @@ def probe() -> ProbeResult:
 
 
 def record() -> dict[str, Any]:
-    """What a run's figures depend on: folder of compiled kernels, whether NVRTC compiles them, and what was seen working."""
+    """Settings that a run's figures depend on: folder of compiled kernels, use of NVRTC, and versions seen working."""
     return {
         "cache": os.environ.get(CACHE) or os.path.expanduser("~/.deep_gemm"),
         "nvrtc": os.environ.get(NVRTC, "0") == "1",

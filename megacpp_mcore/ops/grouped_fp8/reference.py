@@ -35,7 +35,7 @@ def check(
     """The rows of each expert.
 
     Raises:
-        ModelError: the operands are no E4M3 with such scales, or rows or widths are not multiples of 128.
+        ModelError: the operands are not E4M3 with such scales, or rows or widths are not multiples of 128.
     """
     kinds = {x_TI.dtype, w_EOI.dtype}
     x, w = tuple(x_TI.shape), tuple(w_EOI.shape)

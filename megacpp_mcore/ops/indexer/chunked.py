@@ -1,13 +1,13 @@
-"""What stock's DSA indexer has beyond ours, in bounded memory: its masks, its order of top-k, its KL losses.
+"""Features of megatron-core's DSA indexer beyond ours, in bounded memory: its masks, its top-k order, its KL losses.
 
 Shape legend: S queries, R queries of one chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys
 per query (top-k), A attention heads (of this rank), G key heads of the attention (1 or A), K attention head width.
 
-Wherever all S × T pairs are more than a chunk holds (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of
-them, and none has B·S·T elements except the result of :func:`indexer_scores`. Nothing here makes a GPU wait or copies from
-the host, so all of it can be captured in a CUDA graph. Scores and the gradient of the sparse loss are those of
-``reference.py``, which is the truth for causal masks; beyond it this module knows bounds by position, additive masks, scores
-without ReLU, stock's order of keys, targets made from the attention's query and key, and the dense loss.
+Where the S × T pairs exceed a chunk (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of them, and none
+has B·S·T elements except the result of :func:`indexer_scores`. Nothing here synchronises with a GPU or copies from the host,
+so a CUDA graph can capture all of it. Scores and the gradient of the sparse loss are those of ``reference.py``, which is the
+truth for causal masks; this module adds bounds by position, additive masks, scores without ReLU, stock's order of keys,
+targets computed from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
 """
@@ -108,7 +108,7 @@ def _inside(rows: range, starts_S: torch.Tensor, ends_S: torch.Tensor, position:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What the indexer's scores are made of: ``score[b, i, j] = Σ_h w[i, b, h] · relu(q[i, b, h] · k[j, b])``.
+    """Inputs of the indexer's scores: ``score[b, i, j] = Σ_h w[i, b, h] · relu(q[i, b, h] · k[j, b])``.
 
     Attributes:
         q_SBHD: indexer queries, rope applied.
@@ -154,7 +154,7 @@ class Indexer:
         return query_chunks(num_queries, batch * elements_per_query, BLOCK_ELEMENTS, query_chunk)
 
     def scores(self, k_BTD: torch.Tensor, rows: range) -> torch.Tensor:
-        """``score_BRT`` of a chunk; one block [B, R, H, T] is alive meanwhile."""
+        """``score_BRT`` of a chunk; one temporary [B, R, H, T]."""
         here = slice(rows.start, rows.stop)
         return score_block(self.q_SBHD[here], k_BTD.transpose(0, 1), self.w_SBH[here], self.relu)
 
@@ -324,7 +324,7 @@ def sparse_divergence(
     """``KL(target ‖ softmax(score))`` over each query's selected keys; DeepSeek-V3.2 report, equation 4.
 
     Args:
-        attention: gives the target.
+        attention: defines the target.
         best_BSN: scores of the selected keys.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
@@ -356,7 +356,7 @@ def dense_divergence(
 
     Args:
         indexer: what scores.
-        attention: gives the target.
+        attention: defines the target.
         rules: the rule of the selection, and the rule of the loss; the scores go through both, the target through the latter.
         query_chunk: as for :func:`select`.
 
@@ -380,7 +380,7 @@ def dense_divergence(
 def _selected(
     index_BSN: torch.Tensor, rule: KeyRule, rows: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of a chunk's selection: keys that can be gathered, which of them count, and their bias."""
+    """A chunk's selection as keys that can be gathered, which of them are valid, and their bias."""
     index = index_BSN[:, rows.start : rows.stop]
     at = index.clamp_min(0).long()
     return at, (index >= 0) & rule.valid_at(rows, at), rule.bias_at(rows, at)
@@ -426,7 +426,7 @@ def sparse_backward(
 
     Args:
         indexer: what scored.
-        attention: gives the target, which is a constant here.
+        attention: defines the target, which is a constant here.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
         weight_BS: the loss's gradient with respect to each query's divergence.
@@ -461,7 +461,7 @@ def dense_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Divergences over all keys that a query sees, and the gradients of ``Σ weight[b, i] · KL[b, i]``.
 
-    Arguments, and gradients in their order, as of :func:`sparse_backward`; before them divergence_BS in the compute dtype.
+    Returns divergence_BS in the compute dtype, then the gradients; arguments and gradients as in :func:`sparse_backward`.
     """
     heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
     k_BTD, key_BGTK, gradients = indexer.keys(), attention.keys(), _Gradients.of(indexer)
@@ -501,7 +501,7 @@ def dense_grad(
     Source: DeepSeek-V3.2 report, equation 3.
 
     Args:
-        q_SBHD, k_SBD, w_SBH: what the indexer's scores are made of.
+        q_SBHD, k_SBD, w_SBH: inputs of the indexer's scores.
         query_SBAK, key_SB1K: the attention that it learns, absorbed.
         weight: factor on the gradient of each query's divergence, a tensor of one.
         softmax_scale: of the attention.

@@ -14,12 +14,12 @@ from megacpp_mcore.errors import ModelError
 class DeferredScores(torch.Tensor):
     """A tensor of known shape, dtype and device, computed when an operation first reads it, and kept from then on.
 
-    Any torch operation reads it. What asks for its memory without an operation (``data_ptr``, ``numpy``) is refused, because
-    there is none; an operation's result (``scores + 0``) is an ordinary tensor.
+    Any torch operation reads it. Direct access to its memory (``data_ptr``, ``numpy``) is refused, because it has none; an
+    operation's result (``scores + 0``) is an ordinary tensor.
 
     Args:
-        compute: makes the scores; called at most once.
-        inputs: what it reads; scores are not made from an input that was changed in place meanwhile.
+        compute: computes the scores; called at most once.
+        inputs: the tensors that it reads; if one was changed in place in the meantime, computing the scores fails.
         shape: of the scores.
         dtype: of the scores.
         device: of the scores.

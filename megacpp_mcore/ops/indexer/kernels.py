@@ -1,10 +1,10 @@
-"""Triton kernels of the DSA indexer: scores of a chunk of queries, the best keys of each, and the gradient at those keys.
+"""Triton kernels of the DSA indexer: scores of a chunk of queries, each query's best keys, and the gradient at those keys.
 
 Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys of a query, R queries of a chunk,
-W places for keys in a chunk's rows.
+W columns of a chunk's rows of scores.
 
-Scores are kept in float32 between the two kernels of the selection. Keys that a query may not select have −∞ there, and all
-others a finite number, but for NaN: that is +∞, the highest.
+Between the two kernels of the selection, scores are float32: −∞ for keys that a query may not select, +∞, the highest, in
+place of NaN, and finite numbers otherwise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _HIGHEST = tl.constexpr(3.4028234663852886e38)
 """The highest finite number in float32, which stands for +∞; −∞ becomes the lowest."""
 
 _LOWEST_RANK = tl.constexpr(-0x7F800000)
-"""Of the lowest finite number."""
+"""Rank of the lowest finite number."""
 
 _BY_VALUE = tl.constexpr(24)
-"""Steps of a search that may go by the scores' values; further ones halve the numbers of float32 between its bounds."""
+"""Steps of the search that interpolate between the scores' values; later ones bisect the float32 numbers in between."""
 
 
 @triton.jit
 def _rank(x):
-    """An integer whose order is that of the numbers; −0 is not +0."""
+    """An integer with the same order as the float32 numbers, but with −0 below +0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -38,7 +38,7 @@ def _value(rank):
 
 @triton.jit
 def _negative(x):
-    """-1 where the sign is set, else 0: with a subtraction, a comparison that takes one instruction beside it."""
+    """-1 where the sign bit is set, else 0: after a subtraction, a comparison in one instruction."""
     return x.to(tl.int32, bitcast=True) >> 31
 
 
@@ -75,8 +75,8 @@ def score_keys(
 ):
     """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
 
-    The tiles that hold no key up to their queries are left as they are. W is a multiple of KEYS. ``x_s`` and the like are
-    strides. No sum is −0, since each begins at +0.
+    Tiles whose keys are all later than their queries are not written. W is a multiple of KEYS. ``x_s`` and the like are
+    strides. No score is −0, since accumulators start at +0.
     """
     r, j = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES), tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     b, d = tl.program_id(2).to(tl.int64), tl.arange(0, D)
@@ -124,13 +124,12 @@ def take_best(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The N best of each row of scores, in ascending order, then -1; equals go to the lower key. Program (query, batch).
+    """The N best keys of each row of scores, in ascending order, then -1; ties go to the lower key. Program (query, batch).
 
-    Which score is the lowest to take is found by a search between two numbers, kept as ranks: more than N keys have the lower
-    one or a better one, at most N the upper one or a better one. It ends when exactly N have, or when the two are neighbours:
-    then the keys with the lower one are equals, and the first of them are taken. Zero, the score of every key that no head
-    wants, is looked for at once. A row is read for each step, BLOCK scores at a time, and KEYS at a time when it is taken
-    from; it stays in the first cache.
+    The threshold is found by a search between two scores, kept as ranks: more than N keys reach the lower bound, at most N the
+    upper one. It ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys that
+    equal the lower one are ties, of which the first are taken. Zero, the score of every key that no head responds to, is tried
+    first. Each step reads the row, BLOCK scores at a time, and the final pass KEYS at a time; the row stays in the L1 cache.
     """
     r, b = rows - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = first + r
@@ -175,7 +174,7 @@ def take_best(
         step += 1
     wanted, take, equal_to = N - n_upper, _value(upper), _value(lower)
     index = index_BSN + (b * S + i) * N
-    # Not two branches, with ties and without: ptxas 12.8, which Triton 3.6 has, then placed some ties one place too low.
+    # One path, with or without ties: with two branches, ptxas 12.8 (Triton 3.6) placed some ties one position too low.
     n_above, n_equal = 0, 0
     for start in tl.range(0, end, KEYS):
         x = _scores(row, start, end, KEYS)
@@ -201,8 +200,8 @@ def _add(a, b, c, d):
 
 @triton.jit
 def _scored(q, w, k, k_s, index, target, start, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK selected keys of a query from ``start`` on: their rows, which of them there are, the keys, the logits of all heads,
-    the scores (−∞ where there is no key) and the target."""
+    """BLOCK selected keys of a query from ``start`` on: their rows, which are valid, the keys, the logits of all heads, the
+    scores (−∞ where not valid) and the target."""
     n = start + tl.arange(0, BLOCK)
     at = tl.load(index + n, mask=n < N, other=-1)
     valid = at >= 0
@@ -243,12 +242,12 @@ def learn(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Divergence of a query, the gradients of its q and w, and what it adds to that of the keys; program (query, batch).
+    """A query's divergence, the gradients of its q and w, and its contribution to that of the keys; program (query, batch).
 
-    ``weight`` points to the factor on the gradients. dq, dk (zeros at first) and dw are contiguous; dk is float32, or, where
-    ``units`` points to how many make 1, int64: integers have the same sum in every order. HEADS is H rounded up to a power of
-    two. The gradient of the logits is a factor of products, in the dtype of q: before, it is scaled to 1024 at most, so that
-    float16 has it.
+    ``weight`` points to the factor on the gradients. dq, dk (zeros at first) and dw are contiguous; dk is float32 or, with
+    ``units`` (pointer to the integer that stands for 1), int64, whose sum does not depend on the order. HEADS is H rounded up
+    to a power of two. The gradient of the logits, an operand in the dtype of q, is first scaled to at most 1024, to stay in
+    float16's range.
     """
     i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     h, d = tl.arange(0, HEADS), tl.arange(0, D)

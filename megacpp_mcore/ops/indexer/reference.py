@@ -107,16 +107,15 @@ def select(
 ) -> torch.Tensor:
     """Select the keys that each query attends to: the highest-scoring ones of its document up to itself.
 
-    Which keys those are, ties included, is :func:`causal_topk`'s to say. Scores are computed in float32 (float64 inputs: in
-    float64) and in chunks of queries: only as many of them are there at a time as fit in ``SCORE_BLOCK_ELEMENTS`` with their
-    heads. Inputs may be strided.
+    :func:`causal_topk` defines which keys those are, ties included. Scores are computed in float32 (float64 inputs: in float64)
+    and in chunks of queries, whose scores per head fit in ``SCORE_BLOCK_ELEMENTS``. Inputs may be strided.
 
     Args:
         q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`, T == S.
         topk: keys to select; values over T act as T.
         seq_idx_BS: number of each row's document, int32, or None: one document a row of the batch.
         query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
-        run_block: what runs in place of :func:`score_block`, such as a compiled version of it; None runs it as it is.
+        run_block: replaces :func:`score_block`, for example by a compiled version; None: no replacement.
 
     Returns:
         index_BSN as of :func:`causal_topk`.
@@ -198,7 +197,7 @@ def causal_topk(
     visible = visible_keys(rows, num_keys, attention_mask=None, causal=True, device=score_BRT.device)
     if seq_idx_BS is not None:
         visible = visible & (seq_idx_BS[:, rows.start : rows.stop, None] == seq_idx_BS[:, None, :])
-    # Adding 0 turns −0 into +0, which some sort kernels tell apart; the clamp keeps a visible −inf above the hidden.
+    # Adding 0 turns −0 into +0, which some sort kernels distinguish; the clamp keeps a visible −inf above hidden keys.
     ranked_BRT = (score_BRT + 0.0).clamp_min(torch.finfo(score_BRT.dtype).min).masked_fill(~visible, float("-inf"))
     best_BRN = ranked_BRT.argsort(dim=-1, descending=True, stable=True)[..., : min(topk, num_keys)]
     is_visible_BRN = visible.expand_as(score_BRT).gather(-1, best_BRN)
@@ -221,8 +220,8 @@ def through_heads(
 
 
 Selected = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""Of a chunk of queries: ``index_BRN``, the target p over these keys (which sums to 1, or is 0), ``weight_BR`` of each query's
-divergence, and what is added to the scores, ``bias_BRN`` or None."""
+"""For a chunk of queries: ``index_BRN``, the target p over these keys (which sums to 1, or is 0), ``weight_BR`` of each query's
+divergence, and ``bias_BRN``, added to the scores, or None."""
 
 
 @torch.no_grad()
@@ -239,7 +238,7 @@ def selected_gradient(
 
     Args:
         q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`.
-        selected: says of a chunk what is selected, and what the target is.
+        selected: returns a chunk's selection and target (:data:`Selected`).
         chunks: the queries in chunks.
         relu: whether ``q·k`` goes through ReLU.
 

@@ -1,4 +1,4 @@
-"""How attention trains the indexer: a sum of targets that fills in the backward pass, and the node that spends it.
+"""How attention trains the indexer: targets accumulated in the backward pass, and the autograd node that consumes the sum.
 
 No target is computed in the forward pass. Every layer that attends to a Full layer's selection recomputes its attention
 probabilities in its backward pass anyway, and adds them to the selection's :class:`TargetSum` there. :func:`training_token`
@@ -88,8 +88,8 @@ def training_token(
     """A zero whose backward pass trains the indexer.
 
     Args:
-        q_SBHD, k_TBD, w_SBH: what the indexer's scores are made of.
-        index_BSN: what was selected by them; None where every key is attended to.
+        q_SBHD, k_TBD, w_SBH: inputs of the indexer's scores.
+        index_BSN: the keys selected by them; None where every key is attended to.
         learn: called in the backward pass with these four and the token's gradient, which is the factor that the schedule puts
             on the loss (a tensor of one); returns the gradients of q, k and w.
     """

@@ -1,11 +1,11 @@
-"""The DSA indexer's ops by Triton kernels: what :func:`~megacpp_mcore.ops.indexer.reference.select` and
-:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad` compute, on a GPU.
+"""The DSA indexer's ops by Triton kernels on a GPU: :func:`~megacpp_mcore.ops.indexer.reference.select` and
+:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`.
 
 Legend: S queries, T keys, B batch, H indexer heads, D indexer head width, N selected keys of a query.
 
-The selection takes a chunk of queries at a time (:func:`chunks`): one launch scores all their keys up to themselves, the next
-takes the best of each row. It gives the same bits for the same inputs. The gradient is one launch, a program a query, which
-adds its part to the gradient of k by atomic additions.
+The selection processes chunks of queries (:func:`chunks`): one launch scores all keys up to each query, the next takes the best
+of each row. The same inputs give the same bits. The gradient is one launch, one program per query, which accumulates into the
+gradient of k atomically.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megacpp_mcore.ops.sums import integer_unit
 from megacpp_mcore.ops.visibility import check_square
 
 HEAD_DIM, MOST_HEADS = 64, 64
-"""The head width, and for the gradient the most heads, that the kernels are compiled for without a spill, and compared with
-the reference at."""
+"""The head width, and for the gradient the most heads, for which the kernels compile without a spill and are tested against
+the reference."""
 
 QUERIES, KEYS = 64, 128
-"""Of a tile of scores: one warp group's product, whose result and running sum leave registers for three programs."""
+"""Tile of scores: one warp group's product, whose result and accumulator leave registers for three programs."""
 
 SCRATCH = 2**24
-"""Scores of a chunk, of four bytes: 64 MiB."""
+"""Scores of a chunk: 64 MiB in float32."""
 
 SCORE_KEYS = {"D": HEAD_DIM, "QUERIES": QUERIES, "KEYS": KEYS, "STAGES": 3, "num_warps": 4, "num_stages": 3}
 TAKE_BEST = {"KEYS": KEYS, "BLOCK": 1024, "num_warps": 1, "num_stages": 1}
-"""How the kernels of the selection are launched. A row of scores has one warp, which waits for no other."""
+"""Launch options of the selection. One warp per row of scores, so that none waits for another."""
 
 
 def learn(heads: int, selected: int, deterministic: bool) -> dict[str, int]:
-    """How :func:`kernels.learn` is launched: with all selected keys at a time where the registers hold them."""
+    """Launch options of :func:`kernels.learn`: all selected keys in one block where the registers suffice."""
     padded = max(16, triton.next_power_of_2(heads))
     block = max(64, triton.next_power_of_2(selected))
     block = 64 if padded > 32 or deterministic else block if block <= 256 else 128
@@ -47,7 +47,7 @@ def learn(heads: int, selected: int, deterministic: bool) -> dict[str, int]:
 
 
 class Chunk(NamedTuple):
-    """Queries whose scores are held together: rows of the batch, rows of the sequence, and places in a row of scores."""
+    """Queries whose scores are in memory together: rows of the batch, rows of the sequence, and columns of scores."""
 
     batch: slice
     first: int
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(num_queries: int, batch: int) -> Iterator[Chunk]:
-    """Cut the queries into chunks of :data:`SCRATCH` scores or fewer, and at least a tile's queries."""
+    """Cut the queries into chunks of at most :data:`SCRATCH` scores, but at least a tile's queries."""
     longest = triton.cdiv(num_queries, KEYS) * KEYS
     together = min(batch, max(1, SCRATCH // (QUERIES * longest)))
     for start in range(0, batch, together):
@@ -78,12 +78,12 @@ def select(
     topk: int,
     seq_idx_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Select as the reference's ``select`` does, from scores whose products of q and k have the dtype of q; sums are float32.
+    """The reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
 
-    Inputs may be strided. The scores of at most :data:`SCRATCH` pairs, or of one tile's queries, are there at a time.
+    Inputs may be strided. At most :data:`SCRATCH` scores, or those of one tile's queries, exist at a time.
 
     Raises:
-        ModelError: as the reference, and for sizes or dtypes that the kernels do not take.
+        ModelError: as the reference, and for sizes or dtypes that the kernels do not support.
     """
     check_indexer(q_SBHD, k_TBD, w_SBH)
     (S, B, H, _), T = q_SBHD.shape, len(k_TBD)
@@ -118,13 +118,13 @@ def indexer_grad(
     target_BSN: torch.Tensor,
     coefficient: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss and the gradients that the reference's ``indexer_grad`` gives; products have the dtype of q, sums are float32.
+    """The reference's ``indexer_grad``; operands of products have the dtype of q, accumulators are float32.
 
-    Inputs may be strided. Under ``torch.use_deterministic_algorithms`` the gradient of k is the same bits each time, too: it is
-    summed in integers instead of in whatever order its parts come, at a quarter of the speed.
+    Inputs may be strided. Under ``torch.use_deterministic_algorithms`` the gradient of k is bitwise reproducible, too: it is
+    summed in integers instead of in no fixed order, at a quarter of the speed.
 
     Raises:
-        ModelError: as the reference, and for sizes or dtypes that the kernels do not take.
+        ModelError: as the reference, and for sizes or dtypes that the kernels do not support.
     """
     check_indexer(q_SBHD, k_TBD, w_SBH)
     check_gradient(q_SBHD, index_BSN, target_BSN)
@@ -152,9 +152,9 @@ def indexer_grad(
 
 
 def _units(q: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """How many integers make 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
+    """The integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
 
-    Of a query's probabilities no two differ by more than 1: its part is at most ``weight · Σ_h |w · q|``.
+    Two probabilities differ by at most 1, so that a query adds at most ``weight · Σ_h |w · q|``.
     """
     largest = weight.abs() * w.abs().amax().float() * q.abs().amax().float() * q.shape[2]
     return integer_unit(len(q) * largest)
@@ -166,7 +166,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_kernels(q_SBHD: torch.Tensor, k_TBD: torch.Tensor) -> None:
-    """Refuse what no kernel was built and tested for."""
+    """Refuse sizes and dtypes for which no kernel was built and tested."""
     if not len(q_SBHD):
         raise ModelError("there are 0 queries, expected at least one; do not call the op for an empty sequence")
     if q_SBHD.dtype != k_TBD.dtype or q_SBHD.dtype not in (torch.bfloat16, torch.float16):

@@ -1,11 +1,11 @@
 """Triton kernels of Mamba-3: tables, the state between segments, the scan inside them, and the gradients of all three.
 
-Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R rank, A rotation angles. A *segment* of T tokens is
-what one program works through; a *chunk* of L tokens is one step of it, M = L·R rows, rank-major (row r·L + t), so that a
-sum over ranks stays in a thread. S is padded to ``SP``, a multiple of T, by tokens that add nothing and decay nothing.
+Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R rank, A rotation angles. One program processes a
+*segment* of T tokens, in steps of a *chunk* of L tokens: M = L·R rows, rank-major (row r·L + t), so that a sum over ranks
+stays in a thread. S is padded to ``SP``, a multiple of T, by tokens that add nothing and decay nothing.
 
-The state axis is *interleaved* everywhere inside: columns 2i and 2i + 1 are plane i of the rotation. What MIMO pairs by
-halves is put in that order once, where B and C are normed.
+The state axis is *interleaved* inside the kernels: columns 2i and 2i + 1 are plane i of the rotation. MIMO's pairing by halves
+is reordered once, where B and C are normed.
 
 Tables: ``la`` [B, H, SP] the inclusive sum of log2 decays in a chunk, ``w`` and ``gamma`` [B, H, SP] of the reference's
 docstring, ``turns`` [B, H, SP, 2A] the cosine and the sine of each angle side by side, ``bn`` and ``cn`` [B, G, R, SP, N]
@@ -26,7 +26,7 @@ from megacpp_mcore.ops.assembly import INTERPRETED, exp2
 LOG2E = tl.constexpr(1.4426950408889634)
 PI = tl.constexpr(3.141592653589793)
 FORGET = tl.constexpr(-160.0)
-"""The log2 decay that a document's first token adds to its own: 2^-160 is 0 in float32, so nothing before it is seen."""
+"""Added to the log2 decay of a document's first token: 2^-160 is 0 in float32, so it sees nothing before it."""
 
 
 # --- small parts ------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def _sigmoid(u):
 
 @triton.jit
 def _silu(u):
-    """u·sigmoid(u) by the hyperbolic tangent: one approximate instruction, good to 2^-11, for outputs of 16 bits."""
+    """u·sigmoid(u) through tanh: one approximate instruction, accurate to 2^-11, for 16-bit outputs."""
     half = 0.5 * u
     if INTERPRETED:
         return half + half * (2.0 * _sigmoid(u) - 1.0)
@@ -57,7 +57,7 @@ def _silu(u):
 
 @triton.jit
 def _cos_sin(turn):
-    """Of an angle in [0, 2π]; by the approximate instructions, which are good to 2^-20 within half a turn of 0."""
+    """Cosine and sine of an angle in [0, 2π], by the approximate instructions, accurate to 2^-20 within half a turn of 0."""
     if INTERPRETED:
         return tl.cos(turn), tl.sin(turn)
     else:
@@ -73,7 +73,7 @@ def _cos_sin(turn):
 
 @triton.jit
 def _softplus(u):
-    """With log1p by the identity log(y)·x / (y − 1), y = 1 + x: small steps keep their digits."""
+    """Softplus with log1p(x) = log(y)·x / (y − 1), y = 1 + x, which keeps the digits of small steps."""
     x = tl.exp2(tl.abs(u) * -LOG2E)
     y = 1.0 + x
     return tl.maximum(u, 0.0) + tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
@@ -86,7 +86,7 @@ def _tanh(u):
 
 @triton.jit
 def _rate(u, HEAVY: tl.constexpr):
-    """The decay rate and its slope."""
+    """The decay rate and its derivative."""
     if HEAVY:
         below = 1.0 / (1.0 - tl.minimum(u, 0.0))
         return tl.where(u < 0, below, 1.0 + u), tl.where(u < 0, below * below, 1.0)
@@ -113,7 +113,7 @@ def _starts(seq_ptr, b, t, S):
 
 @triton.jit
 def _over_ranks(x, R: tl.constexpr, L: tl.constexpr, X: tl.constexpr):
-    """[M, X] to its sum over ranks [L, X]."""
+    """Sum [M, X] over ranks: [L, X]."""
     if R == 1:
         return x
     else:
@@ -122,7 +122,7 @@ def _over_ranks(x, R: tl.constexpr, L: tl.constexpr, X: tl.constexpr):
 
 @triton.jit
 def _rows_over_ranks(x, R: tl.constexpr, L: tl.constexpr):
-    """[M] to its sum over ranks [L]."""
+    """Sum [M] over ranks: [L]."""
     if R == 1:
         return x
     else:
@@ -131,8 +131,8 @@ def _rows_over_ranks(x, R: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def _cos_sin_of(turns_ptr, first, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr):
-    """The cosine and the sine of a chunk's angles in N columns from ``first`` on, [1, L, N / 2] float32; 1 and 0 where nothing
-    turns."""
+    """Cosines and sines of a chunk's angles in N columns from ``first`` on, [1, L, N / 2] float32; 1 and 0 in planes without
+    rotation."""
     n = first + tl.arange(0, N)
     turns = tl.broadcast_to((n < 2 * A)[None, :], (L, N))
     still = tl.broadcast_to(((n + 1) % 2)[None, :], (L, N)).to(turns_ptr.dtype.element_ty)
@@ -149,7 +149,7 @@ def _planes(value, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _turned(ptr, bias_ptr, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
-    """B or C of a chunk, [M, N] float32, with its bias and turned."""
+    """B or C of a chunk, [M, N] float32, biased and rotated."""
     first, second = _planes(tl.load(ptr) + tl.load(bias_ptr), R, L, N)
     return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (R * L, N))
 
@@ -164,7 +164,7 @@ def _tile(ptr, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
-    """The sum of what lies at ``at`` of each part; 0 outside of the mask."""
+    """Sum over the parts of their elements at ``at``; 0 outside of the mask."""
     total = tl.load(ptr + at, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(ptr + part * stride + at, mask=mask, other=0.0)
@@ -176,7 +176,7 @@ def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _columns_of_planes(N: tl.constexpr, HALF: tl.constexpr):
-    """Where the model has the two columns of each plane."""
+    """Offsets of each plane's two columns in the model's layout."""
     i = tl.arange(0, N // 2)
     if HALF:
         return i, i + N // 2
@@ -186,7 +186,7 @@ def _columns_of_planes(N: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
-    """The two columns of each plane of rows of B or C as the model has them, [ROWS, N / 2] float32 each."""
+    """Load each plane's two columns from rows of B or C in the model's layout, [ROWS, N / 2] float32 each."""
     if HALF:
         i = tl.arange(0, N // 2)[None, :]
         first = tl.load(row + i, mask=inside, other=0.0)
@@ -229,8 +229,8 @@ def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, d
              sg_s, sg_b, sg_g, sg_r, S, SP, B, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, SHARES: tl.constexpr,
              ROWS: tl.constexpr):  # fmt: skip
-    """The way back of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], which is summed, to ``db`` and ``dc``
-    [S, B, G, R, N] and the weights' gradients, one part a program, ``dw`` [2, B·G·R·SP / ROWS, N]."""
+    """Backward of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], summed over shares, to ``db`` and ``dc``
+    [S, B, G, R, N], and one partial sum per program of the weights' gradients, ``dw`` [2, B·G·R·SP / ROWS, N]."""
     tile, gr, table = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
     a, c = _columns_of_planes(N, HALF)
@@ -304,7 +304,7 @@ def _summed_turns(turn, seq_ptr, b, t, S, T: tl.constexpr, AP: tl.constexpr, PAC
 @triton.jit
 def turn_totals(dd_dt_ptr, dt_bias_ptr, angles_ptr, seq_ptr, total_ptr, restart_ptr, s_s, s_b, sa_s, sa_b, S, NSEG,
                 H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """What a segment adds to θ since its last document start, [B, H, NSEG, A], and whether there is one, [B, NSEG]."""
+    """A segment's sum of θ's increments since its last document start, [B, H, NSEG, A]; whether it has one, [B, NSEG]."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = seg * T + tl.arange(0, T)
     delta = _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S)
@@ -347,7 +347,7 @@ def turn_carries(total_ptr, restart_ptr, initial_ptr, carry_ptr,
         else:
             after = tl.cumsum(total, 0) + carry[None, :]
         after = after - tl.floor(after * (0.5 / PI)) * (2.0 * PI)
-        # Stored one place on: what a segment leaves is what the next one starts from.
+        # Shifted by one: a segment's final θ is where the next one starts.
         last = s[:, None] + 1 < NSEG
         tl.store(carry_ptr + base + (s[:, None] + 1) * A + i[None, :], after.to(tl.float32), mask=mask & last)
         if first == 0:
@@ -361,7 +361,7 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
                s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, floor,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
                HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
-    """la, w, γ, the turns of a segment, and θ of the last token; programs (H, NSEG, B)."""
+    """la, w, γ and the turns of a segment, and (FINAL) θ of the last token; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
     t = seg * T + tl.arange(0, T)
@@ -401,7 +401,7 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 
 @triton.jit
 def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
-    """Of a chunk: what a token keeps of the state before it [M], what it hands to the one after [M], and what is kept [1]."""
+    """A chunk's decays: from its start to each token [M], each token's weight at the chunk's end [M], over all of it [1]."""
     la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
     last = tl.load(la_ptr + L - 1)
     enter, leave, keep = exp2(la), exp2(last - la) * w, tl.exp2(last)
@@ -414,11 +414,11 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
                  H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, BACK: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """Keys and queries, which are B and C with bias, turned: [B, H, SP / L, M, N]. Also what a segment adds to the state
-    [P, N], and how much it keeps of the one before. Programs (H, NSEG, B).
+    """Keys and queries (B and C, biased and rotated), [B, H, SP / L, M, N]; also a segment's contribution to the state [P, N]
+    and its decay of the state before it. Programs (H, NSEG, B).
 
-    BACK, for segments of one chunk at rank 1: what a segment adds to the gradient of the state before it, where ``x`` is the
-    gradient of the scan's output and keys and queries have changed places."""
+    BACK, for segments of one chunk at rank 1: the contribution to the gradient of the state before the segment, with ``x`` the
+    gradient of the scan's output, and keys and queries swapped."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -470,7 +470,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
 def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, turns_ptr, k_ptr, q_ptr, SP,
          H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
          L: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """Keys and queries as :func:`turn_and_add` makes them. Programs (H, NSEG, B)."""
+    """Keys and queries as in :func:`turn_and_add`. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = k_ptr.dtype.element_ty
@@ -498,7 +498,7 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """What a segment adds to the gradient of the state before it [P, N], and how much it keeps. Programs (H, NSEG, B)."""
+    """A segment's contribution to the gradient of the state before it [P, N], and its decay. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = q_ptr.dtype.element_ty
@@ -526,7 +526,7 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
 
 @triton.jit
 def _four_segments(base, keeps, first, PN: tl.constexpr, NSEG: tl.constexpr, REVERSE: tl.constexpr):
-    """What four segments add to the state, and how much they keep; the last one again where there are fewer."""
+    """Contributions of four segments to the state, and their decays; the last segment repeats where there are fewer."""
     added = ()
     keep = ()
     for j in tl.static_range(4):
@@ -541,8 +541,8 @@ def _four_segments(base, keeps, first, PN: tl.constexpr, NSEG: tl.constexpr, REV
 def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
                 H: tl.constexpr, PN: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
                 INITIAL: tl.constexpr):  # fmt: skip
-    """Turn what segments add into what each one starts from, in place: from the first (its state before) or, in reverse, from
-    the last (the gradient of its state after, one place on). ``final`` [B, H, PN] float32 is what leaves at the other end.
+    """Scan the segments' contributions, in place, into the state before each segment; in reverse, from the last, into the
+    gradient of the state after each one, shifted by one. ``final`` [B, H, PN] float32 is the result at the other end.
     Programs (PN / BLOCK, H, B)."""
     bh = (tl.program_id(2) * H + tl.program_id(1)).to(tl.int64)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -557,7 +557,7 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
         tl.store(base + NSEG * PN, carry.to(DT))
     added, keep = _four_segments(base, keeps, 0, PN, NSEG, REVERSE)
     for first in range(0, NSEG, 4):
-        # The next four are on their way before anything is stored, which no load is moved across.
+        # Prefetch the next four before storing: the compiler moves no load across a store.
         added_next, keep_next = _four_segments(base, keeps, first + 4, PN, NSEG, REVERSE)
         for j in tl.static_range(4):
             if first + j < NSEG:
@@ -579,16 +579,16 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
 
 @triton.jit
 def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
-    """How much a query's token weighs a key's: γ of itself, the decayed w of an earlier one, 0 of a later one.
+    """Weight of a key's token for a query's: γ for the same token, the decayed w for an earlier one, 0 for a later one.
 
-    Arguments of queries and of keys broadcast against each other, so that the same serves both orientations.
+    Arguments for queries and for keys broadcast against each other, so that this serves both orientations.
     """
     return tl.where(at_q > at_k, exp2(la_q - la_k) * w_k, tl.where(at_q == at_k, gamma_k, 0.0))
 
 
 @triton.jit
 def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
-    """Scores [M, M] by the weights of their tokens, [M, M], or [M, L]: every rank of a column's token has the same."""
+    """Scores [M, M] times their tokens' weights, [M, M] or [M, L] (shared by all ranks of a column's token)."""
     if weights.shape[1] == M:
         return scores * weights
     else:
@@ -599,11 +599,11 @@ def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr
 def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, SP,
                         M: tl.constexpr, P: tl.constexpr, L: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
                         QUERIES_DOWN: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr = True):  # fmt: skip
-    """Of a chunk: the values [M, P] float32 if they are wanted, what :func:`_decays` gives, and the weights [M, ACROSS] of
-    queries by keys, or of keys by queries, where ACROSS is M, or L for the tokens alone: fewer registers, more instructions.
+    """For a chunk: the values [M, P] float32 if requested, the results of :func:`_decays`, and the weights [M, ACROSS] of
+    queries by keys or keys by queries. ACROSS is M, or L (one weight per token): fewer registers, more instructions.
 
-    The condition always holds. Loads under it are not pipelined, so that only what comes by descriptor is fetched a chunk
-    ahead: for more there is neither the memory nor the registers.
+    The condition always holds. It keeps Triton from pipelining the loads under it, so that only descriptor loads are
+    prefetched: for more there is neither the shared memory nor the registers.
     """
     v = tl.zeros((M, P), tl.float32)
     enter, leave, keep = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
@@ -628,14 +628,14 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
 @triton.jit
 def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
                 PRECISION: tl.constexpr):  # fmt: skip
-    """Add the sum over tokens of [M, X] to ``sums`` [ROWS, X], a row a rank: a product with 0 and 1 on the tensor cores."""
+    """Add to ``sums`` [ROWS, X], one row per rank, the sum over tokens of [M, X]: a tensor-core product with 0 and 1."""
     r, m = tl.arange(0, ROWS), tl.arange(0, R * L)
     return tl.dot((m[None, :] // L == r[:, None]).to(DT), x.to(DT), sums, input_precision=PRECISION)
 
 
 @triton.jit
 def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr):
-    """x or z of a chunk, [L, P]; ``start`` is its first token. Padding has the last token's: nothing comes of it."""
+    """x or z of a chunk, [L, P], from token ``start`` on. Padding repeats the last token, without effect."""
     one, p = tl.arange(0, L), tl.arange(0, P)
     if not EVEN:
         one = tl.minimum(one, S - 1 - start)
@@ -654,12 +654,12 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
              L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
              EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The output of a segment from the state before it: GATED, y [S, B, H, P]; RAW, what the gate is applied to, one for every
-    rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
+    """The output of a segment, given the state before it: GATED, y [S, B, H, P]; RAW, the gate's input for every rank,
+    o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ACROSS: tl.constexpr = L if N <= 64 else M
-    AHEAD: tl.constexpr = R > 1  # x and z are fetched a chunk before they are used: with several ranks they are small
+    AHEAD: tl.constexpr = R > 1  # prefetch x and z a chunk ahead: with several ranks they are small
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
@@ -754,11 +754,11 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
              sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, part_s, S, SP, NSEG,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
              MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Back through the gate and the rank mix: from what they were applied to, ``y`` [B, H, SP / L, M, P] of a RAW scan, to its
-    gradient ``do``, which may lie in the same place; dz; and parts (one a segment) of the gradients of mimo_z, mimo_o and D.
+    """Backward of the gate and the rank mix: from their input ``y`` [B, H, SP / L, M, P], of a RAW scan, to its gradient
+    ``do``, which may overwrite it; dz; and one partial sum per segment of the gradients of mimo_z, mimo_o and D.
     Programs (H, NSEG, B).
 
-    Rank by rank, in tiles [TOKENS, P]: sums over ranks stay in a thread, and few registers are held."""
+    Rank by rank, in tiles [TOKENS, P]: sums over ranks stay in a thread, and register pressure is low."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t0 = seg * (CHUNKS * L)
     TOKENS: tl.constexpr = min(L, max(4, 16 // R))
@@ -782,7 +782,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
     z, dy, ys = _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, 0, t0, S, R, P, L, TOKENS, EVEN)
     for step in tl.range(STEPS):
         first = step * TOKENS
-        # The next tokens' inputs are on their way before anything is stored, which no load is moved across.
+        # Prefetch the next tokens' inputs before storing: the compiler moves no load across a store.
         z_next, dy_next, ys_next = _gate_inputs(
             z_ptr, dy_ptr, y_ptr, sz_s, sy_s, min(step + 1, STEPS - 1) * TOKENS, t0, S, R, P, L, TOKENS, EVEN
         )  # fmt: skip
@@ -874,9 +874,9 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
                   KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """KEYS, the gradients of the keys [B, H, SP / L, M, N]; VALUES, those of x, of mimo_x (a part a segment) and of γ; last
-    token to first; one of them where both do not fit in the registers. QUERIES, with KEYS and segments of one chunk: those of
-    the queries too, into what may be the place of ``do``. Programs (H, NSEG, B)."""
+    """KEYS: the gradients of the keys [B, H, SP / L, M, N]. VALUES: those of x, of mimo_x (a partial sum per segment) and of γ.
+    One at a time where both do not fit in the registers. QUERIES, with KEYS and segments of one chunk: those of the queries,
+    too, which may overwrite ``do``. Last token to first; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ROWS: tl.constexpr = 16
@@ -919,7 +919,7 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
             dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
             dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
             if MIMO:
-                # x and mimo_x once more, from the cache: there are no registers to hold them in.
+                # Reload x and mimo_x from the cache: there are no registers to hold them.
                 dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
                 dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
             dx = _over_ranks(dv, R, L, P).to(DT)
@@ -946,8 +946,8 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
 @triton.jit
 def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, BORDERS,
             H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr):  # fmt: skip
-    """What crosses each border of segments, the first and the last included, of the gradients of the decays, ``value`` [B, H,
-    NSEG + 1], and of θ, ``turn`` [B, H, NSEG + 1, A]: read off the state there and its gradient. Programs (H, NSEG + 1, B)."""
+    """Gradients with respect to the log decay, ``value`` [B, H, NSEG + 1], and θ's increment, ``turn`` [B, H, NSEG + 1, A], at
+    each border of segments, ends included: from the state there and its gradient. Programs (H, NSEG + 1, B)."""
     at = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64) * BORDERS + tl.program_id(1)
     n, p, i = tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
     tile = at * (P * N) + p[:, None] * N + n[None, :]
@@ -962,9 +962,9 @@ def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbia
               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
               L: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
     """From the gradients of keys, then of queries, to those of normed B and C, summed over a program's share of a group's heads
-    [SHARES, 2, B, G, R, SP, N], of the biases (a part a chunk, [2, B, SP / L, H, R, N]) and of θ [2, B, H, SP, A], and to each
-    token's product of the keys with their gradients, ``value`` [2, N / COLUMNS, B, H, SP], a part a program's columns. Programs
-    (SP / L, SHARES · G · N / COLUMNS, 2·B)."""
+    [SHARES, 2, B, G, R, SP, N], of the biases (one partial sum per chunk, [2, B, SP / L, H, R, N]) and of θ [2, B, H, SP, A];
+    also each token's dot product of keys (queries) with their gradients, ``value`` [2, N / COLUMNS, B, H, SP], in parts by
+    columns. Programs (SP / L, SHARES · G · N / COLUMNS, 2·B)."""
     chunk, table = tl.program_id(0), tl.program_id(2)
     PARTS: tl.constexpr = N // COLUMNS
     HEADS: tl.constexpr = H // G // SHARES
@@ -996,7 +996,7 @@ def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbia
         turned_first, turned_second = _planes(tl.load(drow_ptr + row * (R * N) + tile), R, L, COLUMNS)
         d_first = turned_first * cos + turned_second * sin
         d_second = turned_second * cos - turned_first * sin
-        # Either product of a plane's key and gradient is the same before both are turned.
+        # A rotation of both leaves the dot product of a plane's key and its gradient unchanged.
         tl.store(value_ptr + row + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
         dturn = tl.sum(first * d_second - second * d_first, 0)
         tl.store(dturn_ptr + row * A + one[:, None] * A + i[None, :], dturn, mask=shown)
@@ -1020,11 +1020,11 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
                PARTS: tl.constexpr):  # fmt: skip
     """From the gradients of the scan to those of its projections, [S, B, H]; programs (H, NSEG, B).
 
-    With X_t = C_t·dC_t and Y_t = B_t·dB_t, what token pairs hand over across the border before token t, E_t, is the gradient
-    of a_t; E_t − E_{t+1} = X_t − Y_t, and E is known at the borders of segments. The same with the turned
-    products is that of θ's increment. ``dangle`` [B, H, SP, A] is a head's Δ times it, still to be summed over the heads;
-    ``ddt_bias`` a part [H] a segment, ``part_s`` apart; ``dtheta`` [B, H, A] (FINAL) what the θ of the last token is given from
-    outside; ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first.
+    The gradient of a_t is E_t, summed over the token pairs that span the border before token t. With X_t = C_t·dC_t and
+    Y_t = B_t·dB_t, E_t − E_{t+1} = X_t − Y_t, and E is known at the borders of segments. The same with the turned products
+    gives the gradient of θ's increment. ``dangle`` [B, H, SP, A] is a head's Δ times it, still to be summed over the heads;
+    ``ddt_bias`` a partial sum [H] per segment, with stride ``part_s``; ``dtheta`` [B, H, A] (FINAL) the incoming gradient of
+    the last token's θ; ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first token.
     """
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
@@ -1037,14 +1037,14 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     one_part = tl.num_programs(2).to(tl.int64) * H * SP
     k_value = _in_parts(value_ptr, at, t < SP, one_part, PARTS)
     value = _in_parts(value_ptr + PARTS * one_part, at, t < SP, one_part, PARTS) - k_value
-    # Between the borders, whose values are exact, the sums' rounding is spread evenly.
+    # The values at the borders are exact; the running sum's rounding error is spread evenly between them.
     place = bh * (NSEG + 1) + seg
     way = tl.arange(0, T).to(tl.float32) / T
     summed = tl.cumsum(value, 0)
     start = tl.load(border_value_ptr + place)
     da = start - (summed - value) + way * (tl.load(border_value_ptr + place + 1) + tl.sum(value, 0) - start)
     dw = tl.where(w > 0, (k_value - gamma * dgamma) / tl.where(w > 0, w, 1.0), 0.0)
-    # The step before: this token's pending part is in its w.
+    # The previous token: its w contains this token's pending part.
     has_before = inside & (t > 0)
     if PACKED:
         has_before = has_before & (_starts(seq_ptr, b, t, S) == 0)
@@ -1064,7 +1064,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     end = tl.load(border_turn_ptr + (place + 1) * A + i, mask=i < A, other=0.0)
     dtheta = start[None, :] - (tl.cumsum(dturn, 0) - dturn) + way[:, None] * (end + tl.sum(dturn, 0) - start)[None, :]
     if PACKED:
-        # Nothing crosses into a document.
+        # Nothing crosses the start of a document.
         begins = _starts(seq_ptr, b, t, S)
         da = tl.where(begins, 0.0, da)
         dtheta = tl.where(begins[:, None], 0.0, dtheta)
@@ -1135,7 +1135,7 @@ def head_norm_fwd(x_ptr, weight_ptr, y_ptr, tokens, eps,
 @triton.jit
 def head_norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, tokens, eps,
                   H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """The way back of :func:`head_norm_fwd`; the weight's gradient as one part a program, [tokens / ROWS, H, P]."""
+    """Backward of :func:`head_norm_fwd`; the weight's gradient as one partial sum per program, [tokens / ROWS, H, P]."""
     tile, h = tl.program_id(0), tl.program_id(1)
     t, p = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
     at = t.to(tl.int64)[:, None] * (H * P) + h * P + p[None, :]

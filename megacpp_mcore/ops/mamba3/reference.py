@@ -1,4 +1,4 @@
-"""Mamba-3 in plain PyTorch: what every faster Mamba-3 path of this package is compared with, and a path to train with.
+"""Mamba-3 in plain PyTorch: the truth that every faster Mamba-3 path of this package is tested against; it can also train.
 
 Source: Mamba-3 (arXiv 2603.15569); behaviour as in mamba-ssm v2.3.2.post1 (``mamba_ssm/modules/mamba3.py``, its tests).
 
@@ -46,7 +46,7 @@ Method = Literal["chunked", "sequential"]
 
 
 class ScanState(NamedTuple):
-    """What one token hands to the next in the scan: the state, and the rotated B and the x that the trapezoid still adds."""
+    """State carried from one token to the next in the scan: h, and the rotated B and the x of the trapezoid's pending term."""
 
     h_BHPN: torch.Tensor
     b_BRHN: torch.Tensor
@@ -54,7 +54,7 @@ class ScanState(NamedTuple):
 
 
 class Mamba3State(NamedTuple):
-    """What one token hands to the next in the mixer: as in the scan, and the angle that the rotation has reached (radians)."""
+    """State carried from one token to the next in the mixer: that of the scan, and the accumulated rotation angle (radians)."""
 
     h_BHPN: torch.Tensor
     b_BRHN: torch.Tensor
@@ -346,13 +346,13 @@ def mamba3(
         eps: of the norms.
         activation: of the decay rate, see :func:`mamba3_decay_and_gates`.
         seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state, trapezoid
-            and rotation begin anew where it changes. None: one document.
-        initial_state: what an earlier call returned, of the document that the first row goes on with; None: from zero.
+            and rotation are reset where it changes. None: one document.
+        initial_state: final state of an earlier call whose last document the first row continues; None: zero.
         return_final_state: whether the state after the last row is returned.
         method: ``chunked`` or ``sequential``.
-        segment_size: None keeps all activations for the backward pass; a number of tokens keeps only the state between
-            segments of that length and recomputes inside, which divides the memory by about S / segment_size.
-        run_segment: what runs in place of :func:`mix_segment`, such as a compiled version of it; None runs it as it is.
+        segment_size: None saves all activations for the backward pass; a number of tokens saves only the states between
+            segments of that length and recomputes the rest, which divides the memory by about S / segment_size.
+        run_segment: replaces :func:`mix_segment`, for example by a compiled version; None: no replacement.
 
     Returns:
         ``(out_SBHP, final_state)``: the output, contiguous and in the dtype of ``x_SBHP``; the state, or None.
@@ -379,7 +379,7 @@ def mamba3(
     with torch.autocast(x.device.type, enabled=False):
         adt, dt, trap = mamba3_decay_and_gates(dd_dt, dd_A, trap, dt_bias, A_floor=A_floor, activation=activation)
         if seq_idx is not None:
-            # A decay of exp(−∞) = 0 takes the trapezoid's share of the token before along: it joins the state before it.
+            # A decay of exp(−∞) = 0 also removes the previous token's trapezoid term, which joins the state before the decay.
             adt = adt.masked_fill(document_starts(seq_idx, batch=batch, rows=sequence).unsqueeze(-1), -math.inf)
         theta = mamba3_angles(angles, dt, seq_idx, None if initial_state is None else initial_state.theta_BHA)
         rows = (x, z, b, c, adt, dt, trap, theta)
@@ -397,7 +397,7 @@ def mamba3(
 
 
 class _Mixer(NamedTuple):
-    """What :func:`mamba3` is given once for all tokens, and the dtype it computes in."""
+    """The arguments of :func:`mamba3` that all tokens share, and the compute dtype."""
 
     b_bias_HRN: torch.Tensor
     c_bias_HRN: torch.Tensor
@@ -452,7 +452,7 @@ def _rate(u: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "softplus":
         return F.softplus(u)
     if activation == "heavy_tail":
-        # The clamp keeps the branch that is not taken away from its pole at 1, where 0 · inf would poison the gradient.
+        # The clamp keeps the branch not taken away from its pole at 1, where 0 · inf would make the gradient NaN.
         return torch.where(u < 0, torch.reciprocal(1 - u.clamp(max=0)), 1 + u)
     raise ModelError(f"Unknown activation {activation!r}; use 'softplus' (mamba-ssm v2.3.2.post1) or 'heavy_tail'.")
 
@@ -502,7 +502,7 @@ def _chunk_tokens(t_BSH: torch.Tensor, chunk_size: int) -> torch.Tensor:
 def _segment_sums(adt_BCHL: torch.Tensor) -> torch.Tensor:
     """Σ_{k=s+1..t} a_k at [t, s] for s ≤ t, and 0 above the diagonal.
 
-    Each column is summed by itself: the difference of two running sums would lose small decays that follow a large one.
+    Each column is summed separately: the difference of two running sums would lose small decays that follow a large one.
     """
     tokens = adt_BCHL.shape[-1]
     columns = adt_BCHL.unsqueeze(-1).expand(*adt_BCHL.shape, tokens)
@@ -512,7 +512,7 @@ def _segment_sums(adt_BCHL: torch.Tensor) -> torch.Tensor:
 def _inside_chunks(
     v_BCHMP: torch.Tensor, b_BCHMN: torch.Tensor, c_BCHMN: torch.Tensor, mask_BCHLL: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """What the tokens of a chunk read from one another: (C Bᵀ ⊙ mask) V, every rank with every rank."""
+    """Contributions among the tokens of a chunk: (C Bᵀ ⊙ mask) V, every rank with every rank."""
     tokens = mask_BCHLL.shape[-1]
     scores = (c_BCHMN @ b_BCHMN.mT).unflatten(-1, (tokens, rank)).unflatten(-3, (tokens, rank))
     weighted = scores * mask_BCHLL[..., :, None, :, None]
@@ -609,7 +609,7 @@ def check_mixer(
     mimo_o_HRP: torch.Tensor | None,
     out_norm_weight_C: torch.Tensor | None,
 ) -> None:
-    """Refuse what the scan cannot see: the gate, the groups, the norms, the biases, and half a MIMO."""
+    """Refuse what the scan's own checks do not cover: the gate, groups, norms, biases, and an incomplete set of ``mimo_*``."""
     sequence, batch, heads, head_dim = _dims("x", x_SBHP, "SBHP")
     _, _, groups, rank, n = _dims("b", b_SBGRN, "SBGRN")
     _expect("z", z_SBHP, "SBHP", (sequence, batch, heads, head_dim))

@@ -1,12 +1,12 @@
-"""Mamba-3 by Triton kernels, forward and backward: what :func:`megacpp_mcore.ops.mamba3.reference.mamba3` computes, on a GPU.
+"""Mamba-3 by Triton kernels on a GPU, forward and backward: :func:`megacpp_mcore.ops.mamba3.reference.mamba3`.
 
 Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank, A rotation angles.
 
-The sequence is cut into segments. One pass turns B and C and sums what every segment adds to the state, a short second one
-carries the state from segment to segment, and a third computes all segments side by side from the states before them. The
-backward pass does the same in reverse for the gradient of the state. Nothing is kept between them but the inputs, the states
-and, at rank 1, the tables and what the gate is applied to; keys, queries and the gradient of the scan's output are made
-anew, per head, in the dtype of ``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
+The sequence is cut into segments. A first pass rotates B and C and computes every segment's contribution to the state, a short
+second one carries the state from segment to segment, and a third computes all segments in parallel from the states before
+them. Backward does the same in reverse for the gradient of the state. Saved for it: the inputs, the states and, at rank 1, the
+tables and the gate's input; keys, queries and the gradient of the scan's output are recomputed, per head, in the dtype of
+``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
 
 ROWS = 64
-"""Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
+"""Rows of a chunk, tokens × ranks: those of one warp group's tensor-core product."""
 
 SEGMENT = 128
-"""Tokens between two stored states, the least; no segment is shorter than a chunk."""
+"""Least tokens between two stored states with several ranks; no segment is shorter than a chunk."""
 
 SCRATCH_BYTES = 2**28
-"""What the keys, like the three tensors of their size, may take on the way back, unless one row of the batch takes more."""
+"""Most bytes of the keys in the backward pass, and of three more tensors each, unless one batch row needs more."""
 
 COLUMNS = 32
-"""Of the state, at most, that one program turns back: its sums over heads stay in registers."""
+"""Most columns of the state per program of ``turn_back``, whose sums over heads stay in registers."""
 
 HEADS = 16
-"""Of a group, at most, that one program turns back."""
+"""Most heads of a group per program of ``turn_back``."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Plan:
 
     @cached_property
     def segment(self) -> int:
-        """Tokens of a segment; at rank 1 one chunk, whose states are no larger than its keys."""
+        """Tokens of a segment; at rank 1 one chunk, whose state is no larger than its keys."""
         return self.chunk if self.R == 1 else max(SEGMENT, self.chunk)
 
     @cached_property
     def segments(self) -> int:
-        """How many there are."""
+        """Number of segments."""
         return -(-self.S // self.segment)
 
     @cached_property
@@ -123,66 +123,65 @@ class Plan:
 
     @property
     def keeps(self) -> bool:
-        """Whether the tables, and what the gate is applied to, wait for the way back: at rank 1 they are no larger than the
-        output."""
+        """Whether the tables and the gate's input are saved for backward: at rank 1 they are no larger than the output."""
         return self.R == 1
 
     @property
     def batches(self) -> list[slice]:
-        """The rows of the batch that go back at a time."""
+        """The batch rows that the backward pass processes at a time."""
         rows = max(1, SCRATCH_BYTES // (2 * self.H * self.padded * self.R * max(self.N, self.P)))
         return [slice(first, min(first + rows, self.B)) for first in range(0, self.B, rows)]
 
     @cached_property
     def part_sizes(self) -> list[int]:
-        """How many values each segment gives of the gradients of dt_bias, D, and what mixes the ranks."""
+        """Sizes of each segment's partial gradients of dt_bias, D and, with MIMO, mimo_x, mimo_z and mimo_o."""
         return [self.H, self.H, *[self.H * self.R * self.P] * (3 if self.mimo else 0)]
 
     @cached_property
     def parts(self) -> int:
-        """Programs that share the state axis of a chunk on the way back from keys and queries."""
+        """Programs of ``turn_back`` that share the state axis of a chunk."""
         return -(-self.N // COLUMNS)
 
     @cached_property
     def shares(self) -> int:
-        """Programs that share a group's heads there, in equal parts."""
+        """Programs of ``turn_back`` that share a group's heads, in equal parts."""
         heads = self.H // self.G
         return next(shares for shares in range(-(-heads // HEADS), heads + 1) if heads % shares == 0)
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
-        """What each launch of ``scan_bwd_keys`` does: a state of 128 needs the registers for half of it."""
+        """The outputs of each launch of ``scan_bwd_keys``: with a state of 128, registers suffice for only half of them."""
         if self.N <= 64 or self.R == 1:
             return ({"KEYS": True, "VALUES": True, "QUERIES": self.R == 1},)
         return ({"KEYS": True, "VALUES": False, "QUERIES": False}, {"KEYS": False, "VALUES": True, "QUERIES": False})
 
     def options(self, kernel: str) -> dict[str, int]:
-        """How a kernel that works on chunks is launched."""
+        """Launch options of a kernel."""
         options = {"num_warps": 4, "num_stages": 1}
         if kernel == "turn_back":
             options["num_warps"] = 1  # its sums stay in a warp
         elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
-            options["num_warps"] = max(1, self.segment // 32)  # a token a thread
+            options["num_warps"] = max(1, self.segment // 32)  # one token per thread
         elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
             options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd":
-            options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
+            options["maxnreg"] = 80  # six programs per multiprocessor; by default the compiler's registers allow five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
-            options["num_stages"] = 2  # the next chunk's rows come meanwhile
+            options["num_stages"] = 2  # prefetch the next chunk's rows
             if (kernel == "scan_bwd_keys" and self.R == 1) or (
                 kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4
             ):
-                options["maxnreg"] = 168  # three programs on a multiprocessor; others would spill
+                options["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
         return options
 
 
 _plan = lru_cache(maxsize=128)(Plan)
-"""What follows from the sizes of a call is computed once."""
+"""Plans are cached: one per set of sizes."""
 
 
 class _Parameters(NamedTuple):
-    """The parameters that the scan reads, in the dtype of the tables and with an interleaved state; ``biases`` [2, H, R, N] are
-    those of B and C."""
+    """Parameters of the scan, with an interleaved state; in the dtype of the tables, but for D (float32); ``biases``
+    [2, H, R, N] are those of B and C."""
 
     biases: torch.Tensor
     mimo_x: torch.Tensor
@@ -192,7 +191,7 @@ class _Parameters(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """What :mod:`kernels` calls tables; ``normed`` [2, B, G, R, SP, N] are those of B and C."""
+    """The tables of :mod:`kernels`; ``normed`` [2, B, G, R, SP, N] are B and C, normed."""
 
     normed: torch.Tensor
     la: torch.Tensor
@@ -230,13 +229,13 @@ def mamba3(
     initial_state: Mamba3State | None = None,
     return_final_state: bool = False,
 ) -> tuple[torch.Tensor, Mamba3State | None]:
-    """Do what the reference's ``mamba3`` does, with its arguments and results; ``chunk_size`` is chosen by the kernels.
+    """The reference's ``mamba3``, with its arguments and results; the kernels choose the chunk size.
 
     The first eight inputs have one dtype, bfloat16 or float16, and may be strided views; sums, decays, angles and the state
-    inside a segment are float32, products of matrices have the inputs' dtype.
+    inside a segment are float32, operands of matrix products have the inputs' dtype.
 
     Raises:
-        ModelError: shapes that do not fit, and sizes or dtypes that the kernels do not take.
+        ModelError: shapes that do not fit, and sizes or dtypes that the kernels do not support.
     """
     del chunk_size
     check_mixer(
@@ -277,7 +276,7 @@ def mamba3(
 
 
 def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
-    """Refuse what no kernel was built and tested for."""
+    """Refuse sizes and dtypes for which no kernel was built and tested."""
     S, B, H, A = plan.S, plan.B, plan.H, plan.A
     shapes = {"dd_dt": (S, B, H), "dd_A": (S, B, H), "trap": (S, B, H), "angles": (S, B, A)}
     for (name, shape), tensor in zip(shapes.items(), inputs[4:], strict=True):
@@ -313,7 +312,7 @@ def _per_token(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _to_kernels(t: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """A state axis from the model's order to the kernels', where planes are adjacent columns."""
+    """Reorder a state axis from the model's layout to the kernels', where a plane's columns are adjacent."""
     return t.unflatten(-1, (2, plan.N // 2)).transpose(-1, -2).flatten(-2) if plan.mimo else t
 
 
@@ -322,7 +321,7 @@ def _to_model(t: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def _table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Tables hold numbers of size 1, for which float16 has three bits more than bfloat16."""
+    """float16 for bfloat16: tables hold numbers of magnitude 1, for which it has three more bits."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
@@ -336,7 +335,7 @@ def _entering(
     mimo_x: torch.Tensor | None,
     activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before the first token, with what that token's trapezoid adds to it, and θ before it; by autograd."""
+    """The state before the first token, including that token's trapezoid term, and θ before it; by autograd."""
     B, H, R, P, N = plan.B, plan.H, plan.R, plan.P, plan.N
     shapes = {
         "h": ("BHPN", (B, H, P, N)),
@@ -368,7 +367,7 @@ def _parameters(
     biases = torch.empty(2, plan.H, plan.R, plan.N, dtype=tables, device=D.device)
     for to, bias in zip(biases, (b_bias, c_bias), strict=True):
         to.copy_(_to_kernels(bias, plan))
-    x, z, o = (biases if t is None else t.to(tables).contiguous() for t in mix)  # SISO has none: any pointer does
+    x, z, o = (biases if t is None else t.to(tables).contiguous() for t in mix)  # unused with SISO: any pointer does
     return _Parameters(biases, x, z, o, D.float().contiguous())
 
 
@@ -422,7 +421,7 @@ def _tables(
 def _pass_states(
     launch: Launcher, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
-    """Carry states from segment to segment, in place; returns what leaves, [B, H, P, N] float32."""
+    """Scan states over segments, in place; returns the final one, [B, H, P, N] float32."""
     plan = launch.plan
     elements = plan.P * plan.N
     block = min(1024, elements)
@@ -436,7 +435,7 @@ def _pass_states(
 
 
 class _Scan(torch.autograd.Function):
-    """From the projections to the gated output, the last state (the kernels' order of the state axis) and the last angle."""
+    """From the projections to the gated output, the last state (in the kernels' layout) and the last angle."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, final: bool, *inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -495,12 +494,12 @@ class _Scan(torch.autograd.Function):
 
 
 def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
-    """Room for one row of ``width`` per head, token and rank."""
+    """Uninitialised rows of ``width``, one per head, token and rank."""
     return torch.empty(plan.B, plan.H, plan.padded * plan.R, width, device=like.device, dtype=like.dtype)
 
 
 def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
-    """Rows as the scan's kernels read them, a chunk at a time by the tensor memory accelerator."""
+    """TMA descriptor for rows, a chunk at a time."""
     width = rows.shape[-1]
     return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [ROWS, width])
 
@@ -517,8 +516,8 @@ def _turn_and_add(
     *,
     back: bool = False,
 ) -> None:
-    """Keys and queries, and what segments add to the state, or on the way ``back``, where ``x`` is the gradient of the scan's
-    output, to its gradient."""
+    """Keys and queries, and the segments' contributions to the state; with ``back``, where ``x`` is the gradient of the scan's
+    output, to the state's gradient."""
     plan = launch.plan
     normed, biases = tables.normed.unbind(), parameters.biases.unbind()
     rows = (keys, queries)
@@ -543,7 +542,7 @@ def _scan(
     gated: torch.Tensor | None,
     ungated: torch.Tensor | None,
 ) -> None:
-    """The scan's output after the gate, before it, or both: where there is room for it."""
+    """The scan's output after the gate, before it, or both: whichever has a tensor to write to."""
     plan = launch.plan
     launch(
         kernels.scan_fwd, plan.grid,
@@ -557,7 +556,7 @@ def _backward(
     ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
 ) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
-    saved = ctx.saved_tensors  # once: each reading unpacks what a checkpoint or an offload has packed
+    saved = ctx.saved_tensors  # read once: each access unpacks what a checkpoint or an offload has packed
     inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:16])
     seq_idx, theta0, states, *kept = saved[16:]
     dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else aligned(dout, 2)
@@ -600,9 +599,9 @@ def _backward_of_rows(
     dh: torch.Tensor | None,
     dtheta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Write the gradients of some rows of a batch; returns, float32, what they add to those of the parameters (dt_bias, D and
-    mimo_x, mimo_z, mimo_o one after the other; the two biases; the two norms' weights), and the gradients of the state and the
-    angle before the first token."""
+    """Write the gradients of some batch rows; returns, float32, their contributions to the parameters' gradients (dt_bias, D,
+    mimo_x, mimo_z, mimo_o concatenated; the two biases; the two norms' weights), and the gradients of the state and the angle
+    before the first token."""
     x, z, b, c, *gates = inputs
     dd_dt, dd_A, trap, angles = gates
     dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles = gradients
@@ -617,7 +616,7 @@ def _backward_of_rows(
         tables = _tables(launch, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
-    dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # SISO has none: any pointer does
+    dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # unused with SISO: any pointer does
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
     if not kept:
@@ -643,7 +642,7 @@ def _backward_of_rows(
     border_value = torch.empty(B, H, segments + 1, device=device)
     border_turn = torch.empty(B, H, segments + 1, A, device=device)
     dgamma = torch.empty(B, H, SP, device=device)
-    # The last to read ``do`` writes there, a chunk at a time after it has read it.
+    # The last kernel that reads ``do`` overwrites it, each chunk after reading it.
     dqueries = do if N == P else _empty_rows(plan, x, N)
     for part in plan.key_parts:
         launch(
@@ -678,7 +677,7 @@ def _backward_of_rows(
     )  # fmt: skip
 
     if dh is not None:
-        # What reads the last state is not turned with the tokens: its part of what crosses the last border is taken off.
+        # The last state's readers are not rotated with the tokens: subtract their part of the last border's gradient.
         dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
     dturned = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
@@ -697,7 +696,7 @@ def _backward_of_rows(
 
 
 class _HeadNorm(torch.autograd.Function):
-    """RMSNorm of each head's P values, with a weight for every head."""
+    """RMSNorm of each head's P values, with a weight per head."""
 
     @staticmethod
     def forward(ctx: Any, x_SBHP: torch.Tensor, weight_HP: torch.Tensor, eps: float) -> torch.Tensor:

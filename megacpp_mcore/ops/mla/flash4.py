@@ -1,7 +1,7 @@
 """MLA core attention by FlashAttention-4 (the package flash-attn-4, written in NVIDIA's CuTe DSL), where it is installed.
 
-Documents stay on the fast path: they go in as cumulative lengths, made on the device from their numbers. Kernels are compiled
-on the first call, some seconds for each of: with and without documents, deterministic or not.
+Documents stay on the fast path: they are passed as cumulative lengths, computed on the device from ``seq_idx``. Kernels are
+compiled on the first call, some seconds for each variant: with and without documents, deterministic or not.
 
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width.
 """
@@ -36,17 +36,17 @@ def attend(
 ) -> torch.Tensor:
     """Softmax attention with separate query-key and value widths: ``reference.mla_attention``, rounded as the kernel rounds.
 
-    Nothing waits for the device. The same inputs give the same bits where ``torch.use_deterministic_algorithms`` asks for it.
+    The host never waits for the device. Under ``torch.use_deterministic_algorithms`` the same inputs give the same bits.
 
     Args:
         q_SBHK: queries, rope part included.
         k_TBHK: keys.
         v_TBHV: values; V need not equal K.
         softmax_scale: factor on q·k before the softmax.
-        attention_mask: None; it has no kernel for another's mask.
-        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), where causal. No
-            more than ``max_documents``: more stop the process by an assertion on the device. None: one document.
-        max_documents: the most there may be in all rows, of which the backward pass takes H · K · 256 bytes each. None:
+        attention_mask: must be None; there is no kernel for a given mask.
+        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), if causal. More
+            than ``max_documents`` stop the process by a device-side assertion. None: one document.
+        max_documents: upper bound on the documents in all rows; each costs H · K · 256 bytes in the backward pass. None:
             :func:`default_max_documents` of B · S rows.
         causal: whether query i sees keys 0..i only (needs S == T).
 
@@ -82,15 +82,15 @@ def attend(
 
 @functools.cache
 def probe() -> ProbeResult:
-    """Whether one causal call of NAM56R's widths gives what plain PyTorch gives: it is run, and compared, once a process."""
+    """Whether one causal call at NAM56R's widths agrees with plain PyTorch: run and compared once per process."""
     found = vendors.installed("flash4")
     return found if not found.ok else tried("a causal call of FlashAttention-4", attend)
 
 
 def probe_engine() -> ProbeResult:
-    """The same of Transformer Engine's attention, which takes FlashAttention-4 by itself where that is installed.
+    """The same for Transformer Engine's attention, which uses FlashAttention-4 on its own where that is installed.
 
-    2.20.2 gives it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
+    2.20.2 passes it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
     """
     found = imports.feature("attention")
     return found if not found.ok else _engine_runs()

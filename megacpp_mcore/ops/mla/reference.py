@@ -68,8 +68,8 @@ def mla_attention(
 
     Computed in float32 (float64 inputs: in float64), differentiable in q, k and v. Queries are taken in chunks that the
     backward pass recomputes, so no [B, H, S, T] tensor is kept. Source: DeepSeek-V2 (arXiv 2405.04434), section
-    2.1.3, without its projections. The mask means what it means to megatron-core 0.19 ``DotProductAttention``, but for
-    a query that sees no key: there the mean of all values, here 0.
+    2.1.3, without its projections. The mask has the semantics of megatron-core 0.19 ``DotProductAttention``, except for
+    a query that sees no key: its output is 0 here, the mean of all values in Megatron.
 
     Args:
         q_SBHK: queries, rope part included; any strides, as of keys and values.
@@ -79,7 +79,7 @@ def mla_attention(
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``.
         seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`): a query sees the
             keys of its own (needs S == T). None: one document.
-        max_documents: the most that ``seq_idx`` tells apart, which makes no difference here.
+        max_documents: upper bound on the documents in ``seq_idx``; ignored here.
         causal: whether query i sees keys 0..i only (needs S == T). A causal query always sees itself, unless
             ``attention_mask`` hides it. The output of a query that sees no key at all is 0, with zero gradients.
         query_chunk: queries in a chunk, or None to choose (see ``query_chunks``).

@@ -1,13 +1,13 @@
 """MLA core attention through the fused kernels behind ``torch.nn.functional.scaled_dot_product_attention``.
 
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width. Inputs and output have
-Megatron-Core's layout; the kernels are given permuted views of it, never copies. cuDNN takes and gives any strides with
+Megatron-Core's layout; the kernels are given permuted views of it, never copies. cuDNN reads and writes any strides with
 the width innermost, and PyTorch lays its output and gradients out as the query, key and value are.
 
-Documents come as ``seq_idx``. In 16 bits they go to flash's kernel for sequences of different lengths, with values that are
-padded to the width of the keys: 2.0 ms forward and backward with at most 64 documents and 4.9 with at most 256, the more it has
-to make room for, in place of 13.1 (4096 rows, 56 heads, 128/64, an H200). In other dtypes they take a mask for the
-memory-efficient kernel, of B · S² elements, made once a micro-batch and shared by all layers.
+Documents are given as ``seq_idx``. In 16 bits they use flash's variable-length kernel, with values padded to the width of the
+keys: forward and backward take 2.0 ms with room for 64 documents and 4.9 ms for 256, in place of 13.1 (4096 rows, 56 heads,
+128/64, an H200). In other dtypes they use the memory-efficient kernel with a mask of B · S² elements, built once per
+micro-batch and shared by all layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.packed.documents import additive_mask, check_seq_idx, cu_seqlens_of, default_max_documents
 
 FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""Kernels that hold no [B, H, S, T] tensor, fastest first. Flash takes no mask, but documents, or K == V; cuDNN neither."""
+"""Kernels without a [B, H, S, T] tensor, fastest first. Flash supports documents, or K == V, but no mask; cuDNN neither."""
 
 _CAN_USE = {
     SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
@@ -56,7 +56,7 @@ def fused_backend(
 
     Args:
         q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal: as for :func:`sdpa_attention`.
-        backends: what to try, in this order; ``SDPBackend.MATH`` (plain PyTorch, any device) always can.
+        backends: candidates, in order; ``SDPBackend.MATH`` (plain PyTorch, any device) always can.
         deterministic: leave out the fused kernels, whose gradients can differ from run to run; implied by
             ``torch.use_deterministic_algorithms``.
 
@@ -96,8 +96,8 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """Softmax attention with separate query-key and value widths, by one fused kernel a pass.
 
-    The same function as :func:`megacpp_mcore.ops.mla.reference.mla_attention`, rounded as the kernel rounds. Nothing waits
-    for the device, so that a CUDA graph can hold it.
+    The same function as :func:`megacpp_mcore.ops.mla.reference.mla_attention`, rounded as the kernel rounds. The host never
+    waits for the device, so a CUDA graph can capture it.
 
     Args:
         q_SBHK: queries, rope part included.
@@ -105,11 +105,11 @@ def sdpa_attention(
         v_TBHV: values; V need not equal K.
         softmax_scale: factor on q·k before the softmax.
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``. Two
-            masks of its size are made of it, one in the dtype of q.
+            masks of its size are built from it, one in the dtype of q.
         seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), where causal and
             without ``attention_mask``. None: one document.
-        max_documents: the most that ``seq_idx`` may tell apart in all its rows, which flash makes room for: more stop the
-            process by an assertion on the device. None: :func:`default_max_documents` of B · S rows.
+        max_documents: upper bound on the documents in all rows of ``seq_idx``, for which flash reserves room: more stop the
+            process by a device-side assertion. None: :func:`default_max_documents` of B · S rows.
         causal: whether query i sees keys 0..i only (needs S == T).
         backend: the kernel, or None for what :func:`fused_backend` finds, which receipts name as the backend of ``sdpa``.
 
@@ -151,7 +151,7 @@ def sdpa_attention(
 
 
 def _flash_takes(k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> bool:
-    """Whether flash's kernel for documents has these widths: values are padded to the keys', whose own nothing pads."""
+    """Whether flash's variable-length kernel has these widths: values are padded to the width of the keys, keys never."""
     return k_TBHK.shape[-1] % 8 == 0 and v_TBHV.shape[-1] <= k_TBHK.shape[-1]
 
 
@@ -163,20 +163,20 @@ def _packed(
     seq_idx_BS: torch.Tensor,
     max_documents: int | None,
 ) -> torch.Tensor:
-    """Causal attention inside documents by flash, the rows of a batch one behind the other."""
+    """Causal attention inside documents by flash, with the rows of the batch concatenated."""
     B, S = seq_idx_BS.shape
     V, missing = v_SBHV.shape[-1], k_SBHK.shape[-1] - v_SBHV.shape[-1]
     cu_seqlens = cu_seqlens_of(seq_idx_BS, max_documents or default_max_documents(B * S))
     tensors = (q_SBHK, k_SBHK, torch.nn.functional.pad(v_SBHV, (0, missing)))
     q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in tensors)
     how: dict[str, Any] = {"scale": softmax_scale, "window_size": (-1, 0)}
-    o: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, **how)  # one tensor, for no log-sum-exp was asked for
+    o: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, **how)  # one tensor, as no log-sum-exp is requested
     o_SBHV: torch.Tensor = o[..., :V].unflatten(0, (B, S)).transpose(0, 1).contiguous()
     return o_SBHV
 
 
 def _note(backend: SDPBackend, q_SBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:
-    """Note the kernel, which is known only now; not from a trace, which is no run."""
+    """Record the kernel, which is known only now; not while tracing, when nothing runs."""
     if torch.compiler.is_compiling():
         return
     kind = str(q_SBHK.dtype).removeprefix("torch.")
@@ -194,8 +194,8 @@ def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
 def _cudnn_is_right(num_queries: int, num_keys: int, causal: bool) -> bool:
     """Whether cuDNN's gradients can be relied on at these lengths, without a mask.
 
-    Where scores are very negative, the rest of a tile that the sequence does not fill makes them NaN: seen with a mask
-    (pytorch/pytorch#196678) and with one query (NVIDIA/cudnn-frontend#1072), not under causality.
+    Where scores are very negative, a tile that the sequence does not fill makes them NaN: seen with a mask
+    (pytorch/pytorch#196678) and with one query (NVIDIA/cudnn-frontend#1072), not with causal attention.
     """
     full_tiles = num_queries % _CUDNN_TILE == 0 and num_keys % _CUDNN_TILE == 0
     return full_tiles or (causal and (torch.backends.cudnn.version() or 0) >= _CUDNN_ODD_LENGTHS)

@@ -1,8 +1,8 @@
-"""Plain-PyTorch truth of what lies between MLA's projections and its core attention, in the dtype of the inputs.
+"""Plain-PyTorch truth of the steps between MLA's projections and its core attention, in the dtype of the inputs.
 
 Shape legend: S tokens, B batch, H heads (of this rank), D hidden, Q and L ranks of the query's and the key's latent, C width of
-a head's content, K what a matrix makes of it, R width of the rotary part, V width of a value, X values of a head: its content,
-and beside it a rotary part or a value; N heads of the indexer.
+a head's content, K its width after a matrix, R width of the rotary part, V width of a value, X width of a head: its content
+followed by a rotary part or a value; N heads of the indexer.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), sections 2.1.2 (absorption) and 2.1.3 (decoupled rotary embedding); the order of rotated
 values is that of megatron-core 0.19 (``rope_utils.py``), with and without ``mla_rotary_interleaved``.
@@ -20,7 +20,7 @@ def rotation_table(angle_SR: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """``[S, R]``: the cosines and then the sines of each token's R / 2 angles, times ``scale``.
 
     Args:
-        angle_SR: the angles, twice side by side, as megatron-core's ``RotaryEmbedding`` makes them.
+        angle_SR: the angles, concatenated with themselves, as megatron-core's ``RotaryEmbedding`` returns them.
         scale: YaRN's factor on attention.
     """
     angle_SP = angle_SR[:, : angle_SR.shape[1] // 2]
@@ -35,16 +35,16 @@ def latents(
     kv_norm_L: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The latents of queries and of keys and values, normed, and the keys' rotary part.
+    """The normed latents of queries and of keys and values, and the keys' rotary part.
 
     Args:
         hidden_SBD: the layer's input, normed.
-        q_down_QD, kv_down_XD: weights of the down-projections; the second gives the latent and then the rotary part.
+        q_down_QD, kv_down_XD: weights of the down-projections; the second returns the latent followed by the rotary part.
         q_norm_Q, kv_norm_L: weights of the latents' RMSNorms.
-        eps: of both.
+        eps: of both norms.
 
     Returns:
-        ``[S, B, Q]``, ``[S, B, L]`` and ``[S, B, R]``, where R is what the second projection gives beside L values.
+        ``[S, B, Q]``, ``[S, B, L]`` and ``[S, B, R]``, R = X − L.
 
     Raises:
         ModelError: shapes or dtypes are not as described.
@@ -64,17 +64,17 @@ def project(
     rotation_SR: torch.Tensor | None = None,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """Each head's content times its matrix, and beside it the head's rotary part, rotated.
+    """Each head's content times its matrix, followed by the head's rotary part, rotated.
 
-    It absorbs the up-projection of keys into queries, rotates queries and the indexer's keys, and takes what attention over
-    latents gives through the up-projection of values.
+    Used to absorb the up-projection of keys into queries, to rotate queries and the indexer's keys, and to apply the
+    up-projection of values to the output of attention over latents.
 
     Args:
         x_SBHX: content and rotary part, C + R values a head.
         weight_HCK: the matrices; None leaves the content as it is.
-        rotation_SR: of :func:`rotation_table`; None: there is no rotary part.
-        interleaved: whether the pairs that are rotated are neighbours (2i, 2i + 1), and not (i, i + R / 2). The result has
-            all first values of the pairs before all second ones.
+        rotation_SR: from :func:`rotation_table`; None: there is no rotary part.
+        interleaved: whether rotated pairs are (2i, 2i + 1) instead of (i, i + R / 2). The result has the first values of all
+            pairs before the second ones.
 
     Returns:
         ``[S, B, H, K + R]``, contiguous.
@@ -101,11 +101,11 @@ def keys_and_values(
     value_dim: int,
     interleaved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, which end in the one rotary part of all heads, rotated; and values.
+    """Keys, each head's ending in the shared rotary part, rotated; and values.
 
     Args:
-        kv_SBHX: what keys have for each head, and the values, C + V values a head.
-        rotary_SBR: what keys have in common.
+        kv_SBHX: the keys' content and the values, C + V values a head.
+        rotary_SBR: the keys' rotary part, shared by all heads.
         rotation_SR, interleaved: as in :func:`project`.
         value_dim: V; 0 where the keys' own first values are the values, as with absorbed latents.
 
@@ -136,13 +136,13 @@ def indexer_inputs(
     scale: float,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a DSA indexer's scores are made of, its heads rotated whole: queries, keys under a LayerNorm, and heads' weights.
+    """Inputs of a DSA indexer's scores, heads rotated whole: queries, keys after a LayerNorm, and head weights.
 
     Args:
         hidden_SBD, latent_SBQ: the layer's input, normed, and the normed latents of its queries. Neither gets a gradient.
-        q_up_XQ: of the queries' projection, N · R rows.
-        k_down_RD, k_norm_R, k_bias_R: of the keys' projection and of their norm.
-        w_down_ND: of the weights' projection.
+        q_up_XQ: weight of the queries' projection, N · R rows.
+        k_down_RD, k_norm_R, k_bias_R: weight of the keys' projection; weight and bias of their norm.
+        w_down_ND: weight of the head weights' projection.
         rotation_SR, interleaved: as in :func:`project`.
         eps: of the norm.
         scale: factor on the weights.
@@ -253,7 +253,7 @@ def check_keys(kv_SBHX: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: tor
 
 
 def _check_rotation(rotation_SR: torch.Tensor | None, rows: int, most: int) -> int:
-    """R, 0 without a table."""
+    """Return R; 0 without a table."""
     if rotation_SR is None:
         return 0
     require_float(rotation_SR=rotation_SR)

@@ -1,10 +1,11 @@
-"""What lies between MLA's projections and its core attention by Triton kernels, on a GPU: the functions of
+"""The steps between MLA's projections and its core attention by Triton kernels on a GPU: the functions of
 :mod:`megacpp_mcore.ops.mla_projection.reference`, one launch forward and one or two backward; the down-projections are one
-product of PyTorch's.
+PyTorch product.
 
-Norms and rotations are in float32, and rounded once; products have the dtype of the inputs, and sums in float32 in one order.
+Norms and rotations are computed in float32 and rounded once; operands of products have the dtype of the inputs, and float32
+sums a fixed reduction order.
 
-Shape legend: as there.
+Shape legend: as in the reference.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from megacpp_mcore.ops.mla_projection.reference import (
 from megacpp_mcore.ops.slices import aligned, eighths
 
 WIDTHS = (64,)
-"""Widths of a content, of what a matrix makes of it, of a rotary part and of a value that the kernels are compiled for."""
+"""Widths C, K, R and V that the kernels are compiled for."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 PROJECT: dict[str, int] = {"TOKENS": 128, "num_warps": 4}
 BACKWARD: dict[str, int] = {"TOKENS": 32, "num_warps": 4}
 TILES = 16
-"""Tiles of tokens whose gradients by a matrix one program sums."""
+"""Tiles of tokens over which one program sums a matrix's gradient."""
 
 KEYS: dict[str, int] = {"TOKENS": 64, "num_warps": 4}
 KEYS_BACKWARD: dict[str, int] = {"num_warps": 4}
 ROWS, HEADS = 32, 8
-"""Of a tile of the keys' gradient: tokens and heads together, and the heads of them at most."""
+"""Tile of the keys' gradient: tokens × heads, and most heads among these."""
 
 NORMS: dict[str, int] = {"ROWS": 32, "num_warps": 4}
 
@@ -51,10 +52,10 @@ def latents(
     kv_norm_L: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what the reference of this name does, by one product for both projections.
+    """The reference's function of this name, with one product for both projections.
 
     Raises:
-        ModelError: as there, and as :func:`project`.
+        ModelError: as the reference, and as :func:`project`.
     """
     check_latents(hidden_SBD, q_down_QD, kv_down_XD, q_norm_Q, kv_norm_L)
     _check(hidden_SBD, len(q_norm_Q), len(kv_norm_L), len(kv_down_XD) - len(kv_norm_L))
@@ -71,10 +72,10 @@ def project(
     rotation_SR: torch.Tensor | None = None,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """Do what the reference of this name does; kept for the backward pass: inputs, and x with a weight alone.
+    """The reference's function of this name. Saved for backward: the weight and rotation, and x only if there is a weight.
 
     Raises:
-        ModelError: as there; or a dtype that is none of :data:`DTYPES`, or a width that is none of :data:`WIDTHS`.
+        ModelError: as the reference; or a dtype not in :data:`DTYPES`, or a width not in :data:`WIDTHS`.
     """
     check_projection(x_SBHX, weight_HCK, rotation_SR)
     rotary = 0 if rotation_SR is None else rotation_SR.shape[1]
@@ -93,10 +94,10 @@ def keys_and_values(
     value_dim: int,
     interleaved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what the reference of this name does; nothing but the rotations is kept for the backward pass.
+    """The reference's function of this name. Only the rotations are saved for backward.
 
     Raises:
-        ModelError: as there, and as :func:`project`.
+        ModelError: as the reference, and as :func:`project`.
     """
     check_keys(kv_SBHX, rotary_SBR, rotation_SR, value_dim)
     _check(kv_SBHX, kv_SBHX.shape[3] - value_dim, rotary_SBR.shape[2], value_dim)
@@ -118,10 +119,10 @@ def indexer_inputs(
     scale: float,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what the reference of this name does, by one product for keys and weights.
+    """The reference's function of this name, with one product for keys and head weights.
 
     Raises:
-        ModelError: as there, and as :func:`project`.
+        ModelError: as the reference, and as :func:`project`.
     """
     tensors = (hidden_SBD, latent_SBQ, q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
     check_indexer_inputs(*tensors, rotation_SR)
@@ -218,7 +219,7 @@ def _projected_back(
     dy_SBHX: torch.Tensor,
     how: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of x, and pieces of that of the weight."""
+    """The gradient of x, and partial sums of the weight's."""
     S, B, H, _ = dy_SBHX.shape
     C, K = how["C"], how["K"]
     tiles = 1 if weight is None else TILES
@@ -327,13 +328,13 @@ class _IndexerInputs(torch.autograd.Function):
 
 
 def _product(x_SBD: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ as one product of S·B rows: with the strides of an embedding's output at B 1 ``linear`` takes S products."""
+    """x · weightᵀ as one product of S·B rows: at B = 1, with strides of an embedding's output, ``linear`` runs S products."""
     S, B, D = x_SBD.shape
     return (x_SBD.reshape(S * B, D) @ weight_XD.T).view(S, B, len(weight_XD))
 
 
 def _matrices(weight_HCK: torch.Tensor | None) -> tuple[torch.Tensor | None, dict[str, bool]]:
-    """The matrices as the kernels read them, and whether it is their columns that are contiguous."""
+    """The matrices in a layout that the kernels read, and whether their columns (not rows) are contiguous."""
     if weight_HCK is None:
         return None, {"TRANSPOSED": False}
     by_columns = weight_HCK.stride(1) == 1 and weight_HCK.stride(2) != 1
@@ -349,7 +350,7 @@ def _steps(weight_HCK: torch.Tensor | None) -> tuple[int, int]:
 
 
 def _check(x: torch.Tensor, *widths: int) -> None:
-    """Refuse what no kernel was built and tested for."""
+    """Refuse widths and dtypes for which no kernel was built and tested."""
     if not len(x):
         raise ModelError("there are 0 tokens, expected at least one; do not call the op for an empty sequence")
     if x.dtype not in DTYPES or any(width not in (0, *WIDTHS) for width in widths):

@@ -1,13 +1,13 @@
 """Which rows of a sequence belong to one document: from packed sequence lengths or from Megatron's attention mask, and back.
 
-``seq_idx_BS`` numbers the document of every row, int32, as mamba-ssm's argument of that name: the rows of a document follow
-one another, and nothing of one document reaches another. It is made once a micro-batch, on the device, and is all that an op
-is given of documents; what an op wants in another form (:func:`cu_seqlens_of`, :func:`additive_mask`) is made from it once
-and shared by all layers (:func:`shared`).
+``seq_idx_BS`` numbers the document of every row, int32, as mamba-ssm's argument of that name: the rows of a document are
+consecutive, and nothing flows from one document to another. It is built once per micro-batch, on the device, and is the only
+form in which ops receive documents; an op that needs another form (:func:`cu_seqlens_of`, :func:`additive_mask`) derives it
+once, shared by all layers (:func:`shared`).
 
-Nothing here makes the host wait for a GPU, but where a function says so. What can only be checked there (numbers of a packed
-batch, the entries of a mask) is checked there: a wrong one stops the process soon, by a device-side assertion whose line in the
-error output says what was expected. On a CPU it is a ModelError that says what was found, and where.
+Nothing here makes the host wait for a GPU, except where a function says so. Values on a GPU (numbers of a packed batch,
+entries of a mask) are checked there: a wrong one stops the process soon after, by a device-side assertion that prints what was
+expected. On a CPU it is a ModelError that says what was found, and where.
 
 Legend: B batch, S rows. ``cu_seqlens`` is described in :mod:`megacpp_mcore.ops.packed.positions`.
 """
@@ -25,17 +25,17 @@ _SHARED = "_megacpp_shared"
 
 
 def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made]) -> Made:
-    """``make()``, called once for what ``tensor`` holds, however many layers want this ``form`` of it.
+    """``make()``, called once per content of ``tensor``, however many layers need this ``form`` of it.
 
-    The result is attached to the tensor's storage: the copies of a tensor that activation recompute hands to a layer share
-    it, and it is freed with it. A tensor that was written to since has its forms made anew, but for one made in inference mode,
-    which counts no writes. What is made in inference mode, which autograd cannot save, is used there alone. What is captured in
-    a CUDA graph makes its own.
+    The result is cached on the tensor's storage: it is shared by the aliases that activation recompute passes to a layer, and
+    freed with the storage. In-place writes invalidate it, except for a tensor created in inference mode, which has no version
+    counter. Results made in inference mode, which autograd cannot save, are used only there. A CUDA graph under capture makes
+    its own.
 
     Args:
-        tensor: one that Megatron makes for every micro-batch, or that was made from such a one.
-        form: what is made, with everything else that it depends on.
-        make: it must not hold memory of ``tensor`` itself, which would then never be freed.
+        tensor: one that Megatron creates for every micro-batch, or derived from one.
+        form: key of the result, with everything else that it depends on.
+        make: its result must not hold memory of ``tensor`` itself, which would then never be freed.
     """
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
@@ -49,7 +49,7 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
 
 
 def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None:
-    """Raise ModelError with ``explain()`` unless the one bool ``holds``; on a GPU stop the process later, and do not wait.
+    """Raise ModelError with ``explain()`` unless the scalar bool ``holds``; on a GPU, without waiting, stop the process later.
 
     The assertion there prints ``what``, of at most 254 characters.
     """
@@ -66,12 +66,12 @@ def seq_idx_from_cu_seqlens(
 ) -> torch.Tensor:
     """Number the documents of a packed batch: int32 ``[1, num_rows]``.
 
-    Rows behind the last sequence (padding) are a document of their own.
+    Rows after the last sequence (padding) are a document of their own.
 
     Args:
         cu_seqlens: first row of each sequence and the end of the last one, ``[N + 1]``, integers.
         num_rows: rows of the packed batch.
-        of_keys: the same of the keys, where queries and keys are told apart.
+        of_keys: the same for the keys, where queries and keys have separate ones.
 
     Raises:
         ModelError: ``cu_seqlens`` or ``of_keys`` is no vector of two or more integers, or they differ in length; on a CPU also:
@@ -128,7 +128,7 @@ def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: i
     """The documents of a micro-batch packed into one row, in a vector whose length depends on no data.
 
     Args:
-        cu_seqlens_BN: of each of B samples, padded with ``rows``, as Megatron's GPTDataset makes it; on the CPU.
+        cu_seqlens_BN: of each of B samples, padded with ``rows``, as Megatron's GPTDataset returns it; on the CPU.
         rows: of a sample.
         max_documents: the most that all samples may hold together.
 
@@ -148,12 +148,12 @@ def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: i
 
 
 def default_max_documents(rows: int) -> int:
-    """The most documents that ``rows`` tokens are taken to hold where the run says nothing: one for 16, at least 64."""
+    """Default upper bound on the documents in ``rows`` tokens: one per 16 tokens, at least 64."""
     return max(64, rows // 16)
 
 
 def check_count(documents: int, rows: int, max_documents: int) -> None:
-    """Raise DataError if a row of ``rows`` tokens holds more ``documents`` than that."""
+    """Raise DataError if a row of ``rows`` tokens has more ``documents`` than ``max_documents``."""
     if documents > max_documents:
         raise DataError(
             f"the data loader packed {documents} documents into a row of {rows} tokens, expected at most {max_documents}: "
@@ -162,9 +162,9 @@ def check_count(documents: int, rows: int, max_documents: int) -> None:
 
 
 def check_masked_count(attention_mask: torch.Tensor, max_documents: int) -> None:
-    """Raise DataError if a row of a mask ``[B, 1, S, S]``, as ``--reset-attention-mask`` makes it, holds more documents.
+    """Raise DataError if a row of a mask ``[B, 1, S, S]``, made by ``--reset-attention-mask``, has more documents.
 
-    The host reads it: for a mask that is not on a GPU yet.
+    The host reads the mask, so call this before it is moved to a GPU.
     """
     most = int(attention_mask[:, 0].diagonal(-1, 1, 2).sum(1).max()) + 1
     check_count(most, attention_mask.shape[-1], max_documents)
@@ -178,10 +178,10 @@ def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> to
 
     Args:
         attention_mask: bool ``[B, 1, S, S]``, True = masked.
-        wait: whether a GPU is waited for, so that a wrong mask is a ModelError there, too.
+        wait: whether to wait for a GPU, so that a wrong mask is a ModelError there, too.
 
     Raises:
-        ModelError: the mask is another, so that no numbering of documents says the same.
+        ModelError: the mask is a different one, which no numbering of documents expresses.
     """
     if attention_mask.dim() != 4 or attention_mask.shape[2] != attention_mask.shape[3] or not attention_mask.shape[2]:
         raise ModelError(
@@ -221,7 +221,7 @@ def require_one_document(seq_idx_BS: torch.Tensor, explain: Callable[[], str], *
 
 
 def document_starts(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> torch.Tensor:
-    """Say which rows begin a document after another one: bool ``[B, S]``, False in the first row.
+    """Which rows begin a document, except the first: bool ``[B, S]``, False in the first row.
 
     Raises:
         ModelError: ``seq_idx_BS`` is no int32 tensor ``[B, S]``.
@@ -257,9 +257,9 @@ def additive_mask(seq_idx_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
-    """First rows of the documents, one row of the batch behind the other, as int32 ``[max_documents + 1]``; shared.
+    """First rows of the documents, with the rows of the batch concatenated, as int32 ``[max_documents + 1]``; shared.
 
-    Behind the last document B · S, the end of the last, is repeated. The longest document is taken to have S rows.
+    After the last document, its end, B · S, is repeated. The longest document is assumed to have S rows.
 
     Raises:
         ModelError: on a CPU, there are more documents; on a GPU they end the process.
@@ -285,7 +285,7 @@ def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
 
 
 def roll_left(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Every entry of the last axis takes the place before it in its sequence; 0 comes last, padding stays as it is.
+    """Shift every sequence of the last axis left by one; its last entry becomes 0, padding is unchanged.
 
     Args:
         tensor: ``[..., S]``.
@@ -298,9 +298,9 @@ def roll_left(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def segmented_cumsum(values: torch.Tensor, starts_BS: torch.Tensor) -> torch.Tensor:
-    """Running sum over axis 1 of ``[B, S, …]`` that begins anew at every start.
+    """Running sum over axis 1 of ``[B, S, …]`` that is reset at every start.
 
-    By doubling, log₂ S additions: no number of one document is ever added to one of another and taken off again.
+    By doubling, log₂ S additions: nothing of one document is ever added to another's sum and subtracted later.
     """
     seq_idx_BS = starts_BS.cumsum(1, dtype=torch.int32)
     step, rows = 1, values.shape[1]

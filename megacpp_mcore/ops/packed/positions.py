@@ -11,7 +11,7 @@ import torch
 
 
 def _sequence_of_row(lengths_N: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of ``num_rows`` rows: which sequence (or piece) of these lengths it is in, and its offset in there.
+    """For each of ``num_rows`` rows: which sequence (or piece) of these lengths it is in, and its offset in it.
 
     Empty sequences have no row. Rows after the last sequence count as the last one's continuation.
     """

@@ -1,4 +1,4 @@
-"""The kernels of RMSNorm, in Triton: a program has all values of a row, in float32.
+"""Triton kernels of RMSNorm: a program holds all values of a row, in float32.
 
 Legend: T rows, D values of a row, P programs of the backward pass.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["eps"])
 def forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    """y: x over the root of its mean square, times the weight; scale: 1 over that root. A program has one row."""
+    """y: x over its root mean square, times the weight; scale: 1 / that root. One program per row."""
     t, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x_D = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_D * x_D, 0) / D + eps)
@@ -21,9 +21,9 @@ def forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.const
 
 @triton.jit(do_not_specialize=["T"])
 def backward(x_TD, weight_D, scale_T, dy_TD, dresidual_TD, dx_TD, dweight_PD, T, D: tl.constexpr, BLOCK: tl.constexpr):
-    """dx, the residual's gradient added to it; and of each program, which has every P-th row, its part of the weight's.
+    """dx plus the residual's gradient; and one partial sum of the weight's gradient per program, which has every P-th row.
 
-    A row is on its way while the one before it is summed.
+    The next row is prefetched while the current one is reduced.
     """
     p, P, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     here_D = d < D
@@ -52,7 +52,7 @@ def backward(x_TD, weight_D, scale_T, dy_TD, dresidual_TD, dx_TD, dweight_PD, T,
 
 @triton.jit(do_not_specialize=["P"])
 def add_parts(dweight_PD, dweight_D, P, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of all programs' parts, in one order."""
+    """The sum of all programs' partial sums, in a fixed order."""
     d, p = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)[:, None]
     parts_PD = dweight_PD + p * D + d[None, :]
     sum_PD = tl.zeros([PARTS, COLUMNS], tl.float32)

@@ -1,7 +1,7 @@
-"""RMSNorm by Triton kernels, on a GPU: the function of :mod:`megacpp_mcore.ops.rms_norm.reference`.
+"""RMSNorm by Triton kernels on a GPU: the function of :mod:`megacpp_mcore.ops.rms_norm.reference`.
 
-One launch forward; backward one that adds the residual's gradient to that of the norm, rounded once, and one that adds up the
-weight's, in one order.
+One launch forward; two backward: one adds the residual's gradient to the norm's, rounded once, and one adds up the weight's
+partial sums, in a fixed order.
 
 Legend: T rows, D values of a row, P programs of the backward pass.
 """
@@ -24,13 +24,13 @@ from megacpp_mcore.ops.rms_norm.reference import check
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 LARGEST = 8192
-"""Values of a row that a program has registers for."""
+"""Longest row that a program holds in registers."""
 
 PROGRAMS = 2
-"""Of the backward pass, of a multiprocessor."""
+"""Programs of the backward pass per multiprocessor."""
 
 PARTS, COLUMNS = 32, 32
-"""Of a tile of the weight's gradient: programs and values."""
+"""Tile of :func:`kernels.add_parts`: programs and values."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
         return {"D": self.D, "BLOCK": triton.next_power_of_2(self.D), "PARTS": PARTS, "COLUMNS": COLUMNS}
 
     def options(self, kernel: str) -> dict[str, int]:
-        """How a kernel is launched."""
+        """Launch options of a kernel."""
         return {"num_warps": 8 if kernel == "backward" else 4}
 
 
@@ -53,10 +53,10 @@ _plan = cache(Plan)
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what the reference of this name does, for rows of at most :data:`LARGEST` values.
+    """The reference's function of this name, for rows of at most :data:`LARGEST` values.
 
     Raises:
-        ModelError: as there, or the rows are longer, or of another dtype than :data:`DTYPES`.
+        ModelError: as the reference, or the rows are longer, or their dtype is not in :data:`DTYPES`.
     """
     check(x, weight_D)
     if x.dtype not in DTYPES or weight_D.dtype not in DTYPES or len(weight_D) > LARGEST:
@@ -73,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         rows, weight_D = x.contiguous(), weight_D.contiguous()
         T, D = rows.numel() // len(weight_D), len(weight_D)
-        # Not empty_like, which keeps strides: contiguous rows of one sample may have others than a matrix product folds.
+        # Not empty_like, which keeps strides: those of one sample's contiguous rows may prevent a matrix product from folding.
         normed, scale_T = rows.new_empty(rows.shape), rows.new_empty(T, dtype=torch.float32)
         if T:
             launch = Launcher(_plan(D), rows, weight_D)
@@ -105,5 +105,5 @@ class _RMSNorm(torch.autograd.Function):
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; of a CPU, where Triton interprets, few."""
+    """Multiprocessors of a GPU; a small number on a CPU, where Triton interprets."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

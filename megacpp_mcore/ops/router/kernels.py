@@ -1,4 +1,4 @@
-"""The kernels of the router, in Triton: a program has some tokens of one sequence, and all their experts.
+"""Triton kernels of the router: a program has some tokens of one sequence, and all their experts.
 
 Legend: as in :mod:`megacpp_mcore.ops.router.reference`; P programs of a sequence, C columns of sums.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def selected(score_SE, here_E, K: tl.constexpr):
-    """Which K of a row are the best, of equal ones the first; columns beyond the experts are not ``here``."""
+    """Which K of a row are the best, the first among ties; columns beyond the experts are not ``here``."""
     e = tl.arange(0, score_SE.shape[1])[None, :]
     left_SE = tl.where(here_E, score_SE, float("-inf"))
     found_SE = tl.zeros(score_SE.shape, tl.int1)
@@ -25,7 +25,7 @@ def selected(score_SE, here_E, K: tl.constexpr):
 
 @triton.jit
 def shares(score_SE, TINY: tl.constexpr):
-    """Each of a row over their sum, by the division that PyTorch has."""
+    """Each score over its row's sum, with PyTorch's division."""
     sum_S1 = (tl.sum(score_SE, 1) + TINY)[:, None]
     return tl.div_rn(score_SE, tl.broadcast_to(sum_S1, score_SE.shape))
 
@@ -46,7 +46,7 @@ def route(
     TINY: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Probabilities and routing of some tokens, and their sums in four parts: load, best, scores, squares."""
+    """Probabilities and routing of some tokens, and four groups of sums over them: load, best, scores, squares."""
     p, b = tl.program_id(0), tl.program_id(1)
     s, e = p * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     rows = (s.to(tl.int64) * B + b)[:, None] * E + e[None, :]

@@ -1,8 +1,8 @@
-"""Plain-PyTorch truth of a sigmoid router: selection by biased scores, probabilities, and the sums of its losses.
+"""Plain-PyTorch truth of a sigmoid router: selection by biased scores, probabilities, and the sums for its losses.
 
 Shape legend: S sequence, B batch, T tokens (S × B, a sequence's tokens B apart), E experts, K experts of each token.
 Source: DeepSeek-V3 (arXiv 2412.19437, 2.1.2) for scores, bias and the loss by sequence, ST-MoE (arXiv 2202.08906, 2.2) for the
-z-loss; megatron-core 0.19 ``transformer/moe/router.py`` and ``moe_utils.py`` for what is computed in which order.
+z-loss; megatron-core 0.19 ``transformer/moe/router.py`` and ``moe_utils.py`` for the order of operations.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ TINY = 1e-20
 
 
 class Routed(NamedTuple):
-    """Where tokens go.
+    """Result of :func:`route`.
 
     Attributes:
         probs_TE: scores of a token's experts over their sum; zero elsewhere. Differentiable.
-        routing_TE: bool, the K experts of each token: the best by score + bias, of equal ones the first.
+        routing_TE: bool, the K experts of each token: the best by score + bias, the first among ties.
         load_E: how many tokens each expert has, float32.
         best_BE: how many tokens of each sequence have an expert among their K best by score alone, float32.
         score_BE: the sum over a sequence of scores, each token's normalised over all experts. Differentiable.
@@ -54,8 +54,8 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, ba
     """Send every token to ``topk`` experts.
 
     Args:
-        logits_TE: of the router, float32 (float64: all is computed in that).
-        bias_E: what balancing adds to the scores by which experts are selected, and to nothing else; None: nothing.
+        logits_TE: logits of the router, float32 (float64: everything is computed in float64).
+        bias_E: the load-balancing bias, added to the scores for the selection only; None: no bias.
         topk: K, 2 or more.
         batch: B.
 
@@ -81,6 +81,6 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, ba
 
 
 def _best(score_TE: torch.Tensor, topk: int) -> torch.Tensor:
-    """Which are a row's best, of equal ones the first."""
+    """Which are a row's best, the first among ties."""
     best_TK = score_TE.detach().sort(dim=1, descending=True, stable=True).indices[:, :topk]
     return torch.zeros_like(score_TE, dtype=torch.bool).scatter(1, best_TK, True)

@@ -1,9 +1,9 @@
-"""The router by Triton kernels: what :func:`~megacpp_mcore.ops.router.reference.route` computes, in one launch each way.
+"""The router by Triton kernels: :func:`~megacpp_mcore.ops.router.reference.route`, with one launch each way.
 
 Legend: as in :mod:`megacpp_mcore.ops.router.reference`.
 
-Selection is exact: scores are PyTorch's own sigmoid, which its kernel and Triton's round differently, and the bias is added to
-them once. Sums have one order.
+Selection is exact: scores come from PyTorch's own sigmoid, as Triton's rounds differently, and the bias is added to them once.
+Sums have a fixed reduction order.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megacpp_mcore.ops.router import kernels
 from megacpp_mcore.ops.router.reference import TINY, Routed, check
 
 TOKENS = 64
-"""Of one program: for 8192 tokens, as many programs as an H200 has multiprocessors."""
+"""Tokens per program: for 8192 tokens, about as many programs as an H200 has multiprocessors."""
 
 WARPS = 4
 
 
 def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, batch: int) -> Routed:
-    """Do what the reference of this name does, with its arguments, in float32.
+    """The reference's function of this name, in float32.
 
     Raises:
-        ModelError: as there, or the logits are not float32.
+        ModelError: as the reference, or the logits are not float32.
     """
     check(logits_TE, bias_E, topk, batch)
     if logits_TE.dtype != torch.float32:
@@ -40,13 +40,13 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, ba
 
 
 class Route(torch.autograd.Function):
-    """The kernels, each way."""
+    """The router as one autograd node."""
 
     @staticmethod
     def forward(
         ctx: Any, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, topk: int, batch: int
     ) -> tuple[torch.Tensor, ...]:
-        """What :class:`Routed` has."""
+        """The fields of :class:`Routed`."""
         T, E = logits_TE.shape
         score_TE, probs_TE = torch.sigmoid(logits_TE), torch.empty_like(logits_TE)
         routing_TE = torch.empty_like(logits_TE, dtype=torch.bool)
@@ -84,7 +84,7 @@ class Route(torch.autograd.Function):
 
 
 def _launch(T: int, E: int, batch: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and what both kernels are compiled for."""
+    """The grid, and the compile-time arguments of both kernels."""
     tokens = max(1, TOKENS * 16 // max(16, triton.next_power_of_2(E)))
     shape = {"E": E, "EXPERTS": triton.next_power_of_2(E), "TINY": TINY, "TOKENS": tokens, "num_warps": WARPS}
     return (triton.cdiv(T // batch, tokens), batch), shape

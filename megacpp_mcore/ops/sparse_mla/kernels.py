@@ -1,7 +1,7 @@
-"""Triton kernels of sparse MLA: one program has one query with all of its heads, and gathers the keys that it selected.
+"""Triton kernels of sparse MLA: one program has one query with all heads of the launch, and gathers its selected keys.
 
-Forward, a tile of scores has heads as its rows, so that the softmax runs along a row. Backward its rows are keys, so that
-probabilities and gradients of scores already lie in registers as the next products take them.
+In forward the rows of a score tile are heads, so that the softmax runs along a row. In backward they are keys, so that
+probabilities and gradients of scores already have the register layout of the next products' operands.
 
 Legend: S queries, T keys, B batch, H heads, M heads of one launch rounded up to a power of two, K width of a query or key, V of
 its latent, which is the value, R of its rotary part (K = V + R), N selected keys, P columns of the index: N rounded up to a
@@ -19,19 +19,19 @@ import triton.language as tl
 from megacpp_mcore.ops.assembly import INTERPRETED, exp2
 
 KEYS = 64
-"""Keys in one tile: the rows of one tensor-core product of four warps."""
+"""Keys in one tile: the rows of a warp group's tensor-core product."""
 
 FEW = tl.constexpr(192)
-"""A query with at most so many keys has its mean recomputed."""
+"""Queries with at most this many keys have their mean recomputed."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Below every score. A maximum that begins with −inf would make NaN of a query that selects nothing."""
+"""Initial running maximum. With −inf, a query that selects nothing would become NaN."""
 
 
 @triton.jit
 def _here(x):
-    """The integer ``x``, opaque to the compiler, which then does not hoist what depends on it above a loop."""
+    """The integer ``x``, opaque to the compiler, so that it does not hoist dependent computations above a loop."""
     if INTERPRETED:
         return x
     else:
@@ -53,9 +53,9 @@ def _halves(g):
 
 @triton.jit
 def _add(rows, g, mask, unit):
-    """Add ``g`` [X, Y] to the rows that begin at ``rows`` [X, 1], some columns at a time, which saves registers.
+    """Add ``g`` [X, Y] atomically to the rows that begin at ``rows`` [X, 1], half the columns at a time to save registers.
 
-    Where ``unit`` is given, as integers of 1/unit, whose sums do not depend on the order.
+    With ``unit``, as integers of 1/unit, whose sums do not depend on the order.
     """
     Y: tl.constexpr = g.shape[1]
     left, right = _halves(g)
@@ -70,10 +70,10 @@ def _add(rows, g, mask, unit):
 
 @triton.jit
 def _add_integers(rows, g, mask):
-    """Add integers, one element a lane, adjacent elements in adjacent lanes.
+    """Add integers, one element per lane, adjacent elements in adjacent lanes.
 
-    Two elements a lane, Triton's choice, take 1.25 ms in place of 0.77 (8192 queries, 56 heads, 256 keys, H200). Opaque columns
-    and the transpose force this layout.
+    Triton's own choice, two elements per lane, takes 1.25 ms in place of 0.77 (8192 queries, 56 heads, 256 keys, H200). Opaque
+    columns and the transpose force this layout.
     """
     Y: tl.constexpr = g.shape[1]
     left, right = _halves(g)
@@ -87,7 +87,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
             M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
 
-    Grid: S, B. The heads are those from ``first`` to ``first + M``, as far as they exist.
+    Grid: S, B. Heads: ``first`` to ``first + M - 1``, masked at H.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)
@@ -119,10 +119,10 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
           S, H, P, first, q_s, q_b, q_h, kv_t, kv_b, do_s, do_b, do_h,
           M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The mean of do·v over the keys, times the scale, [B, S, H]. Grid and heads as forward.
+    """The mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid and heads as forward.
 
-    Mathematically it is do·o. Where a query has few keys, the rounding of o is large beside the gradient, in which the mean
-    cancels most: there it is recomputed.
+    Mathematically it is do·o. With few keys, where the mean cancels most of the gradient, the rounding of o is large beside
+    what is left: there the mean is recomputed.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)
@@ -158,9 +158,9 @@ def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
 def backward(q_ptr, kv_ptr, index_ptr, mean_ptr, lse_ptr, do_ptr, dq_ptr, dkv_ptr, sum_ptr, unit_ptr, scale,
              S, H, N, P, first, q_s, q_b, q_h, kv_t, kv_b, do_s, do_b, do_h,
              M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dq [S, B, H, K]; added to dkv [T, B, K] and, where given, to the sum of probabilities over heads [B, S, N].
+    """Write dq [S, B, H, K]; accumulate into dkv [T, B, K] and, if given, the sum of probabilities over heads [B, S, N].
 
-    Grid and heads as forward. ``unit``: None, and dkv is float32; or a float32 on the device, and dkv is int64, in 1/unit.
+    Grid and heads as forward. dkv is float32; or, with ``unit``, a float32 on the device, int64 in multiples of 1/unit.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)
@@ -169,7 +169,7 @@ def backward(q_ptr, kv_ptr, index_ptr, mean_ptr, lse_ptr, do_ptr, dq_ptr, dkv_pt
     do_ptr += (s * do_s + b * do_b) * 8
     do = tl.load(do_ptr + h.to(tl.int64)[:, None] * (do_h * 8) + v[None, :], mask=mask, other=0.0)
     mean = tl.load(mean_ptr + (b * S + s) * H + h, mask=h < H, other=0.0)
-    lse = tl.load(lse_ptr + (b * S + s) * H + h, mask=h < H, other=float("inf"))  # no head: probability 0
+    lse = tl.load(lse_ptr + (b * S + s) * H + h, mask=h < H, other=float("inf"))  # heads beyond H: probability 0
     dq_l, dq_r = tl.zeros([V, M], tl.float32), tl.zeros([R, M], tl.float32)
     unit = None if unit_ptr is None else tl.load(unit_ptr)
     index_ptr += (b * S + s) * P
@@ -180,7 +180,7 @@ def backward(q_ptr, kv_ptr, index_ptr, mean_ptr, lse_ptr, do_ptr, dq_ptr, dkv_pt
         k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), seen, V, R)
         x = tl.dot(k_r, tl.trans(q_r), tl.dot(k_l, tl.trans(q_l)))
         p = tl.where(seen, exp2(x * (scale * LOG2E) - lse[None, :]), 0.0)
-        if sum_ptr is not None:  # no other program of a launch adds here, so that the order is one
+        if sum_ptr is not None:  # no other program of a launch adds here, so the reduction order is fixed
             tl.atomic_add(sum_ptr + (b * S + s) * N + start + n, tl.sum(p, 1), mask=start + n < N, sem="relaxed")
         dx = (p * (tl.dot(k_l, tl.trans(do)) * scale - mean[None, :])).to(q_l.dtype)
         dq_l, dq_r = tl.dot(tl.trans(k_l), dx, dq_l), tl.dot(tl.trans(k_r), dx, dq_r)

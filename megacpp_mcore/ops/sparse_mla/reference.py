@@ -28,7 +28,7 @@ from megacpp_mcore.ops.visibility import (
     visible_keys,
 )
 
-# Elements of one chunk's gathered keys and scores together: 128 MiB in fp32. Backward holds a handful of such blocks.
+# Elements of one chunk's gathered keys and scores together: 128 MiB in fp32. Backward holds several such blocks.
 GATHER_BLOCK_ELEMENTS = 2**25
 
 
@@ -130,8 +130,8 @@ def attend(
     """Attend to the selected keys only, in the absorbed multi-query form.
 
     Computed in float32 (float64 inputs: in float64), differentiable in q and kv. Queries are taken in chunks that the
-    backward pass recomputes, so neither the gathered keys nor the scores are kept. Causality is the index's:
-    whatever it names is attended to. Source: DeepSeek-V3.2 report, equation 2.
+    backward pass recomputes, so neither the gathered keys nor the scores are saved. Causality is the caller's:
+    every key in the index is attended to. Source: DeepSeek-V3.2 report, equation 2.
 
     Args:
         q_SBHK: absorbed queries, rope part included; may be strided.

@@ -1,12 +1,12 @@
-"""Sparse MLA by Triton kernels, on a GPU: what :func:`megacpp_mcore.ops.sparse_mla.reference.attend` does.
+"""Sparse MLA by Triton kernels on a GPU: :func:`megacpp_mcore.ops.sparse_mla.reference.attend`.
 
-One launch forward for each :data:`HEADS` heads, and two backward; for :data:`WIDE` widths, two for each chunk of queries.
-Output, gradient of the queries and sum of probabilities have one order of summing. The gradient of a key is summed over the
-queries that selected it by atomics in float32, in whatever order they come; under ``torch.use_deterministic_algorithms``, in
-integers, which have the same sum in any order.
+Launches: for each :data:`HEADS` heads, one forward and two backward; for :data:`WIDE` widths, backward has up to four for each
+chunk of queries and 2 · :data:`HEADS` heads. The output, the gradient of the queries and the sum of probabilities have a fixed
+reduction order. The gradient of a key is summed over the queries that selected it by float32 atomics, in no fixed order; under
+``torch.use_deterministic_algorithms`` in integers, whose sum does not depend on the order.
 
 Legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys, P columns of the
-padded index, C queries of one chunk, M its heads, rounded up.
+padded index, C queries of one chunk, M heads of a launch, rounded up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacpp_mcore.ops.sparse_mla.reference import check_attention
 from megacpp_mcore.ops.sums import integer_unit
 
 WIDE = ((576, 512),)
-"""Widths of a query and of its value, of those below, that have kernels of their own: DeepSeek's."""
+"""Widths of a query and of its value that have separate kernels: DeepSeek's."""
 
 WIDTHS = ((128, 64), *WIDE)
 """Widths of a query and of its value that the kernels are compiled for without a spill."""
@@ -34,23 +34,23 @@ DTYPES = (torch.bfloat16, torch.float16)
 """Of queries and keys, the same for both."""
 
 HEADS = 64
-"""Heads of one launch, at most."""
+"""Most heads of one launch."""
 
 FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 4}
 MEANS = FORWARD | {"STAGES": 1}
 BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
-"""How the kernels are launched; forward and backward: what was fastest on an H200."""
+"""Launch options of the kernels; for forward and backward, the fastest on an H200."""
 
 WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 8}
 SCORES = WIDE_FORWARD | {"STAGES": 1}
 QUERIES = dict(WIDE_FORWARD)
 GRADIENTS = WIDE_FORWARD | {"W": 64}
 WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS)
-"""How those of :data:`WIDE` widths are: what is spilled nowhere."""
+"""Launch options for :data:`WIDE` widths: without a spill in any kernel."""
 
 SCRATCH = 2**28
-"""Bytes, at most, of a chunk's probabilities and gradients of scores, unless one query has more: 256 queries of 128 heads
-and 2048 keys, which are four programs for each multiprocessor in any kernel."""
+"""Most bytes of a chunk's probabilities and gradients of scores, unless one query needs more: 256 queries of 128 heads and
+2048 keys, which are some four programs per multiprocessor in ``wide.queries`` and ``wide.keys``."""
 
 
 def attend(
@@ -63,19 +63,19 @@ def attend(
     sink: TargetSum | None = None,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments, in bfloat16 or float16.
+    """The reference's function of this name, in bfloat16 or float16.
 
     Probabilities and the gradients of scores are rounded to the inputs' dtype before they are multiplied by keys and queries;
-    all sums are in float32. Kept for the backward pass: the inputs, or copies where they were copied, the output, and one
-    number a query and head.
+    all accumulators are float32. Saved for backward: the inputs (or their copies), the output, and one number per query and
+    head.
 
     Args:
-        q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink: as there. What is not strided by multiples of 8 with its
-            width innermost is copied.
-        query_chunk: of no effect: queries are not taken in chunks.
+        q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink: as in the reference; copied unless the width is contiguous
+            and the other strides are multiples of 8.
+        query_chunk: ignored.
 
     Raises:
-        ModelError: as there; or dtypes that differ or are none of :data:`DTYPES`, widths that are none of :data:`WIDTHS`, or a
+        ModelError: as the reference; or dtypes that differ or are not in :data:`DTYPES`, widths not in :data:`WIDTHS`, or a
             scale that is not positive.
     """
     check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
@@ -98,7 +98,7 @@ def attend(
 
 
 class SparseMLAKernels(torch.autograd.Function):
-    """The launches, forward and backward."""
+    """Sparse MLA as one autograd node."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ class SparseMLAKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of q and kv; the probabilities' sum over heads is added to the sink's."""
+        """The gradients of q and kv; adds the probabilities, summed over heads, to the sink."""
         q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH = ctx.saved_tensors
         do_SBHV = aligned(do_SBHV)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -156,7 +156,7 @@ def _backward(
     softmax_scale: float,
     selected: int,
 ) -> torch.Tensor:
-    """dq; added to dkv, in 1/unit where given, and to the sum: what these queries, of ``selected`` columns, give."""
+    """Return dq; accumulate into dkv (with a unit, in integers of 1/unit) and into the sum of probabilities."""
     (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
     dq_SBHK, mean_BSH = q_SBHK.new_empty(S, B, H, K), lse_BSH.new_empty(B, S, H)
     for first in range(0, H, HEADS):
@@ -186,7 +186,7 @@ def _wide_backward(
     softmax_scale: float,
     selected: int,
 ) -> torch.Tensor:
-    """What :func:`_backward` does, a chunk of queries at a time."""
+    """:func:`_backward`, a chunk of queries at a time."""
     (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
     dq_SBHK = q_SBHK.new_empty(S, B, H, K)
     chunk = min(S, max(1, SCRATCH // (2 * B * P * _all_rows(H) * q_SBHK.itemsize)))
@@ -213,28 +213,28 @@ def _wide_backward(
 
 
 def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
-    """The index in whole tiles of columns."""
+    """The index padded to whole tiles of columns by -1."""
     missing = -index_BSN.shape[2] % kernels.KEYS
     return torch.nn.functional.pad(index_BSN, (0, missing), value=-1) if missing else index_BSN.contiguous()
 
 
 def _rows(heads: int, second: int) -> int:
-    """Heads of a launch with ``heads`` left, rounded up to 16, the least that a tensor core takes, ``second``, or the most."""
+    """Heads of a launch with ``heads`` left, rounded up to 16 (a tensor core's least), ``second`` or :data:`HEADS`."""
     return next(rows for rows in (16, second, HEADS) if rows >= min(heads, HEADS))
 
 
 def _all_rows(heads: int) -> int:
-    """Heads of the two launches of scores before one of queries and keys, with ``heads`` left, rounded up."""
+    """Heads of one launch of ``queries`` and ``keys`` (up to two of ``scores``), with ``heads`` left, rounded up."""
     return 2 * HEADS if heads > HEADS else _rows(heads, HEADS)
 
 
 def _integer_scale(
     q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """How many integers make 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
+    """The integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
 
     Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are some 2^30
-    below the bound: their integers have as many bits, which is more than float32 has.
+    below the bound, and then still have 30 bits, more than float32.
     """
     q, kv, do = (
         torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32).double() for x in (q_SBHK, kv_TBK, do_SBHV)

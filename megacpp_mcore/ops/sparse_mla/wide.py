@@ -1,15 +1,15 @@
-"""Triton kernels of sparse MLA for latents that no program holds more than once: DeepSeek's 512 columns beside 64 rotary ones.
+"""Triton kernels of sparse MLA for wide latents: DeepSeek's 512 columns beside 64 rotary ones.
 
-One program has one query, and eight warps. Forward, it has 64 heads, and a tile of keys lies in shared memory twice: one is
-gathered while the other is multiplied. Backward, a query, its output's gradient, a tile of keys and the sum that becomes the
-query's gradient do not fit together: the probabilities and the gradients of the scores are written out for a chunk of queries,
-from which two further kernels make the gradients of the queries and of the keys. These take the heads of two launches together,
-so that keys are gathered once and their gradients added once, but a part of the columns.
+One program has one query and eight warps. In forward it has 64 heads, and keys are double-buffered in shared memory: one tile
+is gathered while the other is multiplied. In backward a query, its output's gradient, a tile of keys and the accumulator of the
+query's gradient do not fit together: ``scores`` writes probabilities and gradients of scores for a chunk of queries, from which
+``queries`` and ``keys`` compute the gradients of queries and keys. These two handle the heads of two launches of ``scores``, so
+that keys are gathered and their gradients added once, but only a part of the columns per program.
 
-Loops that ``disable_licm`` would hold the addresses of every operand of a product in registers otherwise, and spill.
+Loops use ``disable_licm`` where hoisting would hold the addresses of every operand in registers, and spill.
 
-Legend: as in :mod:`megacpp_mcore.ops.sparse_mla.kernels`; C queries of one chunk, ALL heads of a chunk, rounded up, of which M
-are one launch's, W columns of a slice of the latent.
+Legend: as in :mod:`megacpp_mcore.ops.sparse_mla.kernels`; C queries of one chunk, ALL heads of a chunk, rounded up, M heads of
+one launch of ``scores``, W columns of a slice of the latent.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -26,13 +26,12 @@ TILE = tl.constexpr(KEYS)
 """Columns of the index in the largest tile of any kernel."""
 
 SPAN = tl.constexpr(1024)
-"""Columns of the index that are looked at together."""
+"""Columns of the index that are read at a time."""
 
 
 @triton.jit
 def _columns(index_row, P):
-    """How many keys the row selects, and how many of its columns, in whole tiles, there are up to the last of them: behind that
-    nothing is computed."""
+    """How many keys the row selects, and the columns up to the last one, in whole tiles: nothing is computed beyond."""
     i = tl.arange(0, SPAN)
     count, end = tl.zeros([SPAN], tl.int32), tl.zeros([SPAN], tl.int32)
     for start in tl.range(0, P, SPAN):
@@ -44,7 +43,7 @@ def _columns(index_row, P):
 
 @triton.jit
 def _load_keys(index_row, kv_ptr, kv_t, start, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr):
-    """Whether there is a key in each of the columns from ``start`` on, and its latent and rotary part."""
+    """Which of the KEYS columns from ``start`` on have a key, and the keys' latents and rotary parts."""
     key = tl.load(index_row + start + tl.arange(0, KEYS)).to(tl.int64)
     k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
     return key >= 0, k_l, k_r
@@ -55,7 +54,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
             M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
 
-    Grid: S, B. The heads are those from ``first`` to ``first + M``, so far as there are.
+    Grid: S, B. Heads: ``first`` to ``first + M - 1``, masked at H.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h = first + tl.arange(0, M)
@@ -87,8 +86,8 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 def _products(q_l, q_r, do, lse, seen, k_l, k_r, scale):
     """The probabilities [M, KEYS], and do·v.
 
-    The two products of a score are added in the exponent: were one added to by the other, Triton would have both halves of a
-    program's warps compute it.
+    The two products of a score are added in the exponent: if the second accumulated onto the first, Triton would have both
+    halves of a program's warps compute it.
     """
     left, right = tl.dot(q_l, tl.trans(k_l)), tl.dot(q_r, tl.trans(k_r))
     x = left * (scale * LOG2E) + (right * (scale * LOG2E) - lse[:, None])
@@ -104,13 +103,13 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
            S, H, N, P, begin, first, q_s, q_b, q_h, kv_t, kv_b, do_s, do_b, do_h,
            M: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
            KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Of the GROUP-th M of the ALL heads from ``first`` on, the part of ``d`` [C, B, P, 2, ALL]: the gradients of q·k, and the
-    probabilities, up to the largest tile of a query's last key; zeros for heads that there are not. Added to the sum of
-    probabilities over heads [B, S, N], where given: these.
+    """Write to ``d`` [C, B, P, 2, ALL], for the GROUP-th M of the ALL heads from ``first`` on, the gradients of q·k and the
+    probabilities: up to the tile of a query's last key, zeros for heads beyond H. Accumulate the probabilities, summed over
+    heads, into [B, S, N], if given.
 
-    Grid: C, B. The queries are those from ``begin`` on.
+    Grid: C, B, for the queries from ``begin`` on.
 
-    The mean of do·v, which is taken off it, is do·o; or summed anew where that is too rough, as in
+    The mean of do·v, which is subtracted, is do·o; or recomputed where that is too inaccurate, as in
     :func:`megacpp_mcore.ops.sparse_mla.kernels.means`.
     """
     row, b, B = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -121,7 +120,7 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
     q_l, q_r = _load_halves(q_rows, mask, V, R)
     do_ptr += (s * do_s + b * do_b) * 8
     do = tl.load(do_ptr + h.to(tl.int64)[:, None] * (do_h * 8) + v[None, :], mask=mask, other=0.0)
-    lse = tl.load(lse_ptr + (b * S + s) * H + h, mask=h < H, other=float("inf"))  # no head: probability 0
+    lse = tl.load(lse_ptr + (b * S + s) * H + h, mask=h < H, other=float("inf"))  # heads beyond H: probability 0
     index_ptr += (b * S + s) * P
     kv_ptr += b * (kv_b * 8)
     selected, end = _columns(index_ptr, P)
@@ -138,7 +137,7 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
     for start in tl.range(0, end, KEYS, num_stages=STAGES, disable_licm=True):
         seen, k_l, k_r = _load_keys(index_ptr, kv_ptr, kv_t, start, V, R, KEYS)
         p, dp = _products(q_l, q_r, do, lse, seen, k_l, k_r, scale)
-        if sum_ptr is not None:  # no other program of a launch adds here, so that the order is one
+        if sum_ptr is not None:  # no other program of a launch adds here, so the reduction order is fixed
             tl.atomic_add(sum_ptr + (b * S + s) * N + start + n, tl.sum(p, 0), mask=start + n < N, sem="relaxed")
         dx = p * (dp - mean[:, None]) * scale
         to = d_ptr + start * (2 * ALL) + n[None, :] * (2 * ALL) + tl.arange(0, M)[:, None]
@@ -150,7 +149,7 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
 def queries(kv_ptr, index_ptr, d_ptr, dq_ptr, S, H, P, begin, first, kv_t, kv_b,
             ALL: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
             KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dq [S, B, H, K] of a chunk's queries and ALL heads. Grid: C, B, PARTS, of which each has as many columns."""
+    """dq [S, B, H, K] of a chunk's queries and ALL heads. Grid: C, B, PARTS equal parts of the columns."""
     row, b, B, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(2)
     s = (begin + row).to(tl.int64)
     v, r = part * (V // PARTS) + tl.arange(0, V // PARTS), V + part * (R // PARTS) + tl.arange(0, R // PARTS)
@@ -181,9 +180,9 @@ def keys(q_ptr, index_ptr, do_ptr, d_ptr, dkv_ptr, unit_ptr,
          S, H, P, begin, first, q_s, q_b, q_h, do_s, do_b, do_h,
          ALL: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
          KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Added to dkv [T, B, K]: what a chunk's queries and ALL heads give. Grid as queries.
+    """Accumulate into dkv [T, B, K] the contributions of a chunk's queries and ALL heads. Grid as queries.
 
-    ``unit``: None, and dkv is float32; or a float32 on the device, and dkv is int64, in 1/unit.
+    dkv is float32; or, with ``unit``, a float32 on the device, int64 in multiples of 1/unit.
     """
     row, b, B, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(2)
     s = (begin + row).to(tl.int64)

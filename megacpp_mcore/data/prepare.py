@@ -48,7 +48,7 @@ PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _SECONDS = 10.0
 _NEW, _REPLACING = "dataset", "replacement"
-"""Names of files being built: the second with --overwrite, so that no later call without it uses them to replace anything."""
+"""Names of files being built, the second with --overwrite: only leftovers of the first let a call without it replace any."""
 
 
 @dataclass(frozen=True, kw_only=True)

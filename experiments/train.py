@@ -106,7 +106,7 @@ def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
 def _train(
     content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, slots: Slots
 ) -> tuple[Path, int, int]:
-    """Train one arm in a process of its own; returns its folder, its exit status, and its number of steps."""
+    """Train one arm in a process of its own; returns its folder, its exit status, and the number of steps it was to take."""
     arm, seed = job
     folder: Path = args.folder / f"{number:02}_{arm.name.replace(' ', '_')}_{seed}"
     folder.mkdir(parents=True)

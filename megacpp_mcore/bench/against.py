@@ -1,4 +1,4 @@
-"""New rows against those of a committed table: what got slower, and what may not be compared; no torch."""
+"""Compares new rows with those of a committed table: what got slower, and what may not be compared; no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Comparison:
-    """What became of the rows.
+    """The result of the comparison.
 
     Attributes:
-        compared: how many new rows were.
-        slower: one line for each that takes more time or memory than the tolerance allows, and for each row of the file that
-            lost its time, or has none of its name in this run any more.
+        compared: how many new rows were compared.
+        slower: one line for each row that takes more time or memory than the tolerance allows, and for each row of the file
+            that lost its time or is absent from this run.
         lines: one line for everything else: faster, as before, new, not comparable.
     """
 
@@ -32,13 +32,13 @@ class Comparison:
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:
     """Compare each new row with the last one of the same benchmark, work, variant and conditions.
 
-    Our layer is one variant whatever backends it found: one that fell back is compared with what it was. A row of the file
-    whose parity failed or is missing is no baseline.
+    Our layer is one variant whatever backends it uses: one that fell back is compared with its earlier self. A row of the
+    file whose parity failed or is missing is no baseline.
 
     Args:
         before: rows of the committed table.
         now: rows of this run.
-        tolerance: the share by which time or peak memory may be more.
+        tolerance: the share by which time or peak memory may increase.
 
     Raises:
         BenchmarkError: not one row can be compared; the message says what differs.
@@ -68,13 +68,13 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
 
 
 def _key(row: Row) -> tuple[str, str, str]:
-    """Benchmark, work and variant; of a layer without its bracket, which holds the backends that it found."""
+    """Benchmark, work and variant; for a layer without the bracket, which lists its backends."""
     variant = str(row["variant"])
     return row["benchmark"], row["work"], variant.partition(" (")[0] if row["kind"] == LAYER else variant
 
 
 def _conditions(row: Row) -> tuple[str, ...]:
-    """What one run has in common; of other versions a row may be missing."""
+    """Conditions that a run's rows share; without versions, so that a row counts as missing across versions, too."""
     return tuple(str(row[name]) for name in ("benchmark", "shape", "dtype", "device"))
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark measures with: one process's groups, times, peak memory, devices and versions."""
+"""Measuring tools of every benchmark: process groups for one process, times, peak memory, devices and versions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from megacpp_mcore.util import host
 
 FEWEST = 3
-"""Calls that are timed whatever they take: a median of less says nothing."""
+"""Minimum number of timed calls, however long they take: a median of fewer means nothing."""
 
 
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[None]:
-    """Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; gone at the end."""
+    """Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; destroyed at the end."""
     with contextlib.ExitStack() as held:
         if device == "cpu":
             from megacpp_mcore import cpu
@@ -44,13 +44,13 @@ def one_process(device: str) -> Iterator[None]:
 def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[float, int]:
     """Median milliseconds of a call, and how many calls were timed: for ``seconds``, and at least :data:`FEWEST` on a GPU.
 
-    On a GPU by :func:`triton.testing.do_bench`, which empties the L2 cache before each; on a CPU by
-    :mod:`torch.utils.benchmark`, whose figures are means of blocks where a call is short.
+    On a GPU it uses :func:`triton.testing.do_bench`, which clears the L2 cache before each call; on a CPU
+    :mod:`torch.utils.benchmark`, whose figures are means over blocks of calls if a call is short.
     """
     if device == "cpu":
         from torch.utils.benchmark import Timer
 
-        # Its own clock would synchronise the GPU that the CPU lane stands in for.
+        # Timer's default clock would synchronise the GPU that the CPU lane stands in for.
         timer = Timer("call()", globals={"call": call}, timer=time.perf_counter, num_threads=torch.get_num_threads())
         found = timer.blocked_autorange(min_run_time=seconds)
         return found.median * 1e3, len(found.times)
@@ -62,9 +62,9 @@ def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[flo
 
 
 class Captured:
-    """A piece of work as a CUDA graph: captured at its first call, after a few calls that compile and tune, and replayed since.
+    """A piece of work as a CUDA graph: captured at its first call, after a few calls that compile and tune, then replayed.
 
-    What it gives are the graph's own tensors, which the next call writes anew.
+    Its results are the graph's own tensors, which the next call overwrites.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -73,7 +73,7 @@ class Captured:
         self._results: Any = None
 
     def __call__(self, *given: Any) -> Any:
-        """Replay it; ``given`` are those of the first call, every time."""
+        """Replay the graph; ``given`` must be the first call's arguments every time."""
         if self._graph is None:
             apart = torch.cuda.Stream()
             apart.wait_stream(torch.cuda.current_stream())
@@ -108,9 +108,9 @@ def device_name(device: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the commit measured.
+    """The installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the measured commit.
 
-    A commit is marked when it has changes. For a copy, which is in no clone, set MEGACPP_COMMIT.
+    A commit with local changes is marked. For a copy outside of a clone, set MEGACPP_COMMIT.
     """
     found = {name: host.version(name) or "absent" for name in ("torch", "megatron-core", *packages)}
     commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("describe", "--always", "--dirty", "--exclude=*")

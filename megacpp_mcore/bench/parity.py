@@ -1,4 +1,4 @@
-"""Whether a variant computes the right thing: worst rows against a truth in float64, made in the same run."""
+"""Parity of a variant: the worst rows of its results against a float64 truth computed in the same run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
 from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
 YARDSTICK_LIMIT = 0.1
-"""What the yardstick itself may be off by before it is no implementation of the op."""
+"""Error above which the yardstick itself does not count as an implementation of the op."""
 
 
 def in_double(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The truth of a forward pass that takes float64: its output and the gradient of every leaf, by name."""
+    """The truth of a forward pass that supports float64: its output and the gradient of every leaf, by name."""
     return dict(zip(inputs.names, with_gradients(call, inputs.in_double()), strict=True))
 
 
@@ -26,18 +26,18 @@ def judged(errors: Mapping[str, float], limits: Mapping[str, float]) -> Result:
 
 
 class AgainstTruth:
-    """Each result's worst row against the truth (:mod:`megacpp_mcore.ops.testing`).
+    """Compares each result's worst row with the truth (:mod:`megacpp_mcore.ops.testing`).
 
-    Anything that is not finite, or of another shape, fails. A peer may leave out the last gradients;
-    ours has to give all of them. A variant that is the very program of the truth is checked, and called what it is.
+    Anything not finite, or of a different shape, fails. A peer may leave out the last gradients; ours must return all. A
+    variant that is the very program of the truth is checked, and labelled as such.
 
     Args:
         truth: the results by name, outputs first.
         limit: the largest error of a row, for all results or by name.
-        outputs: how many results the forward pass gives.
+        outputs: number of results of the forward pass.
         yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
-        norms: from a result's name and its truth's row norms to the norms that errors are measured against.
-        rows: from a result and its truth to the rows of both that are compared.
+        norms: maps a result's name and its truth's row norms to the norms that errors are measured against.
+        rows: maps a result and its truth to the rows of both that are compared.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AgainstTruth:
         self._allowed: dict[str, float] = {}
 
     def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Result:
-        """Run ``variant`` once on ``inputs`` and compare what it gives."""
+        """Run ``variant`` once on ``inputs`` and compare its results."""
         given = variant.runs[work](inputs)
         found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
         least = len(self._truth) if variant.side == OURS and work == BOTH else self._outputs
@@ -70,7 +70,7 @@ class AgainstTruth:
 
     def _limits_of(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
         if variant.name == self._yardstick:
-            # One that is no implementation of the op allows nobody anything.
+            # A yardstick that is not an implementation of the op allows no larger errors.
             right = all(error <= YARDSTICK_LIMIT for error in errors.values())
             self._allowed |= {name: PEER_RATIO * error for name, error in errors.items() if right}
             return dict.fromkeys(errors, YARDSTICK_LIMIT)
@@ -82,5 +82,5 @@ class AgainstTruth:
         try:
             have, want = self._rows(have, want.detach())
             return worst_row(have, want, name, self._norms(name, row_norms(want)))
-        except AssertionError:  # another shape, or no numbers
+        except AssertionError:  # a different shape, or not finite
             return float("inf")

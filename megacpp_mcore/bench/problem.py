@@ -1,4 +1,4 @@
-"""What a benchmark is made of: inputs, the variants that are compared on them, floors."""
+"""The parts of a benchmark: inputs, the variants that are compared on them, floors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megacpp_mcore.model.flops import Work
 FORWARD, BOTH = "forward", "forward+backward"
 
 PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
-"""What the products of inputs of a dtype run in at best, as :mod:`megacpp_mcore.model.flops.peaks` calls it."""
+"""Fastest precision for products of inputs of a dtype, by the names of :mod:`megacpp_mcore.model.flops.peaks`."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -32,9 +32,9 @@ class Inputs:
     """Random inputs.
 
     Attributes:
-        leaves: what gets a gradient, by name.
+        leaves: the tensors that get a gradient, by name.
         cotangents: the gradients of the outputs, by the outputs' names.
-        fixed: all else that a variant is called with.
+        fixed: all other arguments of a variant.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -43,11 +43,11 @@ class Inputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What forward and backward give: the outputs, then the gradient of each leaf."""
+        """Names of the results of forward and backward: the outputs, then the gradient of each leaf."""
         return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
     def in_double(self) -> Inputs:
-        """The same numbers in float64; what is fixed stays as it is."""
+        """The same numbers in float64; fixed arguments are unchanged."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
         return dataclasses.replace(
             self, leaves=leaves, cotangents={name: given.double() for name, given in self.cotangents.items()}
@@ -60,20 +60,20 @@ Call = Callable[[Inputs], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One implementation of what a problem asks for.
+    """One implementation of a problem.
 
     Attributes:
-        name: how the table calls it.
+        name: its name in the table.
         side: ours, a peer, or a bound, which is timed and compared with nothing.
-        runs: by name of the work, what is timed; it gives one tensor or several, outputs first.
-        results: brings what ``runs`` give into the order and layout of the truth; not timed.
-        around: what has to be in place around every run, such as a patch.
+        runs: the functions to be timed, by name of the work; each returns one tensor or several, outputs first.
+        results: brings the results of ``runs`` into the order and layout of the truth; not timed.
+        around: context around every run, such as a patch.
         absent: why it cannot run here; then ``runs`` is empty.
-        truth: the truth where it has another one than the problem, because it does other work; no speed-up is over it then.
-        limit: the largest error of a row, where it has another one than the problem.
+        truth: its own truth where the problem's does not apply, because it does other work; it then has no speed-up.
+        limit: its own largest error of a row, where it differs from the problem's.
         is_reference: whether the truth is made by this very program, so that their agreement proves nothing.
-        is_captured: whether ``runs`` are replays of CUDA graphs: they take no memory of their own, and are compared with
-            other replays alone.
+        is_captured: whether ``runs`` are replays of CUDA graphs: they take no memory of their own, and are compared only
+            with other replays.
     """
 
     name: str
@@ -88,31 +88,31 @@ class Variant:
     is_captured: bool = False
 
     def captured(self) -> Variant:
-        """This one as CUDA graphs, a graph a piece of work: what the device takes, and no time of the host."""
+        """This variant as CUDA graphs, one per piece of work: measures the device's time without the host's."""
         runs = {work: Captured(run) for work, run in self.runs.items()}
         name, opening, rest = self.name.partition(" (")
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     def deterministic(self) -> Variant:
-        """This one as Megatron's ``--deterministic-mode`` runs it."""
+        """This variant as Megatron's ``--deterministic-mode`` runs it."""
         return dataclasses.replace(self, name=f"{self.name}, deterministic", around=_deterministic_algorithms)
 
     @classmethod
     def missing(cls, name: str, reason: str, side: str = PEER) -> Variant:
-        """One that cannot run here."""
+        """A variant that cannot run here."""
         return cls(name=name, side=side, absent=reason)
 
     @classmethod
     def of(
         cls, name: str, side: str, call: Call, leaves: Callable[[Inputs], Tensors] | None = None, **more: Any
     ) -> Variant:
-        """The one whose forward pass is ``call`` and whose backward pass is autograd's.
+        """The variant whose forward pass is ``call`` and whose backward pass is autograd's.
 
         Args:
             name: of the variant.
             side: of the variant.
             call: the forward pass.
-            leaves: what is differentiated; by default the leaves of the inputs.
+            leaves: returns the tensors to differentiate; by default the leaves of the inputs.
             more: other fields of the variant.
         """
 
@@ -123,13 +123,13 @@ class Variant:
 
     @classmethod
     def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
-        """Ours: every backend of ``op`` but stock's module, those that cannot run here with the reason.
+        """Our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
 
         Args:
             op: an op of the dispatcher.
             options: device and dtype.
-            call: from a backend's function and the inputs to the output.
-            needs: what the backend has to cover besides, or instead, as in a request.
+            call: computes the output from a backend's function and the inputs.
+            needs: further requirements of the backend, or replacements, as in a request.
 
         Raises:
             BenchmarkError: no backend of that op is known.
@@ -165,13 +165,13 @@ def obstacle(candidate: backends.Candidate, options: Options, **needs: Any) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What no implementation can do without.
+    """The work that no implementation can avoid.
 
     Attributes:
         operations: floating-point operations, from :mod:`megacpp_mcore.model.flops`.
         moved: bytes that have to be read or written once.
-        precision: what the operations run in at best, of :data:`megacpp_mcore.model.flops.peaks.PRECISIONS`.
-        result: bytes of what is returned, for benchmarks of memory.
+        precision: the fastest one for the operations, of :data:`megacpp_mcore.model.flops.peaks.PRECISIONS`.
+        result: bytes of the results, for benchmarks of memory.
     """
 
     operations: int
@@ -181,7 +181,7 @@ class Floor:
 
     @classmethod
     def pair(cls, work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
-        """Those of a forward pass, and of forward and backward together."""
+        """The floors of a forward pass, and of forward and backward together."""
         return {
             FORWARD: cls(operations=work.forward, moved=forward_bytes, precision=PRECISIONS[dtype]),
             BOTH: cls(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
@@ -190,13 +190,13 @@ class Floor:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one variant in one piece of work.
+    """The result of one variant on one piece of work.
 
     Attributes:
-        right: whether it computes the right thing; None where that could not be checked, or would prove nothing.
+        right: whether it is correct; None where that could not be checked, or would prove nothing.
         parity: the same in words.
         errors: the worst row of each of its results.
-        ms: milliseconds, as the median of ``repeats`` calls; None where there is no time, and ``note`` says why.
+        ms: milliseconds, as the median of ``repeats`` calls; None if it was not timed, and ``note`` says why.
         peak: bytes, None where they are not counted.
     """
 
@@ -214,13 +214,13 @@ class Problem:
     """One benchmark at one size.
 
     Attributes:
-        inputs: what every variant gets.
+        inputs: of every variant.
         variants: in the order in which they run.
-        works: what is checked and timed, and its floor.
-        check: runs a variant on a piece of work and the inputs, in what is around it, and decides about parity.
-        stock: the peer that ours are compared with; empty: the fastest one that is right.
+        works: the pieces of work to check and time, each with its floor.
+        check: runs a variant on a piece of work and the inputs, within its context, and judges parity.
+        stock: the peer that ours are compared with; empty: the fastest correct one.
         computed: bytes of peak memory counted by hand, by variant and work.
-        shape: sizes as the table gives them, where they are not those asked for alone.
+        shape: sizes for the table, where they are not just those requested.
     """
 
     inputs: Any
@@ -233,7 +233,7 @@ class Problem:
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
-    """The outputs of ``call``, and the gradients of ``leaves``, by default of the inputs' own."""
+    """The outputs of ``call``, and the gradients of ``leaves``, by default the inputs' leaves."""
     made, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
     outputs = made if isinstance(made, tuple) else (made,)
     gradients = torch.autograd.grad(
@@ -243,7 +243,7 @@ def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) ->
 
 
 class Draw:
-    """Random numbers of one device and dtype, the same for the same seed."""
+    """Random numbers for one device and dtype, the same for the same seed."""
 
     def __init__(self, options: Options, seed: int = 1) -> None:
         self.device, self.dtype = options.device, getattr(torch, options.dtype)
@@ -256,7 +256,7 @@ class Draw:
         return (numbers * scale).to(self.dtype if dtype is None else dtype)
 
     def integers(self, below: int, *shape: int) -> torch.Tensor:
-        """Uniform, from 0 on."""
+        """Uniform integers from 0 to ``below``, exclusive."""
         return torch.randint(below, shape, generator=self.generator, device=self.device)
 
     def leaves(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -15,10 +15,10 @@ from megacpp_mcore.util.nearest import nearest
 
 OP, LAYER, PATCH = "op", "layer", "patch"
 KINDS = (OP, LAYER, PATCH)
-"""What a benchmark measures; whole models are measured by the scripts of a clone's folder ``experiments``."""
+"""What a benchmark measures; whole models are measured by the scripts in a clone's folder ``experiments``."""
 
 OURS, PEER, BOUND = "ours", "peer", "bound"
-"""The sides: of this package, of somebody else, and a part of the work that is timed for orientation."""
+"""The sides: this package, somebody else's, and a part of the work that is timed for orientation."""
 
 FULL, TINY = "full", "tiny"
 SIZES = (FULL, TINY)
@@ -30,10 +30,10 @@ class Options:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        dtype: of the inputs, as torch calls it.
+        dtype: of the inputs, by torch's name.
         shape: sizes by name.
-        seconds: for how long calls of one figure are timed.
-        without: peers whose name holds one of these are left out.
+        seconds: how long the calls of one figure are timed.
+        without: peers whose name contains one of these are left out.
     """
 
     device: str = "cuda"
@@ -52,12 +52,12 @@ class Benchmark:
     """One benchmark.
 
     Attributes:
-        name: what it is asked for by.
-        kind: of :data:`KINDS`.
-        covers: the op, the layer's letter and role, or the patch that it is of.
+        name: its name on the command line.
+        kind: one of :data:`KINDS`.
+        covers: the op, the layer's letter and role, or the patch.
         title: one line.
-        problem: ``module:function`` in :mod:`megacpp_mcore.bench.cases` that makes the problem of an :class:`Options`.
-        shapes: the sizes by name of the size.
+        problem: ``module:function`` in :mod:`megacpp_mcore.bench.cases` that makes the problem from :class:`Options`.
+        shapes: sizes by name, for each size of the benchmark.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Benchmark:
         """The sizes of ``size`` with ``changes``.
 
         Raises:
-            BenchmarkError: a change is of a size that this benchmark does not have, or is no positive number.
+            BenchmarkError: a change names a size that this benchmark does not have, or is not a positive number.
         """
         known = self.shapes[size]
         for name, value in changes.items():
@@ -122,7 +122,7 @@ _MODELS = {
 def _benchmark(
     name: str, kind: str, covers: str, title: str, names: str, problem: str = "", **changes: Mapping[str, int]
 ) -> Benchmark:
-    """One of sizes ``names`` at the widths of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), with ``changes`` by size."""
+    """A benchmark of sizes ``names`` at the widths of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), ``changes`` by size."""
     shapes = {}
     for size, sizes in _MODELS.items():
         given = {**sizes, **changes.get(size, {})}

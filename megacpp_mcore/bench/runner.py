@@ -1,6 +1,6 @@
-"""Runs benchmarks: checks every variant, times those that are right, and makes the rows of the table.
+"""Runs benchmarks: checks every variant, times the correct ones, and makes the rows of the table.
 
-What fails parity gets no time, and no speed-up is given unless parity of both sides is green in the same run.
+A variant that fails parity is not timed, and a speed-up is given only if parity of both sides is green in the same run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Benchmark, Options
 OUT_OF_MEMORY = "out of memory"
 NOT_CHECKED = "not checked"
 WORST = 5
-"""Results whose errors a row names."""
+"""Number of results whose errors a row lists."""
 
 
 Results = Mapping[str, Mapping[str, Result]]
@@ -30,7 +30,7 @@ Results = Mapping[str, Mapping[str, Result]]
 
 @dataclass
 class Outcome:
-    """The rows of one benchmark, and one line for each of ours that is wrong."""
+    """The rows of one benchmark, and one line for each of our variants that is wrong."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -40,9 +40,9 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
     """Run one benchmark within the process groups of :func:`megacpp_mcore.bench.measure.one_process`.
 
     Args:
-        benchmark: of the registry.
+        benchmark: from the registry.
         options: device, sizes, time for a figure.
-        say: takes every line.
+        say: receives every line of output.
     """
     problem = load(benchmark, options)
     shape = table.shape_text(problem.shape or options.shape)
@@ -79,7 +79,7 @@ def load(benchmark: Benchmark, options: Options) -> Problem:
 
 
 def _measure(problem: Problem, variant: Variant, options: Options) -> dict[str, Result]:
-    """Each piece of work, checked and timed. Ours has to do all of them: where it cannot do one, it has no figures."""
+    """Check and time each piece of work. Our variants must do all of them: one that cannot do one gets no figures."""
     left_out = variant.side == PEER and any(word in variant.name for word in options.without)
     if variant.absent or left_out:
         note = "left out" if left_out else variant.absent
@@ -96,7 +96,7 @@ def _measure(problem: Problem, variant: Variant, options: Options) -> dict[str, 
 
 
 def _attempt(problem: Problem, variant: Variant, work: str, options: Options) -> Result:
-    """Check and time; whatever is raised belongs in a row, for the others of a long run still count."""
+    """Check and time; any exception goes into the row, as the other results of a long run still count."""
     result = Result(None, table.A_BOUND)
     try:
         if variant.side != BOUND:
@@ -111,7 +111,7 @@ def _attempt(problem: Problem, variant: Variant, work: str, options: Options) ->
         why = OUT_OF_MEMORY
     except Exception as error:
         why = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    _collect(options)  # only here has the traceback let go of its tensors
+    _collect(options)  # only here has the traceback released its tensors
     if variant.side == OURS:
         return Result(False, f"FAILS: {why}", note=why)
     return Result(None, NOT_CHECKED, note=why)
@@ -124,7 +124,7 @@ def _collect(options: Options) -> None:
 
 
 def _cells(problem: Problem, variant: Variant, work: str, results: Results, device: str) -> dict[str, Any]:
-    """What a row says of one variant and piece of work."""
+    """The cells of the row for one variant and piece of work."""
     result, floor = results[variant.name][work], problem.works[work]
     floor_ms, floor_by = table.floor_time(floor.operations, floor.moved, floor.precision, device)
     is_timed = result.ms is not None
@@ -151,10 +151,10 @@ def _cells(problem: Problem, variant: Variant, work: str, results: Results, devi
 
 
 def _comparison(problem: Problem, variant: Variant, work: str, results: Results) -> dict[str, str]:
-    """Ours beside the peer: the problem's stock, or the fastest; empty unless parity of both is green.
+    """Ours compared with the peer: the problem's stock, or the fastest; empty unless parity of both is green.
 
-    What has a truth of its own does other work: such a peer is not compared with, and such a one of ours with no peer. Where
-    stock ran out of memory our peak stands beside the bytes that were counted for it by hand.
+    A variant with a truth of its own does other work: a peer is then not compared with, and ours is compared with no peer.
+    Where stock ran out of memory, our peak is compared with the bytes counted for it by hand.
     """
     nothing = {"against": "", "speed_up": "", "less_memory": ""}
     mine = results[variant.name][work]

@@ -14,7 +14,7 @@ BYTES_PER_SECOND = 4.2e12
 """What an H200 moves in practice, for floors."""
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "mamba-ssm", "liger-kernel")
-"""Whose versions a row carries."""
+"""Packages whose versions a row carries."""
 
 COLUMNS = (
     "benchmark", "kind", "shape", "dtype", "work", "variant", "side", "ms", "peak_bytes", "computed_bytes",
@@ -23,29 +23,29 @@ COLUMNS = (
 )  # fmt: skip
 
 GREEN, IS_REFERENCE = "green", "is the reference"
-"""Verdicts that are no failure; the second is of a program that the truth was made with, whose agreement proves nothing."""
+"""Verdicts that are not failures; the second is for a program that also made the truth, so that agreement proves nothing."""
 
 IS_STOCK = "stock"
 """The verdict of stock where it is the truth that the others are compared with."""
 
 A_BOUND, NO_STOCK = "no parity: a bound", "no stock to compare with"
-"""What is timed without a verdict: a part of the work, and ours where stock ran out of memory."""
+"""Verdicts of what is timed without a check: a part of the work, and ours where stock ran out of memory."""
 
 RIGHT = (GREEN, IS_STOCK)
-"""Verdicts that figures may be claimed from."""
+"""Verdicts under which figures may be claimed."""
 
 TIMED = (*RIGHT, IS_REFERENCE, A_BOUND, NO_STOCK)
-"""Everything that the parity of a row with a time may be."""
+"""All verdicts that a row with a time may have."""
 
 CONDITIONS = ("shape", "dtype", "device", *PACKAGES, "cudnn")
-"""What has to be equal before two rows of the same benchmark, work and variant may be compared."""
+"""Columns that must be equal before two rows of the same benchmark, work and variant may be compared."""
 
 _PRINTED = {
     "work": ("work", 20), "variant": ("variant", 32), "ms": ("ms", 11), "floor_ms": ("floor ms", 11),
     "of_floor": ("of floor", 11), "peak_bytes": ("peak MB", 14), "speed_up": ("speed-up", 11),
     "less_memory": ("less memory", 11), "parity": ("parity", 18), "note": ("note", 0),
 }  # fmt: skip
-"""The columns that people read, with their titles and widths."""
+"""The columns that are printed, with their titles and widths."""
 
 
 def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
@@ -69,14 +69,14 @@ def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
 
 
 class Table:
-    """A CSV file that rows are added to.
+    """A CSV file to which rows are added.
 
     Args:
-        path: the file; made, with its folder, by the first rows.
+        path: the file; created, with its folder, by the first rows.
         columns: its header.
 
     Raises:
-        BenchmarkError: the file cannot be read, or is no whole table of these columns; nothing is measured then.
+        BenchmarkError: the file cannot be read, or is not a complete table of these columns; nothing is measured then.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
@@ -102,7 +102,7 @@ class Table:
 
 
 def floor_time(operations: int, moved: int, precision: str, device: str) -> tuple[float | None, str]:
-    """Milliseconds (None: not known) and what they come from: operations at the device's peak, or bytes at
+    """Milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at
     :data:`BYTES_PER_SECOND`, whichever takes longer.
     """
     peak = peaks.peak(device, precision)
@@ -120,12 +120,12 @@ def shape_text(shape: Mapping[str, Any]) -> str:
 
 
 def head() -> str:
-    """The titles of what :func:`line` prints."""
+    """The header for :func:`line`."""
     return "  ".join(f"{title:<{width}}" for title, width in _PRINTED.values()).rstrip()
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One row as people read it."""
+    """One row as printed."""
     shown = dict(row) | {"peak_bytes": row["peak_bytes"] and f"{int(row['peak_bytes']) / 1e6:.1f}"}
     empty = {name: "" if name == "note" else "-" for name in _PRINTED}
     return "  ".join(f"{shown[name] or empty[name]!s:<{width}}" for name, (_, width) in _PRINTED.items()).rstrip()

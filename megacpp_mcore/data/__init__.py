@@ -1,1 +1,1 @@
-"""Datasets for training: text to Megatron's indexed format, its manifest and checks, and scores in bits per byte."""
+"""Datasets for training: text to Megatron's indexed format, manifests and their checks, and scores in bits per byte."""

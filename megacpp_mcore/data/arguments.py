@@ -19,9 +19,9 @@ from megacpp_mcore.util import flags
 
 SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 DATA_FLAGS = ("--data-path", *SPLIT_FLAGS)
-"""Flags whose values are prefixes, or weights and prefixes by turns."""
+"""Flags whose values are prefixes, or alternating weights and prefixes."""
 _FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-data-args-path",))
-"""The ways to name datasets, of which Megatron takes one: the first two are cut by ``--split``, the others are cut."""
+"""The ways to name datasets, of which Megatron accepts one: the first two are split by ``--split``, the others already are."""
 
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
 
@@ -32,7 +32,7 @@ class Blend(NamedTuple):
     Attributes:
         flag: the one of :data:`DATA_FLAGS` that would name them, also where a file lists them.
         where: the flag or the file, for people.
-        words: prefixes, or weights and prefixes by turns, as they were written.
+        words: prefixes, or alternating weights and prefixes, as they were written.
     """
 
     flag: str
@@ -40,13 +40,13 @@ class Blend(NamedTuple):
     words: Sequence[str]
 
     def datasets(self) -> list[tuple[str, float | None]]:
-        """Each prefix and its weight, as stock tells them apart; None where there are no weights.
+        """Each prefix and its weight, parsed as stock does; the weight is None where there are no weights.
 
-        Weights are what an even number of words begins with, every other one, if they are numbers (megatron-core 0.19.2,
-        ``core/datasets/utils.py``, ``get_blend_from_list``); so a prefix may read as a number.
+        Words are weights and prefixes if their number is even and every other one, from the first, is a number (megatron-core
+        0.19.2, ``core/datasets/utils.py``, ``get_blend_from_list``); so a prefix may read as a number.
 
         Raises:
-            DataError: a list of weights and prefixes that stock cannot take, or weights that no blend can have.
+            DataError: a list of weights and prefixes that stock cannot use, or weights that no blend can have.
         """
         weights, prefixes = self.words[::2], [prefix.strip() for prefix in self.words[1::2]]
         numbers = [_number(word) for word in weights]
@@ -58,7 +58,7 @@ class Blend(NamedTuple):
                     f"{self.where}: {word!r} stands where other datasets have their weight; expected "
                     "WEIGHT PREFIX WEIGHT PREFIX …, or prefixes alone"
                 )
-            if not 0 < number < math.inf and len(prefixes) > 1:  # where there is one dataset, its weight means nothing
+            if not 0 < number < math.inf and len(prefixes) > 1:  # with a single dataset, its weight means nothing
                 raise DataError(
                     f"{self.where}: the weight {word!r} of {prefix!r} is no positive number; expected the share of each "
                     "dataset, such as 0.7, and only datasets that are to be seen"
@@ -67,10 +67,10 @@ class Blend(NamedTuple):
 
 
 def bridge_words(dataset: Any) -> list[str]:
-    """The words by which a stock command line names the datasets of Megatron-Bridge's ``dataset``.
+    """The words with which a stock command line names the datasets of Megatron-Bridge's ``dataset``.
 
-    ``blend`` comes before ``data_path``, as in Bridge (0.6.2, ``GPTDatasetConfig.finalize``, which makes the first of the
-    second: then the words are those that were written). ``blend_per_split`` beside one of them stays beside it:
+    ``blend`` comes before ``data_path``, as in Bridge (0.6.2, ``GPTDatasetConfig.finalize``, which derives the first from the
+    second: then the words are the original ones). ``blend_per_split`` is kept together with either of them:
     :func:`verify_arguments` refuses both, as Megatron does.
     """
     path, blend = getattr(dataset, "data_path", None), getattr(dataset, "blend", None)
@@ -89,16 +89,16 @@ def _weighted(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[
 
 
 def _blend_words(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[str]:
-    """Prefixes, or weights and prefixes by turns."""
+    """Prefixes, or alternating weights and prefixes."""
     pairs = _weighted(prefixes, weights if len(prefixes) > 1 else None)
     return [str(word) for prefix, weight in pairs for word in (weight, prefix) if word is not None]
 
 
 def verify_arguments(arguments: Sequence[str]) -> str:
-    """Check how ``arguments`` (Megatron's) name datasets, and each of those, and return the line that says what was checked.
+    """Check how Megatron's ``arguments`` name datasets, and each dataset; return the line that says what was checked.
 
     Raises:
-        DataError: naming the file, what was found, what was expected.
+        DataError: names the file, what was found, what was expected.
     """
     prefixes, given = dataset_prefixes(arguments), flags.read(arguments)
     if not prefixes:
@@ -114,15 +114,15 @@ def verify_arguments(arguments: Sequence[str]) -> str:
 
 
 def cache_folder(arguments: Sequence[str], given: str | None = None) -> str | None:
-    """The folder in which Megatron is to cache its sample indices, or None when no dataset is named.
+    """The folder in which Megatron should cache its sample indices, or None when no dataset is named.
 
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training
-    would go on with the documents that the old one had. So a folder is named after the manifests, and none is ever removed.
+    would go on with the old one's document indices. So the folder is named after the manifests; old ones are never removed.
 
     Args:
         arguments: Megatron's.
-        given: where the folder is to be (``--data-cache-path``); by default beside the first dataset, as in stock.
+        given: the folder's location (``--data-cache-path``); by default beside the first dataset, as in stock.
 
     Raises:
         DataError: a manifest is missing or damaged.
@@ -136,16 +136,16 @@ def cache_folder(arguments: Sequence[str], given: str | None = None) -> str | No
 
 
 def cache_words(arguments: Sequence[str]) -> list[str]:
-    """The words behind ``arguments`` by which stock takes :func:`cache_folder`; none where no dataset is named."""
+    """The words to append to ``arguments`` so that stock uses :func:`cache_folder`; none where no dataset is named."""
     folder = cache_folder(arguments, flags.first(flags.read(arguments), "--data-cache-path"))
     return ["--data-cache-path", folder] if folder else []
 
 
 def dataset_prefixes(arguments: Sequence[str]) -> list[str]:
-    """Every dataset prefix in Megatron's ``arguments``, each once, in order; blend weights are left out.
+    """Every dataset prefix in Megatron's ``arguments``, each once, in order, without blend weights.
 
     Raises:
-        DataError: a list of weights and prefixes that stock cannot take, or a file of such a list that cannot be read.
+        DataError: a list of weights and prefixes that stock cannot use, or a file of such a list that cannot be read.
     """
     return list(dict.fromkeys(prefix for blend in blends(arguments) for prefix, _ in blend.datasets()))
 
@@ -154,7 +154,7 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
     """Every blend that Megatron's ``arguments`` name, those in files of blends included.
 
     Raises:
-        DataError: a file of blends that cannot be read.
+        DataError: a file of blends cannot be read.
     """
     given = flags.read(arguments)
     blends = [Blend(flag, flag, given.get(flag, ())) for flag in DATA_FLAGS]
@@ -166,7 +166,7 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
 
 
 def _check_forms(given: flags.Flags) -> None:
-    """Refuse datasets that are named in two ways, and a ``--split`` that stock refuses or reads as another."""
+    """Refuse datasets named in two ways, and a ``--split`` that stock refuses or misreads."""
     named = ["/".join(flag for flag in form if given.get(flag)) for form in _FORMS]
     if len(forms := [form for form in named if form]) > 1:
         raise DataError(
@@ -214,7 +214,7 @@ def _read_splits(path: str) -> list[Blend]:
 
 
 def _vocabulary(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> tuple[int, int | None, str | None]:
-    """Vocabulary size, end-of-document id and checksum of the run's tokenizer; None is what only Megatron will know."""
+    """Vocabulary size, end-of-document id and checksum of the run's tokenizer; None if only Megatron can determine it."""
     if tokenizer is not None:
         return tokenizer.vocab_size, tokenizer.eod_id, tokenizer.checksum()
     named, padded = (flags.whole(given, flag, DataError) for flag in ("--vocab-size", "--padded-vocab-size"))
@@ -223,7 +223,7 @@ def _vocabulary(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> t
         return embedded, None, None
     eod_id = flags.whole(given, "--null-tokenizer-eod-id", DataError)
     if eod_id is None and named is not None:
-        eod_id = named - 1  # stock's default; padding does not move it
+        eod_id = named - 1  # stock's default; padding does not change it
     is_byte = flags.read(ByteTokenizer().stock_flags()).items() <= given.items()
     return embedded, eod_id, ByteTokenizer().checksum() if is_byte else None
 

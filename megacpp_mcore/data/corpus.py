@@ -1,4 +1,4 @@
-"""A corpus that every machine has: the sources of the running Python's standard library."""
+"""A corpus available on every machine: the sources of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STDLIB_SPLIT = "train=0.95,heldout=0.05"
 def find_stdlib_sources() -> list[Source]:
     """Return the ``.py`` files of the standard library, about 9 MB, sorted by path relative to it.
 
-    Left out: tests, IDLE, lib2to3, bundled and installed packages; ``encodings``, whose generated tables differ so
-    little that a held-out one would be known from the others; and the ``_sysconfigdata`` modules and ``config-*``
-    folders, which describe one build. The same Python release gives the same corpus on every machine, up to a
+    Left out: tests, IDLE, lib2to3, bundled and installed packages; ``encodings``, whose generated tables are so much
+    alike that a held-out one would be known from the others; and the ``_sysconfigdata`` modules and ``config-*``
+    folders, which describe one build. The same Python release gives the same corpus on every machine, except for a
     distributor's changes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files of datasets: refusals to read them that name them, and their SHA-256."""
+"""File helpers for datasets: read errors that name the file, and SHA-256."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacpp_mcore.errors import DataError
 
 @contextmanager
 def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's refusal to read ``path`` into a DataError that names it."""
+    """Turn an operating-system error on reading ``path`` into a DataError that names it."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What Megatron's fill-in-the-middle dataset asks of a command line and a tokenizer, and does not check; no torch.
+"""Requirements of Megatron's fill-in-the-middle dataset on command line and tokenizer, which it does not check; no torch.
 
 GPTFIMDataset (megatron-core 0.19.2, ``megatron/training/datasets/fim_dataset.py``) cuts the text between two ends of document
-at two random characters, tokenizes the three parts anew and puts them in another order between tokens that mark them. A token
-that the tokenizer does not know becomes its unknown token, or none, without a word.
+at two random characters, tokenizes the three parts separately and reorders them between tokens that mark them. A token
+that the tokenizer does not know silently becomes its unknown token, or none.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _REFUSED = {
 
 
 def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | None:
-    """Check what ``--fim-data`` needs, and return what there is to say of it; None without the flag.
+    """Check the requirements of ``--fim-data``, and return a line about its tokens; None without the flag.
 
     Args:
         given: the command line.
-        tokenizer: that of the run; None where there is no way to read it here.
+        tokenizer: that of the run; None if it cannot be read here.
 
     Raises:
-        DataError: stock would stop at it, leave it out or cut up other documents than are there.
+        DataError: stock would stop at it, ignore it, or cut up documents other than the dataset's.
     """
     if "--fim-data" not in given:
         return None
@@ -59,11 +59,11 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
 
 
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:
-    """The ids of the tokens that the dataset puts between the parts of a document, by token.
+    """The ids of the tokens that the dataset inserts between the parts of a document, by token.
 
     Raises:
-        DataError: a token that the tokenizer does not know, two that are one, an end of document that is not the
-            tokenizer's, or a tokenizer that puts tokens of its own around every text, and so around every part.
+        DataError: a token that the tokenizer does not know, two tokens with one id, an end of document that is not the
+            tokenizer's, or a tokenizer that adds tokens of its own around every text, and so around every part.
     """
     ids = {flag: id_ for flag, token in named.items() if (id_ := tokenizer.token_id(token)) is not None}
     if unknown := [f"{flag} {token}" for flag, token in named.items() if flag not in ids]:

@@ -85,7 +85,7 @@ def read_index(prefix: str) -> DatasetIndex:
 
 
 def size_of(path: str) -> int:
-    """The size of one of a dataset's files, or a DataError where it is not there."""
+    """The size of one of a dataset's files; raises DataError if the file does not exist."""
     try:
         return os.stat(path).st_size
     except OSError as error:
@@ -122,7 +122,7 @@ def _read_arrays(prefix: str, idx_size: int) -> DatasetIndex:
 
 
 def _check_arrays(index: DatasetIndex) -> None:
-    """Refuse lengths, pointers and document bounds that disagree, with the first place."""
+    """Refuse lengths, pointers and document bounds that disagree, naming the first place."""
     path, bounds = index.prefix + ".idx", index.bounds
     for number in np.flatnonzero(index.lengths_S < 0)[:1]:
         raise _damaged(path, f"length {index.lengths_S[number]} for sequence {number}", "0 or more")

@@ -1,4 +1,4 @@
-"""The manifest beside a dataset: what was made from what, and the checks that the files are still that."""
+"""The manifest of a dataset: what it was made from, and the checks that its files are unchanged."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BYTES_AT_ONCE = 1 << 23
 
 @dataclass(frozen=True)
 class Manifest:
-    """``PREFIX.manifest.json``; None stands for what is not known of an adopted dataset.
+    """Content of ``PREFIX.manifest.json``; None means unknown, for an adopted dataset.
 
     Attributes:
-        tokenizer: ``kind``, ``checksum``, ``vocab_size``, ``eod_id``. Of an adopted dataset each of them may be None:
-            whoever makes a command line of ``eod_id`` must ask first.
+        tokenizer: ``kind``, ``checksum``, ``vocab_size``, ``eod_id``. For an adopted dataset each of them may be None, so
+            check ``eod_id`` before putting it on a command line.
         dtype: NumPy name of the token type in the ``.bin``.
         documents: number of documents.
         tokens: number of tokens, end-of-document tokens included.
@@ -44,7 +44,7 @@ class Manifest:
             ``path`` (relative), ``bytes``, ``sha256`` and ``documents`` that went into this dataset.
         skipped: ``relative`` (path), ``offset`` and ``reason`` of what could not be decoded and was left out.
         split: ``name`` and ``of`` (the whole ``--split``) when this dataset is one side of a split.
-        command: how to make it again; paths are reduced to names.
+        command: the command that makes it; paths are reduced to names.
     """
 
     tokenizer: Mapping[str, Any]
@@ -61,11 +61,11 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over all that the manifest says, and so over what the dataset holds."""
+        """SHA-256 over all that the manifest contains, and so over the dataset's contents."""
         return _digest({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)})
 
     def to_json(self) -> bytes:
-        """Return the file's content, with a checksum over itself: a damaged manifest is told from damaged data."""
+        """Return the file's content, with a checksum over itself, which distinguishes a damaged manifest from damaged data."""
         body = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self), "checksum": self.digest}
         return json.dumps(body, indent=1, sort_keys=True).encode("ascii") + b"\n"
 
@@ -81,9 +81,9 @@ def manifest_path(prefix: str) -> str:
 
 
 def load_manifest(prefix: str) -> Manifest:
-    """Read the manifest of the dataset at ``prefix``; of an adopted one, what is not known is None (see Manifest).
+    """Read the manifest of the dataset at ``prefix``; unknown values of an adopted one are None (see Manifest).
 
-    One whose checksum is right holds what :class:`Manifest` says: this package alone writes it.
+    A manifest with the right checksum holds what :class:`Manifest` describes: only this package writes it.
 
     Raises:
         DataError: there is none, or it is damaged or of another schema.
@@ -150,7 +150,7 @@ def write_manifest(
     skipped: Sequence[Mapping[str, Any]] = (),
     split: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Read the files at ``prefix`` back, check them, and write their manifest, in one step; it is returned.
+    """Read the files at ``prefix`` back, check them, write their manifest in one step, and return it.
 
     Raises:
         DataError: the files are no dataset of this vocabulary with this end of document, or the folder cannot be written.
@@ -187,7 +187,7 @@ def adopt(
 ) -> Manifest:
     """Write a manifest for a dataset that another tool made, after checking what can be checked, and return it.
 
-    What neither ``tokenizer`` nor the numbers say is recorded as unknown; nothing is guessed.
+    What neither ``tokenizer`` nor the numbers determine is recorded as unknown; nothing is guessed.
 
     Raises:
         DataError: the dataset has a manifest, is damaged, or contradicts what was said about it.
@@ -216,7 +216,7 @@ def _scan_tokens(index: DatasetIndex) -> tuple[str, int, int]:
 
 
 def _check_ids(index: DatasetIndex, least: int, largest: int, vocab_size: int | None) -> None:
-    """Refuse an id that is negative or not in the vocabulary (None: of a size that is not known)."""
+    """Refuse an id that is negative or outside of the vocabulary (None: its size is not known)."""
     if least < 0 or (vocab_size is not None and largest >= vocab_size):
         upper = "or more" if vocab_size is None else f"to {vocab_size - 1}"
         raise DataError(
@@ -226,7 +226,7 @@ def _check_ids(index: DatasetIndex, least: int, largest: int, vocab_size: int | 
 
 
 def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:
-    """Refuse a document that does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
+    """Refuse a document that does not end with ``eod_id``; None: the dataset's ends are not known, and not checked."""
     last = index.read_last_tokens() if eod_id is not None else np.empty(0)
     wrong = np.flatnonzero(last != eod_id)
     if wrong.size:
@@ -241,11 +241,11 @@ def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:
 def verify(prefix: str, hash_tokens: Callable[[str], str] = hash_file) -> Manifest:
     """Check that the files at ``prefix`` are those that its manifest was written for, and return it.
 
-    What they hold (index, ids, ends of documents) was checked when it was written: the same bytes hold it still.
+    Their contents (index, ids, ends of documents) were checked when it was written: the same bytes need no second check.
 
     Args:
         prefix: path without suffix.
-        hash_tokens: from the path of the ``.bin`` to its SHA-256.
+        hash_tokens: returns the SHA-256 of the ``.bin`` at a path.
 
     Raises:
         DataError: a file is missing, damaged or not the one that the manifest describes.
@@ -283,7 +283,7 @@ def verify_for_training(
 
 
 def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None) -> None:
-    """Refuse a run whose tokenizer, vocabulary or end of document is not the dataset's."""
+    """Refuse a run whose tokenizer, vocabulary or end of document differs from the dataset's."""
     made_by = manifest.tokenizer
     if checksum is not None and made_by["checksum"] not in (None, checksum):
         raise DataError(
@@ -314,17 +314,17 @@ def _mismatch(path: str, found: str, expected: str) -> DataError:
 
 
 def _hash_once(path: str) -> str:
-    """Return the SHA-256 of a ``.bin``, remembered beside it for as long as the file system says it is the same file."""
+    """Return the SHA-256 of a ``.bin``, cached beside it for as long as the file system says it is the same file."""
     cache = path.removesuffix(".bin") + ".verified.json"
     with require_readable(path):
         status = os.stat(path)
     identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):  # no usable memory: the file is hashed
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):  # no usable cache: the file is hashed
         with open(cache, "rb") as stream:
             known = json.loads(stream.read())
         if known["identity"] == identity and isinstance(known["sha256"], str):
             return str(known["sha256"])
     digest = hash_file(path)
-    with suppress(OSError):  # a dataset that cannot be written beside is hashed at every start
+    with suppress(OSError):  # if no file can be written beside it, the dataset is hashed at every start
         replace(cache, json.dumps({"identity": identity, "sha256": digest}).encode())
     return digest

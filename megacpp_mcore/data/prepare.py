@@ -1,8 +1,8 @@
-"""Text files to Megatron's indexed datasets, written beside their place and moved there when they are whole.
+"""Converts text files to Megatron's indexed datasets, built in a temporary folder and moved into place when complete.
 
-The sources, sorted by relative path, are tokenized in pieces, by worker processes if there are several, and go in order to
-Megatron's own ``IndexedDatasetBuilder``. What is written depends on the sources and the settings alone. It is built in the
-folder ``PREFIX.unfinished``, which a run that was killed leaves behind: the same call removes it and starts anew.
+The sources, sorted by relative path, are tokenized in pieces, by several worker processes if requested, and passed in order to
+Megatron's own ``IndexedDatasetBuilder``. The output depends on the sources and the settings alone. It is built in the
+folder ``PREFIX.unfinished``, which a killed run leaves behind: the same call removes it and starts over.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _SECONDS = 10.0
 _NEW, _REPLACING = "dataset", "replacement"
-"""What files are called while they are built: with --overwrite the second, which lets no later call without it replace any."""
+"""Names of files being built, the second with --overwrite: only leftovers of the first let a call without it replace any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One preparation: everything that decides what is written, and what the manifests say made it (``command``)."""
+    """One preparation: all settings that determine the output, and the ``command`` that the manifests record."""
 
     output: str
     sources: Sequence[Source]
@@ -65,12 +65,12 @@ class Plan:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """What the manifests say of the tokenizer."""
+        """The manifests' entry for the tokenizer."""
         return describe_tokenizer(load_tokenizer(self.tokenizer_name))
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """The share of each side of the split; of one without a name where nothing is split."""
+        """The share of each side of the split; without a split, of one side with an empty name."""
         return parse_split(self.split) if self.split else {"": 1.0}
 
     @property
@@ -85,9 +85,9 @@ class Plan:
 
 
 class Encoded(NamedTuple):
-    """A tokenized piece: of each document its split's number, its tokens and the bytes of its text.
+    """A tokenized piece: for each document its split's number, its tokens and the bytes of its text.
 
-    ``sha256`` is of the whole source, where the piece is its last one; otherwise empty.
+    ``sha256`` is of the whole source, if the piece is its last one; otherwise empty.
     """
 
     documents: list[tuple[int, np.ndarray[Any, Any], int]]
@@ -154,7 +154,7 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
         raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
     try:
         with _building(plan.output) as (folder, was_killed):
-            if not plan.overwrite and not was_killed:  # which found nothing in the way, and may have moved files there
+            if not plan.overwrite and not was_killed:  # else it had passed this check, and may have moved files there
                 _refuse_existing(plan)
             _refuse_cached(plan)
             _move(plan, _build(plan, folder, workers, progress))
@@ -171,7 +171,7 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
 
 @contextmanager
 def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
-    """The folder in which ``prefix`` is built, for this process alone, and whether a killed run had left new files there.
+    """The folder in which this process alone builds ``prefix``, and whether a killed run had left new files there.
 
     Raises:
         DataError: another process is preparing ``prefix``.
@@ -191,13 +191,13 @@ def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
             yield folder, was_killed
         finally:
             _clear(folder)
-            lock.unlink(missing_ok=True)  # still held: whoever waits for nothing has been refused
-            with suppress(OSError):  # what is not ours stays, and its folder with it
+            lock.unlink(missing_ok=True)  # still locked: other processes do not wait but are refused
+            with suppress(OSError):  # files that are not ours stay, and so does their folder
                 folder.rmdir()
 
 
 def _clear(folder: Path) -> bool:
-    """Remove what a preparation builds in ``folder``, and return whether there was any of it that replaces nothing."""
+    """Remove a preparation's files in ``folder``, and return whether any of them were new rather than replacements."""
     new, replacing = (list(folder.glob(f"{name}.*")) for name in (_NEW, _REPLACING))
     for path in (*new, *replacing):
         path.unlink()
@@ -205,14 +205,14 @@ def _clear(folder: Path) -> bool:
 
 
 def _refuse_existing(plan: Plan) -> None:
-    """Raise when a dataset is in the way."""
+    """Raise if a dataset already exists."""
     paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
     if path := next(filter(os.path.exists, paths), None):
         raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
 
 
 def _refuse_cached(plan: Plan) -> None:
-    """Raise when Megatron has cached indices of a dataset in the way, as it does without a launch of ours."""
+    """Raise if Megatron has cached indices of an existing dataset, as it does when not launched by us."""
     for prefix in plan.prefixes:
         if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(
@@ -278,7 +278,7 @@ class _Progress:
         self._last = self._began
 
     def advance(self, files: int, bytes_: int) -> None:
-        """Count work just done, and print the state when it is time to."""
+        """Count completed work, and print the state when it is time to."""
         self._files_done += files
         self._done += bytes_ / 1e6
         if time.monotonic() - self._last >= _SECONDS:
@@ -294,7 +294,7 @@ class _Progress:
 
 
 def _move(plan: Plan, built: Sequence[str]) -> None:
-    """Put the datasets in their places; a manifest, which says that they are whole, goes first and comes last."""
+    """Move the datasets into place; a manifest, which marks them as complete, is removed first and moved last."""
     for prefix in plan.prefixes:
         Path(manifest_path(prefix)).unlink(missing_ok=True)
     for new, prefix in zip(built, plan.prefixes, strict=True):
@@ -306,7 +306,7 @@ def _move(plan: Plan, built: Sequence[str]) -> None:
 
 
 def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[tuple[Piece, Encoded]]:
-    """Yield the pieces, in order, with what they are as tokens."""
+    """Yield the pieces, in order, with their tokens."""
     if workers == 1:
         tokenizer = load_tokenizer(plan.tokenizer_name)
         yield from ((piece, _encode_piece(plan, piece, tokenizer)) for piece in pieces)
@@ -318,7 +318,7 @@ def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[
         running: deque[tuple[Piece, concurrent.futures.Future[Encoded]]] = deque()
         try:
             while True:
-                # As many results wait for their turn as keep the workers busy, and no more: they are held in memory.
+                # Enough results are queued to keep the workers busy, and no more, as they are held in memory.
                 with _without_interrupts():
                     for piece in itertools.islice(pieces, 2 * workers - len(running)):
                         running.append((piece, pool.submit(_encode_in_worker, piece)))
@@ -334,7 +334,7 @@ def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Put SIGINT off. Processes started meanwhile never get it: Ctrl-C is for the parent, which ends them."""
+    """Defer SIGINT. Processes started meanwhile never get it: Ctrl-C is for the parent, which ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -346,7 +346,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(plan: Plan) -> None:
-    """Have a plan and a tokenizer ready, and end when the parent does."""
+    """Prepare a worker: store the plan, load its tokenizer, and end when the parent does."""
     _worker.update(plan=plan, tokenizer=load_tokenizer(plan.tokenizer_name))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -365,7 +365,7 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     """Tokenize the documents that begin in a piece.
 
     Raises:
-        DataError: the source cannot be read or changes meanwhile, or holds a document that no index can.
+        DataError: the source cannot be read or changes meanwhile, or holds a document that does not fit into an index.
     """
     skipped: list[Skipped] = []
     shares = plan.shares.values()
@@ -389,7 +389,7 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
 
 
 def _hash_unchanged(source: Source) -> str:
-    """Return the SHA-256 of a source, or raise when it is not the file that the preparation began with."""
+    """Return the SHA-256 of a source, or raise if the file has changed since the preparation began."""
     digest = hash_file(source.path)
     if make_source(Path(source.path), source.relative) != source:
         raise DataError(

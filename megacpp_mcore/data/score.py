@@ -1,9 +1,9 @@
-"""Bits per byte: what a model needs to beat, and what it reached.
+"""Bits per byte: a baseline to beat, and a model's running score.
 
 What is counted. The text's bytes are the unit: a dataset's end-of-document tokens are no bytes. A byte model predicts a
 stream ``bytes of document 1, eod, bytes of document 2, eod, …``. Its loss covers the end-of-document tokens, which say
-where a document ends; their nats are charged to the bytes and their number is not. So a model's bits per byte are never
-flattered by the ends, while the unigram score leaves the ends out altogether, which makes it the easier one to reach.
+where a document ends; their nats are charged to the bytes, but they do not add to the number of bytes. So the ends never
+flatter a model's bits per byte, while the unigram score leaves them out altogether, which makes it easier to reach.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TOKENS_AT_ONCE = 1 << 22
 def unigram_bits_per_byte(prefix: str) -> float:
     """Return the empirical unigram entropy of the bytes of a byte dataset, in bits per byte.
 
-    That is ``-Σ_b p_b log2 p_b`` with ``p_b`` the share of byte ``b`` among *these* bytes: the least that a model
-    without context can need, because it is fitted to the very bytes it is scored on. Specials are not counted.
+    That is ``-Σ_b p_b log2 p_b`` with ``p_b`` the share of byte ``b`` among *these* bytes: the minimum for a model
+    without context, because it is fitted to the very bytes it is scored on. Specials are not counted.
 
     Raises:
         DataError: the dataset is damaged, was not made with the byte tokenizer, or holds no bytes.
@@ -53,7 +53,7 @@ def byte_counts(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def entropy(counts: npt.NDArray[np.int64]) -> float:
-    """The entropy, in bits, of what was counted (at least one)."""
+    """The entropy, in bits, of the distribution given by ``counts`` (which sum to at least one)."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum()) + 0.0  # -0.0 for a single symbol
 

@@ -24,7 +24,7 @@ from megacpp_mcore.errors import DataError
 
 DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")
 LEFT_OUT = (".*", "__pycache__")
-"""Names, of files and folders, that are not looked at in a folder."""
+"""Names of files and folders that are ignored in a folder."""
 
 
 @dataclass(frozen=True, order=True)
@@ -140,7 +140,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _refuse_twice(sources: Sequence[Source]) -> None:
-    """Raise when two sources have one name, or are one file: under two names its text would be on both sides of a split."""
+    """Raise when two sources have one name, or are one file, whose text could then be on both sides of a split."""
     first: dict[str | tuple[int, int], Source] = {}
     for source in sources:
         for key, what in ((source.relative, "have one relative path"), (source.identity, "are one file")):
@@ -187,7 +187,7 @@ def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -
     offset = max(piece.start - 1, 0)
     stream.seek(offset)
     if piece.start:
-        # A line that begins exactly at start is ours: from the byte before it, this reads one newline and no more.
+        # A line that begins exactly at start is ours: reading from the byte before it consumes one newline and no more.
         offset += len(next(stream, b""))
     for line in stream:
         if offset >= piece.stop:
@@ -216,7 +216,7 @@ def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped]
 
 
 def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | None) -> None:
-    """List what cannot be decoded, or raise when nothing may be skipped."""
+    """Record what cannot be decoded, or raise when nothing may be skipped."""
     if skipped is None:
         raise DataError(
             f"{source.path}, byte offset {offset}: {reason}; expected UTF-8 text. Repair the file, leave it out, or "
@@ -246,7 +246,7 @@ def parse_split(text: str) -> dict[str, float]:
 
 
 def choose_split(key: str, shares: Iterable[float]) -> int:
-    """Return in which of ``shares`` the document called ``key`` lies, by their order: a function of these two alone."""
+    """Return the index of the share of ``shares`` in which the document called ``key`` falls; depends on these two alone."""
     position = int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2.0**64
     bounds = list(itertools.accumulate(shares))
     return min(bisect_right(bounds, position), len(bounds) - 1)

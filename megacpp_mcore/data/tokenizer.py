@@ -129,7 +129,7 @@ class HuggingFaceTokenizer:
         return None if found is None else int(found)
 
     def added_around_text(self) -> int:
-        """Return how many tokens encoding adds to a text, where it is not told to leave them out."""
+        """Return how many tokens encoding adds to a text, unless told to add none."""
         return int(self._tokenizer.num_special_tokens_to_add(False))
 
     def checksum(self) -> str:
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer:
 
 
 def _load(path: Path) -> Any:
-    """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and asks no hub."""
+    """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and contacts no hub."""
     try:
         import tokenizers
     except ImportError as error:
@@ -161,7 +161,7 @@ def _load(path: Path) -> Any:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that ``name`` says: ``byte``, or the path of a local Hugging Face folder.
+    """Return the tokenizer called ``name``: ``byte``, or the path of a local Hugging Face folder.
 
     Raises:
         DataError: ``name`` is neither.
@@ -181,9 +181,9 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
 
     Args:
         model: what is trained.
-        folder: a Hugging Face tokenizer folder; without one, the built-in bytes for a model of their vocabulary, and ids as
-            they are for any other.
-        data: prefix of the dataset, whose manifest then says what its end-of-document id is.
+        folder: a Hugging Face tokenizer folder; without one, the built-in bytes for a model of their vocabulary, and
+            unconverted ids for any other.
+        data: prefix of the dataset, whose manifest then determines the end-of-document id.
 
     Raises:
         DataError: as :func:`end_of_document`.
@@ -198,7 +198,7 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
 
 
 def end_of_document(prefixes: Sequence[str]) -> int | None:
-    """The id that ends documents, by the manifest of the first of ``prefixes`` that has one; None where none has.
+    """The end-of-document id in the manifest of the first of ``prefixes`` that has one; None where none has.
 
     Raises:
         DataError: that manifest knows no end-of-document id, or is damaged.

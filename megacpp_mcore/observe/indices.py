@@ -101,8 +101,7 @@ def overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
     import torch
 
     chosen = torch.zeros((*one_BRN.shape[:2], keys + 1), dtype=torch.bool, device=one_BRN.device)
-    # The last slot takes the entries that select nothing.
-    chosen.scatter_(2, torch.where(one_BRN < 0, keys, one_BRN), True)
+    chosen.scatter_(2, torch.where(one_BRN < 0, keys, one_BRN), True)  # last slot: entries that select nothing
     valid = other_BRN >= 0
     both = chosen.gather(2, torch.where(valid, other_BRN, keys)) & valid
     return float(both.sum() / valid.sum().clamp(min=1))

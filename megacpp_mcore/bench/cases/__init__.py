@@ -1,1 +1,1 @@
-"""What each benchmark compares: one module an op, one for the layers."""
+"""The comparison of each benchmark: one module per op, one for the layers."""

@@ -1,11 +1,11 @@
 """Peak memory and time of the DSA indexer: stock Megatron's fallback, with and without the patch dsa-indexer-memory.
 
-Pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss, of selected keys alone or of all), ``train``
-(loss, and its backward pass). Bytes are the peak above what was allocated before the call, so they hold outputs and
-temporaries; those computed are stock's, counted by hand (:func:`stock_bytes`). The floor is what
-no implementation can do without: outputs for memory; for time the greater of inputs and outputs, and of the multiply-adds of
+Pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss, over selected keys only or over all),
+``train`` (loss and its backward pass). Bytes are the peak above what was allocated before the call, so they include outputs
+and temporaries; computed bytes are stock's, counted by hand (:func:`stock_bytes`). The floor is a bound for every
+implementation: for memory the outputs; for time the greater of moving inputs and outputs, and of the multiply-adds of
 causal pairs at the GPU's rate for products of the inputs' dtype (both sides compute in float32). Where stock runs out of
-memory there is nothing to agree with: the row says so, and what its ratio is of.
+memory there is nothing to agree with: the row says so, and what its ratio is relative to.
 
 Legend: S queries and keys, B batch, H indexer heads of D, A attention heads of K (one key head), N selected keys.
 """
@@ -32,7 +32,7 @@ WORKS = {
     "forward": ("forward", True),
     **{f"{work}, {kind} loss": (work, kind == "sparse") for kind in ("sparse", "dense") for work in ("loss", "train")},
 }
-"""What is measured, and whether its loss is that of selected keys alone."""
+"""The pieces of work, and whether each has the loss over selected keys only."""
 LIMITS = {"selected": SELECTED, "loss": 1e-4, "dq": 1e-2, "dw": 1e-2, "dk": 1e-2}
 """The largest error of a row."""
 ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
@@ -42,11 +42,11 @@ STOCK, PATCHED = "stock", f"patch {PATCH}"
 
 
 def floor(options: Options, name: str) -> Floor:
-    """What a piece of work reads, writes and computes, nothing twice.
+    """What a piece of work reads, writes and computes, each counted once.
 
-    Scores are of causal pairs, two operations a multiply-add: without a loss of those queries alone that have more keys than
-    are selected. The target's logits, and of the gradient two products (of q and of k), are of the selected pairs, or for the
-    dense loss of all. Read are the indexer's q, k and weights, and with the loss attention's query and key; written are int64
+    Scores are of causal pairs, two operations per multiply-add; without a loss, only queries with more keys than are selected
+    count. The target's logits, and two products of the gradient (of q and of k), are of the selected pairs, or of all for the
+    dense loss. Read are the indexer's q, k and weights, and with the loss attention's query and key; written are int64
     indices, and the gradients of q, k and weights.
     """
     S, B, H, D, A, N = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads", "topk")
@@ -71,8 +71,8 @@ def stock_bytes(options: Options, work: str) -> int:
     """Peak of stock's temporaries, counted by hand, the largest tensors only.
 
     ``forward``: the product q·k and its ReLU, both [sq, b, h, sk] float32. With the loss: the attention scores, their masked
-    copy, the difference from the row's maximum and its exponential, four [b, heads, sq, sk] float32 tensors (two indexer
-    ones, if these are more), with index scores, selection mask and valid mask beside them.
+    copy, the difference from the row's maximum and its exponential, four [b, heads, sq, sk] float32 tensors (or two indexer
+    tensors, if larger), plus index scores, selection mask and valid mask.
     """
     S, B, H, A = options.sizes("S", "B", "indexer_heads", "heads")
     pairs = 4 * B * S * S
@@ -80,7 +80,7 @@ def stock_bytes(options: Options, work: str) -> int:
 
 
 def draw(options: Options) -> Inputs:
-    """Random inputs with causal bounds; the indexer's get gradients."""
+    """Random inputs with causal bounds; the indexer's inputs get gradients."""
     S, B, H, D, A = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads")
     K, drawn = sum(options.sizes("latent", "rope")), Draw(options, seed=0)
     q, w = drawn.normal(S, B, H, D), drawn.normal(S, B, H, scale=(H * D) ** -0.5)
@@ -98,7 +98,7 @@ def draw(options: Options) -> Inputs:
 
 
 def run(inputs: Inputs, name: str, relu: bool = True, with_scores: bool = False) -> dict[str, torch.Tensor]:
-    """One call through the module, patched or not: its indices (or all scores of ``forward``), the loss, the gradients."""
+    """Call the module, patched or not: returns its indices (or all scores of ``forward``), the loss, the gradients."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     (work, sparse), leaves = WORKS[name], [*inputs.leaves.values()]
@@ -133,10 +133,10 @@ def problem(options: Options) -> Problem:
 
 
 class AgainstStock:
-    """Agreement with what the unpatched module gives, where that fits into memory.
+    """Agreement with the unpatched module's results, where that fits into memory.
 
-    Selections may differ in keys whose scores are equal but for rounding; gradients are compared where they do not. They are
-    computed without ReLU: of so many logits some round to the other side of its step, where gradients jump.
+    Selections may differ in keys whose scores are equal up to rounding; gradients are compared where they do not. They are
+    computed without ReLU: among so many logits, some round to the other side of its step, where gradients jump.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -144,10 +144,10 @@ class AgainstStock:
         for name, (work, _) in WORKS.items():
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
                 self._expected[name] = run(inputs, name, relu=work != "train", with_scores=True)
-            gc.collect()  # what the traceback held
+            gc.collect()  # frees what the traceback held
 
     def __call__(self, variant: Variant, name: str, inputs: Inputs) -> Result:
-        """Compare what runs now; stock itself is run once and not compared with itself."""
+        """Compare the variant now running; stock itself is run once and not compared with itself."""
         if variant.name == STOCK:
             variant.runs[name](inputs)
             return Result(True, IS_STOCK)

@@ -1,4 +1,4 @@
-"""What Transformer Engine's wrapper gives beside plain PyTorch: a whole attention block.
+"""Transformer Engine's wrapper against plain PyTorch: a whole attention block.
 
 Legend: S sequence, B batch, D hidden.
 """

@@ -1,6 +1,6 @@
-"""The grouped FP8 product, forward: DeepGEMM and plain PyTorch on the same operands, and PyTorch's product of them in bf16.
+"""The grouped FP8 product, forward: DeepGEMM and plain PyTorch on the same operands, and PyTorch's bf16 product of them.
 
-Legend: T rows (of 128 an expert at least), E experts, D hidden, F expert width.
+Legend: T rows (at least 128 an expert), E experts, D hidden, F expert width.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.grouped_fp8.reference import BLOCK, dequantized, grouped_product, quantize_blocks, quantize_rows
 
 LIMIT = 2e-2
-"""The operands are the same; rounded are the sums, and the output to bf16."""
+"""The operands are the same; only the sums, and the output in bf16, are rounded differently."""
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of operands, whatever dtype is asked for: their own is E4M3."""
+    """Every implementation on one set of operands, which are E4M3 whatever dtype is requested."""
     options = Options(device=options.device, shape=options.shape)
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     rows = -(-options.shape["B"] * options.shape["S"] * options.shape["routed"] // (E * BLOCK)) * BLOCK

@@ -1,8 +1,8 @@
 """Routed experts: ours, Transformer Engine's GroupedLinear, and PyTorch's grouped products.
 
-On rows that are sorted by expert; and on tokens with their routing, where stock gathers the tokens' rows and sums each token's.
+One problem has rows sorted by expert; the other has tokens with their routing, for which stock gathers rows and sums by token.
 
-Legend: T rows (of sorted rows: each token once per expert it is routed to; of routed tokens: tokens), E experts, D hidden,
+Legend: T rows (sorted rows: each token once per expert it is routed to; routed tokens: tokens), E experts, D hidden,
 F expert width.
 """
 
@@ -40,15 +40,15 @@ from megacpp_mcore.te import imports
 FP8 = "triton_fp8"
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
-"""For all that round the hidden activation to the dtype of their inputs: all but the reference."""
+"""For variants that round the hidden activation to the dtype of their inputs: all but the reference."""
 QUANTIZED = 0.3
-"""For products in FP8: a probability's gradient can be small beside the products that it is the sum of."""
+"""For products in FP8: a probability's gradient can be small compared with the products it sums."""
 
 CAPTURED = ("triton", "quack", FP8)
-"""Backends that have rows as CUDA graphs, too; one in FP8 quantises the weights in every replay."""
+"""Backends that are also timed as CUDA graphs; FP8 quantises the weights in every replay."""
 
 SKEW = 0.3
-"""Standard deviation of the experts' biases, beside scores of one."""
+"""Standard deviation of the experts' biases, relative to scores of standard deviation one."""
 
 
 def problem(options: Options) -> Problem:
@@ -72,7 +72,7 @@ def problem(options: Options) -> Problem:
 
 
 def routed_problem(options: Options) -> Problem:
-    """Every implementation on one set of tokens, routed as scores with a bias for each expert route them."""
+    """Every implementation on one set of tokens, routed by scores with a bias for each expert."""
     (E, K), T, draw = options.sizes("experts", "routed"), options.shape["B"] * options.shape["S"], Draw(options)
     score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
     routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
@@ -92,7 +92,7 @@ def routed_problem(options: Options) -> Problem:
 
 
 def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``x`` of so many rows, and both matrices of the experts."""
+    """``x`` with ``rows`` rows, and both matrices of the experts."""
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     x = draw.normal(rows, D)
     return x, draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
@@ -120,7 +120,7 @@ def _problem(
 
 
 def _norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-    """The gradient of a token's probabilities is a few sums of products, some small by chance: it is measured against all."""
+    """Norms for errors; a gradient of probabilities is a few sums, some small by chance, so all are measured together."""
     return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
 
 
@@ -143,7 +143,7 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
 
 
 def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
-    """A call that quantises the weights, as the first one after an optimizer's step does, and keeps none."""
+    """Call that quantises the weights, like the first one after an optimizer's step, and does not cache them."""
     forget = importlib.import_module("megacpp_mcore.ops.grouped_mlp.fp8").forget
     forget()
     found = run(inputs, **how)
@@ -152,7 +152,7 @@ def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
 
 
 def _accumulated(forward: Callable[..., Any], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
-    """The gradients of weights added in float32 to those before, as Megatron does; ``main`` has none before the first call."""
+    """The weights' gradients added in float32 to earlier ones, as Megatron does; ``main`` is empty before the first call."""
     if not main:
         main |= {name: torch.zeros_like(inputs.leaves[name], dtype=torch.float32) for name in ("w1", "w2")}
     main_grads = [MainGrad(buffer, partial(torch.empty_like, inputs.leaves[name])) for name, buffer in main.items()]
@@ -207,7 +207,7 @@ def _permuted(engine: _Engine, topk: int, fused: bool, inputs: Inputs) -> torch.
 
 
 class _Engine:
-    """TE's linears of the experts with their activation; the gradient of each matrix of weights is one tensor an expert."""
+    """TE's linears of the experts with their activation; the gradient of each weight matrix is one tensor per expert."""
 
     def __init__(self, options: Options, inputs: Inputs) -> None:
         self.dtype = getattr(torch, options.dtype)
@@ -228,7 +228,7 @@ class _Engine:
         return self.linears[1](hidden, counts)
 
     def variant(self, name: str, call: Call) -> Variant:
-        """``call``, by which these linears compute, as a variant."""
+        """``call``, which uses these linears, as a variant."""
 
         def leaves(inputs: Inputs) -> Tensors:
             return [inputs.leaves["x"], inputs.leaves["probs"], *self.weights]

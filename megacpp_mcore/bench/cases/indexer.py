@@ -1,4 +1,4 @@
-"""The DSA indexer: the selection of keys, against stock's function, and the gradient that trains it.
+"""The DSA indexer against stock's function: the selection of keys, and the gradient that trains it.
 
 Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys.
 """
@@ -17,23 +17,23 @@ from megacpp_mcore.model.flops import causal_pairs, selected_pairs
 from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
 
 SELECTED = 1e-5
-"""How far the score of a selected key may be below that of the one it was taken for: rounding of scores in float32."""
+"""How far a selected key's score may be below the one it replaced: rounding of scores in float32."""
 BEYOND_RELU = 5e-2
-"""For gradients: of so many logits some round to the other side of ReLU's step, where gradients jump."""
+"""For gradients: among so many logits, some round to the other side of ReLU's step, where gradients jump."""
 LIMITS = {"loss": 1e-4, "dq": BEYOND_RELU, "dk": BEYOND_RELU, "dw": BEYOND_RELU}
 GRADIENT = "gradient"
 STOCK = "stock"
 
 
 def problem(options: Options) -> Problem:
-    """The selection; its truth is all scores."""
+    """The selection, checked against all scores."""
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
     draw = Draw(options)
 
     def run(fn: Any, inputs: Inputs) -> Any:
         return fn(*inputs.leaves.values(), N)
 
-    # Of queries that select every key they see, no score is needed.
+    # Queries that select every key they see need no scores.
     scored = causal_pairs(S) - causal_pairs(min(N, S))
     moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
     floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])
@@ -52,7 +52,7 @@ def problem(options: Options) -> Problem:
 
 
 def gradient_problem(options: Options) -> Problem:
-    """The gradient of the indexer's loss against a given target; its truth is autograd's, over all keys."""
+    """The gradient of the indexer's loss against a given target; the truth is autograd's, over all keys."""
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
     draw = Draw(options)
     leaves = _drawn(draw, options)
@@ -81,14 +81,14 @@ def gradient_problem(options: Options) -> Problem:
 
 
 def selected_scores(index_BSN: torch.Tensor, score_BSS: torch.Tensor) -> Tensors:
-    """The scores of the selected keys, best first, and the best that each query could select; both 0 where it has no more.
+    """The scores of the selected keys, best first, and the best that each query could select; both padded with 0.
 
     Args:
         index_BSN: selected keys, -1 for none.
-        score_BSS: of all keys; those of the future are not looked at.
+        score_BSS: of all keys; those of the future are ignored.
 
     Raises:
-        AssertionError: a key of the future, one key twice, or too few.
+        AssertionError: a key of the future, a duplicate key, or too few.
     """
     keys, topk = score_BSS.shape[-1], index_BSN.shape[-1]
     causal_SS = torch.ones(keys, keys, dtype=torch.bool, device=score_BSS.device).tril()

@@ -2,10 +2,10 @@
 
 A layer is built as a run builds it, with the backends that ``auto`` chooses. Its parity is checked against the same layer, with
 the same weights in the same dtype, on the reference of every op: ops are compared with float64 in their own benchmarks. Only
-M²RNN's runs in float64 here too, and the layer on it in the dtype is the yardstick: the gradients of its convolutions' weights
-are sums over all tokens of what cancels, in which that reference is off by more than the limit. A layer that itself ran on
-references alone, or has no op of ours, is the same program as its truth: the comparison finds then what is not repeatable, and
-is called "is the reference".
+M²RNN's truth runs in float64 here too, and its reference in the dtype is the yardstick: the gradients of its convolutions'
+weights are sums over all tokens whose terms cancel, where that reference is off by more than the limit. A layer that itself
+runs only on references, or has no op of ours, is the same program as its truth: the comparison then shows only what is not
+repeatable, and the verdict is "is the reference".
 
 Legend: S sequence, B batch, D hidden.
 """
@@ -39,15 +39,15 @@ from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
-"""The largest error of a row: two backends of one op round differently, and a layer carries that through its projections."""
+"""The largest error of a row: two backends of one op round differently, and the layer's projections propagate that."""
 
 SMALL = 1e-2
-"""Scale of the hidden states: a layer norms them, and behind a large residual its own part of the output would not be seen."""
+"""Scale of the hidden states: a layer normalises them, and a large residual would mask its own part of the output."""
 
 BEFORE_SELECTION = ("rms_norm", "mla_latents", "indexer_inputs", "indexer")
-"""Ops by whose results keys are selected. Another rounding of them exchanges one key of 256, and in the worst row four, which
-is another output by a fifth and no error: a layer that selects is compared with one that has the same of these. That the
-indexer selects the right keys is what its own benchmark says."""
+"""Ops whose results select keys. Rounded differently, they exchange one key of 256, and four in the worst row, which changes
+the output by a fifth without being an error. So a layer that selects is compared with one that uses the same backends of
+these ops. The indexer's own benchmark checks that it selects the right keys."""
 
 REFERENCE = "reference"
 MODELS = ("nam56r", "nam56r_h4096", "nam56r_tiny")
@@ -55,7 +55,7 @@ MODELS = ("nam56r", "nam56r_h4096", "nam56r_tiny")
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layer is built, and how: ``number`` is that of the trunk's layer, 0 for the block of multi-token prediction."""
+    """Which layer is built, and how: ``number`` is the layer's in the trunk, 0 for the block of multi-token prediction."""
 
     options: Options
     model: Model
@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Built:
-    """A layer, what calls it on hidden states ``[S, B, D]``, and the backends that it found."""
+    """A layer, the function that calls it on hidden states ``[S, B, D]``, and the backends that it uses."""
 
     module: Any
     call: Callable[[torch.Tensor], torch.Tensor]
@@ -81,7 +81,7 @@ class Built:
         return [inputs.leaves["hidden"], *self.module.parameters()]
 
     def take_weights(self, other: Built) -> None:
-        """Copy every parameter of another such layer."""
+        """Copy every parameter from another layer of the same kind."""
         weights = dict(other.module.named_parameters())
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
@@ -105,7 +105,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
     rows = hidden.numel() * hidden.element_size()
     variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
-    # References ask the host. An E layer is captured alone, and in training; beside the other variants its capture raised.
+    # References synchronise with the host. An E layer is captured alone, in training; beside other variants its capture failed.
     if options.device == "cuda" and letter != "E" and not ours.is_reference:
         variants.append(variants[-1].captured())
     return Problem(
@@ -139,7 +139,7 @@ def _work(plan: Plan) -> Work:
 
 
 def _truth_and_limits(plan: Plan, ours: Built, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The layer once more, its ops on their references, but for :data:`BEFORE_SELECTION` where it selects; and the largest
+    """The same layer with its ops on their references, except :data:`BEFORE_SELECTION` where it selects keys; and the largest
     error of a row, by result."""
     selects = plan.number and plan.model.roles[plan.number - 1] == grammar.FULL_INDEX
     same = BEFORE_SELECTION if selects else ()
@@ -162,7 +162,7 @@ def _truth_and_limits(plan: Plan, ours: Built, inputs: Inputs) -> tuple[dict[str
 
 
 def _in_double(fn: Callable[..., Any], first: torch.Tensor, *given: Any, **weights: Any) -> Any:
-    """An op on its inputs in float64; its output in the dtype of the first one."""
+    """Call an op on its inputs in float64, and return its output in the dtype of the first one."""
 
     def widened(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -174,8 +174,8 @@ def _in_double(fn: Callable[..., Any], first: torch.Tensor, *given: Any, **weigh
 def _stir(module: Any, draw: Draw) -> None:
     """Move every weight away from ones, zeros and identities, which hide mistakes.
 
-    M²RNN's transition shrinks, as in its own benchmark: one that stretches makes the recurrence chaotic, and what rounding
-    does to an input grows along the sequence until no two programs agree.
+    M²RNN's transition shrinks, as in its own benchmark: one that stretches makes the recurrence chaotic, so that rounding an
+    input has effects that grow along the sequence until no two programs agree.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -214,7 +214,7 @@ def _config(options: Options, model: Model) -> Any:
 
 
 def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False) -> Built:
-    """The layer of ``plan``, built as a run does, with the backends asked for."""
+    """The layer of ``plan``, built as a run does, with the requested backends."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.spec_utils import build_module
@@ -224,7 +224,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     from megacpp_mcore.layer_specs.parts import parts_for
     from megacpp_mcore.ops.indexer.cache import IndexCache
 
-    destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
+    destroy_moe_metrics_tracker()  # stock sizes it by the process's first model
     nam56r.prepare(plan.model, plan.config, (plan.config,))
     parts, dispatcher = parts_for(plan.config), Dispatcher(requests)
     sources = grammar.source_layers(plan.model.roles)
@@ -251,7 +251,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
         call = partial(_call, module)
     made = dispatcher.observed_backends()
     names = ", ".join(dict.fromkeys(f"{one['op']} {one['observed']}" for one in made))
-    # What chooses modules computes nothing itself.
+    # Backends that only choose modules compute nothing themselves.
     computing = [one["observed"] for one in made if one["op"] != EXPERTS and one["observed"] != STOCK]
     return Built(module, call, names or "stock's modules", all(one == REFERENCE for one in computing))
 
@@ -263,7 +263,7 @@ def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Each call is given the same indices, which its Full layer would have published."""
+    """A call with fixed indices, which its Full layer would have published."""
     from megacpp_mcore.ops.indexer.cache import Selection
     from megacpp_mcore.ops.indexer.reference import causal_topk
 
@@ -279,7 +279,7 @@ def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[to
 
 
 def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The embeddings of the next tokens are given, and need no gradient."""
+    """A call with the next tokens' embeddings fixed; they need no gradient."""
     (B, S), draw = plan.options.sizes("B", "S"), Draw(plan.options, seed=2)
     token_BS = draw.integers(plan.model.vocab_size, B, S)
     position_BS = torch.arange(S, device=plan.options.device).expand(B, -1)
@@ -301,20 +301,20 @@ def _none(reason: str) -> Callable[[Plan, Built], Variant]:
 
 
 def _with_stock_core(plan: Plan, ours: Built) -> Variant:
-    """The same layer with the core attention that stock's own specs put there."""
+    """The same layer with the core attention that stock's own specs use."""
     theirs = _build(plan, {}, stock_core=True)
     theirs.take_weights(ours)
     return theirs.variant("stock core attention", PEER)
 
 
 def _stock_moe(plan: Plan, ours: Built) -> Variant:
-    """The layer with stock's router, dispatcher and experts, whose matrices are parameters of their own."""
+    """The layer with stock's router, dispatcher and experts, whose matrices are separate parameters."""
     from megacpp_mcore.layer_specs.experts import expert_matrices
 
     theirs = _build(plan, dict.fromkeys((EXPERTS, "router", "rms_norm"), STOCK))
     first, second = expert_matrices(theirs.module.mlp.experts)
     by_name = dict(theirs.module.named_parameters())
-    # Of each parameter of ours: those of theirs that it is, or is a stack of.
+    # For each parameter of ours: the parameters of theirs that it equals or stacks.
     parts = {
         name: {"mlp.experts.weight1": first, "mlp.experts.weight2": second}.get(name) or [by_name[name]]
         for name, _ in ours.module.named_parameters()
@@ -344,7 +344,7 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
         with torch.no_grad():
             module.in_proj.weight.copy_(_in_their_order(plan.model, mixer))
             module.out_proj.weight.copy_(mixer.out_proj.weight)
-        if ssm.out_norm:  # theirs has none by default: it is given ours
+        if ssm.out_norm:  # theirs has none by default: it gets ours
             module.out_proj = torch.nn.Sequential(_HeadNorm(mixer, plan.config.layernorm_epsilon), module.out_proj)
 
         def call(inputs: Inputs) -> torch.Tensor:
@@ -367,7 +367,7 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
 
 
 class _HeadNorm(torch.nn.Module):
-    """The RMSNorm of each head that our mixer has before its output projection: ``[…, H·P] -> […, H·P]``."""
+    """The RMSNorm of each head that our mixer applies before its output projection: ``[…, H·P] -> […, H·P]``."""
 
     def __init__(self, mixer: Any, eps: float) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class _HeadNorm(torch.nn.Module):
 
 
 def _in_their_order(model: Model, mixer: Any) -> torch.Tensor:
-    """The rows of our input projection in the order of mamba-ssm's: B and C by rank and then by group, and no padding."""
+    """The rows of our input projection in mamba-ssm's order: B and C by rank, then by group, and without padding."""
     ssm, projection = model.mamba3, mixer.in_proj
     rows = {slot.part.name: projection.weight[slot.start : slot.start + slot.rows] for slot in projection.slots}
     for name in "BC":

@@ -1,7 +1,7 @@
-"""The output head's losses and the gradients of hidden and weight: stock Megatron, ours, and vendors' where they are installed.
+"""The output head's losses and the gradients of hidden and weight: stock Megatron's, ours, and installed vendors'.
 
-Legend: N tokens, H hidden width, V vocabulary. Beside the variants stand the three dense products alone, which are the floor
-of everything that forms the logits.
+Legend: N tokens, H hidden width, V vocabulary. Besides the variants, the three dense products alone are timed: they are the
+floor of everything that forms the logits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
-"""The largest error of a row; or half as much again as stock's, where that is more."""
+"""The largest error of a row; or one and a half times stock's, where that is more."""
 STOCK = "stock"
 
 
 def problem(options: Options) -> Problem:
-    """Every variant makes per-token losses and both gradients for random weights of the tokens."""
+    """Every variant computes per-token losses and both gradients for random weights of the tokens."""
     hidden, vocab = options.sizes("hidden", "vocab")
     tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
     weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
@@ -62,10 +62,10 @@ def problem(options: Options) -> Problem:
 
 
 def heads_problem(options: Options) -> Problem:
-    """The main head and the MTP depths on one weight: a call for each, or one for all with the weights of its tokens.
+    """The main head and the MTP depths on one weight: one call for each, or one call for all with weighted tokens.
 
-    A depth's losses are worth less than the main head's, and are masked where a sequence ends: each head has one weight, and
-    one token in sixteen none.
+    A depth's losses weigh less than the main head's, and are masked where a sequence ends: each head has one weight, and
+    one token in sixteen has weight zero.
     """
     hidden, vocab, depths = options.sizes("hidden", "vocab", "mtp_heads")
     tokens, heads, draw = options.shape["B"] * options.shape["S"], 1 + depths, Draw(options)
@@ -84,7 +84,7 @@ def heads_problem(options: Options) -> Problem:
 
 
 def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Variant]) -> Problem:
-    """``variants`` beside stock's."""
+    """``variants`` together with stock's."""
     hidden, vocab = options.sizes("hidden", "vocab")
     operations = product(inputs.leaves["hidden"].numel() * vocab).training
     return Problem(
@@ -96,7 +96,7 @@ def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Va
 
 
 def _variant(name: str, side: str, losses: Call) -> Variant:
-    """A loss has no forward pass of its own here: some variants make gradients in it."""
+    """A loss without a separate forward pass: some variants compute gradients in it."""
     return Variant(name=name, side=side, runs={BOTH: partial(with_gradients, losses)})
 
 
@@ -109,7 +109,7 @@ def _dense(inputs: Inputs) -> torch.Tensor:
 
 
 def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
-    """ColumnParallelLinear with each of the two cross-entropies that Megatron has."""
+    """ColumnParallelLinear with each of Megatron's two cross-entropies."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -137,10 +137,10 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
 
 
 def _into(name: str, weight_VH: torch.Tensor, calls: int = 1, *, are_weights_known: bool = True) -> Variant:
-    """As with fused accumulation: the weight's gradient is added to a float32 buffer that is there anyway.
+    """As with fused accumulation: the weight's gradient is added to an existing float32 buffer.
 
-    All forward passes, then the backward pass of all, as a step has them. The first run, which is the check of parity, finds
-    the buffer zero. Known weights are the gradient of the losses itself.
+    All forward passes, then all backward passes, in the order of a training step. The first run, which checks parity, starts
+    with a zero buffer. Known weights are the gradients of the losses themselves.
     """
     buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
@@ -174,7 +174,7 @@ def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inp
 
 
 def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
-    """The mean of the tokens' losses, ours and vendors' that give no more: other work than the others do."""
+    """The mean of the tokens' losses, ours and of vendors that return no more: not the same work as the other variants."""
 
     def mean(fn: Callable[..., torch.Tensor], inputs: Inputs) -> Tensors:
         loss, wanted = _called(fn)(inputs), list(inputs.leaves.values())

@@ -1,6 +1,6 @@
 """M²RNN between its two projections: the backends, and its authors' recurrence where it is installed.
 
-Legend: B batch, S sequence, H heads, K key width, V value width. One head of queries and keys is read by all.
+Legend: B batch, S sequence, H heads, K key width, V value width. All heads read one head of queries and keys.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megacpp_mcore.ops.m2rnn.reference import m2rnn, m2rnn_sequential
 
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-4}
 YARDSTICK = "reference"
-"""Gradients of the convolutions' weights are sums over all tokens of what cancels: the reference in bf16 is off by more."""
+"""Gradients of the convolutions' weights are sums over all tokens whose terms cancel: the bf16 reference is off by more."""
 TAPS, EPS = 4, 1e-5
 XMA_MODULE = "xma.layers"
 XMA = "xma's recurrence (Triton) in the reference"
 ROUNDED_STATE = 0.2
-"""For that peer, which keeps the state in bf16 from token to token: gradients of weights, sums over all tokens of what cancels,
-are off by 0.17 in their worst row, its output by 0.017."""
+"""For that peer, which keeps the state in bf16 from token to token: gradients of weights, sums over all tokens whose terms
+cancel, are off by 0.17 in their worst row, its output by 0.017."""
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one output of the input projection; the truth goes token by token."""
+    """Every implementation on one output of the input projection; the truth is computed token by token."""
     B, S, H, K, V = options.sizes("B", "S", "rnn_heads", "key_dim", "value_dim")
     widths = [K, K, H * V, H * V, H]  # q, k, v, output gate, forget gate
     draw = Draw(options)
@@ -79,5 +79,5 @@ def problem(options: Options) -> Problem:
 def _in_one_dtype(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any
 ) -> Any:
-    """The kernels take all of their inputs in the dtype of the values; one document, from a state of zero."""
+    """The kernels need all of their inputs in the dtype of the values; one document, from a state of zero."""
     return run(q, k, v, W.to(v.dtype), f.to(v.dtype))

@@ -1,6 +1,6 @@
-"""Mamba-3 between its two projections, MIMO or SISO: the backends, and mamba-ssm's module with its projections left out.
+"""Mamba-3 between its two projections, MIMO or SISO: the backends, and mamba-ssm's module without its projections.
 
-Legend: B batch, S sequence, H heads, P head width, R MIMO rank, G groups, N state, A angles, X what the input projection gives.
+Legend: B batch, S sequence, H heads, P head width, R MIMO rank, G groups, N state, A angles, X output of the input projection.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megacpp_mcore.ops.slices import split
 
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 SUMMED = {"db_bias": 2.0, "dc_bias": 2.0}
-"""How much more some may be off: a head's sums, over all tokens, of what tensor cores make of operands in bf16."""
+"""Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands."""
 ONE_RANK = {"y": 1.5}
-"""At rank 1 no sum over ranks evens rounding out: plain PyTorch in bf16 is off by 2.3e-2 in its worst row."""
+"""At rank 1 no sum over ranks evens out rounding: plain PyTorch in bf16 is off by 2.3e-2 in its worst row."""
 ROUNDED = 3e-2
-"""For mamba-ssm, which rounds B and C after their norm, and between the steps of the scan."""
+"""For mamba-ssm, which also rounds B and C after their norm, and between the steps of the scan."""
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one output of the input projection; the truth goes token by token."""
+    """Every implementation on one output of the input projection; the truth is computed token by token."""
     B, S, H, P, R, G, N = options.sizes("B", "S", "mamba_heads", "head_dim", "rank", "groups", "state")
     chunk, draw = options.shape["chunk"], Draw(options)
     widths = [H * P, H * P, G * R * N, G * R * N, H, H, H, N // 4]  # z, x, B, C, step, decay, trapezoid, angles

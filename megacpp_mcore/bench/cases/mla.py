@@ -29,7 +29,7 @@ PATCH = "mla-core-attention"
 NO_BATCH = "not here: stock packs rows of a batch of 1 alone"
 NO_ENGINE = "no peer here: packed rows are Transformer Engine's alone"
 PLAIN = "plain PyTorch"
-"""In the dtype of the inputs: what a kernel of that dtype may be off by is a multiple of what this is off by. It has no row."""
+"""In the dtype of the inputs: a kernel's allowed error is a multiple of this one's. It has no row."""
 
 
 def problem(options: Options) -> Problem:
@@ -41,7 +41,7 @@ def problem(options: Options) -> Problem:
 
 
 def packed_problem(options: Options) -> Problem:
-    """The same of rows that hold documents of one length each, told apart by their numbers, or packed for stock's seam.
+    """As :func:`problem`, on rows of documents of one length each, marked by their numbers, or packed for stock's seam.
 
     Raises:
         BenchmarkError: the documents do not fill the rows.
@@ -62,7 +62,7 @@ def packed_problem(options: Options) -> Problem:
 
 
 def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixed: torch.Tensor) -> Problem:
-    """The backends, on rows of ``documents`` of one length, and what is ``beside`` them, stock first."""
+    """The backends, on rows of ``documents`` of equal length, and the variants ``beside`` them, stock first."""
     B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
     draw, scale, length = Draw(options), K**-0.5, S // documents
     inputs = Inputs(
@@ -76,7 +76,7 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
         return output
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """In the gradient of a document's first queries everything cancels: they are measured against the terms that do."""
+        """Norms for errors; in the gradient of a document's first queries everything cancels: they use the terms' norm."""
         tensors = [*inputs.leaves.values(), *inputs.cotangents.values()]
         for start in range(0, S, length) if name == "dq" else ():
             document = [tensor[start : start + length] for tensor in tensors]
@@ -101,7 +101,7 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
 
 
 def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
-    """Every step rounded to the dtype, one head at a time."""
+    """Attention with every step rounded to the dtype, one head at a time."""
     S = len(inputs.cotangents["o"])
     seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=inputs.cotangents["o"].device).tril()
     if (seq_idx_BS := inputs.fixed.get("seq_idx")) is not None:
@@ -142,7 +142,7 @@ def _seam(attention: Any, inputs: Inputs) -> torch.Tensor:
 
 
 def _stock_core(options: Options, engine: bool) -> Any:
-    """What ``MultiLatentAttention._run_core_attention`` reads of its module: core attention, mask type, configuration."""
+    """A stand-in for the module of ``MultiLatentAttention._run_core_attention``: core attention, mask type, configuration."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -162,7 +162,7 @@ def _stock_core(options: Options, engine: bool) -> Any:
         params_dtype=getattr(torch, options.dtype),
         masked_softmax_fusion=False,
     )
-    with patched(PATCH):  # stock's local module takes the widths only so
+    with patched(PATCH):  # without the patch, stock's local module does not accept these widths
         core = (TEDotProductAttention if engine else DotProductAttention)(
             config=config,
             layer_number=1,

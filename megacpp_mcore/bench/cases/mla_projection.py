@@ -1,4 +1,4 @@
-"""Between MLA's projections and its core attention: latents, absorbed queries, keys and values, and the indexer's inputs.
+"""The ops between MLA's projections and its core attention: latents, absorbed queries, keys and values, indexer inputs.
 
 Legend: S tokens, B batch, H heads, D hidden, Q and L ranks of the query's and the key's latent, C width of a head's content, R
 of its rotary part, V of a value, N heads of the indexer.
@@ -50,7 +50,7 @@ def absorbed(options: Options) -> Problem:
 
 
 def keys(options: Options) -> Problem:
-    """Keys and values of full MLA, out of one projection and the rotary part that all heads share."""
+    """Keys and values of full MLA, from one projection and the rotary part that all heads share."""
     (B, S, H), (K, V, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "v", "rope")
     draw = Draw(options)
     leaves = {"kv_SBHX": draw.normal(S, B, H, K - R + V), "rotary_SBR": draw.normal(S, B, R)}
@@ -61,7 +61,7 @@ def keys(options: Options) -> Problem:
 
 
 def indexer_inputs(options: Options) -> Problem:
-    """Queries, keys and weights of heads of the indexer; hidden states and latents get no gradient."""
+    """Queries, keys and head weights of the indexer; hidden states and latents get no gradient."""
     (B, S, D), (N, R, Q) = (
         options.sizes("B", "S", "hidden"),
         options.sizes("indexer_heads", "indexer_dim", "query_latent"),
@@ -100,12 +100,12 @@ def _problem(
     work: Work,
     **needs: int,
 ) -> Problem:
-    """Every backend of ``op``. Leaves and all else are the named arguments of its function."""
+    """Every backend of ``op``. Leaves and all other inputs are the named arguments of its function."""
     draw = Draw(options, seed=2)
 
     def call(fn: Any, inputs: Inputs) -> Any:
         dtype = next(iter(inputs.leaves.values())).dtype
-        others = {  # in float64 as leaves are
+        others = {  # in float64 if the leaves are
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == draw.dtype else value
             for name, value in how.items()
         }
@@ -121,7 +121,7 @@ def _problem(
     ours = [*Variant.candidates(op, options, call, **needs)]
     return Problem(
         inputs=inputs,
-        # The reference is the last backend, and comes first here: its errors are the yardstick.
+        # The reference is the last backend but comes first here: its errors are the yardstick.
         variants=[
             Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's"),
             *ours[::-1],

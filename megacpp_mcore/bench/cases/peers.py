@@ -23,11 +23,11 @@ MAMBA3_WEIGHTS = {
     "dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "b_norm_weight": "B_norm.weight",
     "c_norm_weight": "C_norm.weight", "D": "D", **{name: name for name in MIX},
 }  # fmt: skip
-"""Mamba-3's weights between its projections, with mamba-ssm's names of them; the last three are MIMO's alone."""
+"""Mamba-3's weights between its projections, by mamba-ssm's names; the last three exist only in MIMO."""
 
 
 def lacking(device: str, module: str, name: str) -> str:
-    """Why the peer called ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
+    """Why the peer ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
     if device != "cuda":
         return f"no peer here: {name} runs on a GPU alone"
     found = imports.available() if module == ENGINE else probe_import(module)
@@ -40,14 +40,14 @@ def with_engine(device: str) -> bool:
 
 
 def mamba3_source() -> Any:
-    """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which wants transformers and Mamba-1's extension.
+    """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which imports transformers and Mamba-1's extension.
 
-    Its kernels for Mamba-3 are tuned among four warps, two stages and as many registers as the compiler takes alone: what it
-    tries of its own accord, 234 builds for one pass forward and back, takes minutes. Its source has another activation of the
-    decay since c69aaab; it is given the one of its releases, which the model has.
+    Tuning of its Mamba-3 kernels is restricted to four warps, two stages and the compiler's own number of registers: its own
+    search, 234 builds for one pass forward and back, takes minutes. Its source has a different activation of the decay since
+    c69aaab; it gets the one of its releases, which the model uses.
 
     Raises:
-        ImportError: mamba-ssm, or what it needs, is not there.
+        ImportError: mamba-ssm, or a dependency, is not installed.
     """
     spec = importlib.util.find_spec("mamba_ssm")
     if spec is None:
@@ -82,8 +82,8 @@ def mamba3_peer(
     Args:
         options: device and dtype.
         rank: of MIMO (1: SISO).
-        weights: what it is given between its projections, by our names.
-        variant: from the peer's name and the module to the variant.
+        weights: its parameters between its projections, by our names.
+        variant: makes the variant from the peer's name and the module.
         args: its width.
         sizes: its other arguments.
     """
@@ -108,7 +108,7 @@ def mamba3_peer(
 
 @contextlib.contextmanager
 def patched(name: str) -> Iterator[None]:
-    """The patch ``name`` in place, and no other; afterwards everything is as before."""
+    """Apply only the patch ``name`` for the duration; afterwards everything is as before."""
     from megacpp_mcore.patches.machinery.registry import Registry, default
 
     registry = Registry(default().select([name]))

@@ -1,4 +1,4 @@
-"""The norm that a layer begins with and the residual that goes around the layer, against Transformer Engine's and PyTorch's.
+"""A layer's first norm together with its residual, against Transformer Engine's and PyTorch's.
 
 Legend: S sequence, B batch, D hidden.
 """
@@ -23,7 +23,7 @@ LIMIT = 8e-3
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of rows; both gradients of a row meet in each."""
+    """Every implementation on one set of rows; both gradients of a row are added up."""
     B, S, D = options.sizes("B", "S", "hidden")
     draw = Draw(options)
     inputs = Inputs(
@@ -41,7 +41,7 @@ def problem(options: Options) -> Problem:
         Variant.of("PyTorch", PEER, lambda inputs: run(_torch, inputs)),
         *Variant.candidates("rms_norm", options, run, hidden=D),
     ]
-    if options.device == "cuda":  # hosts launch these more slowly than the device computes them
+    if options.device == "cuda":  # on the host, launching these takes longer than computing them on the device
         variants += [one.captured() for one in variants if one.runs]
     return Problem(
         inputs=inputs,

@@ -15,7 +15,7 @@ from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.ops.router.reference import Routed, route
 
 LIMIT = 1e-5
-"""Logits are float32 whatever the model is in."""
+"""Logits are float32 whatever the model's dtype."""
 
 LOSS = 1e-4
 """Weight of both losses."""
@@ -32,7 +32,7 @@ def problem(options: Options) -> Problem:
     )
 
     def run(fn: Any, inputs: Inputs) -> torch.Tensor:
-        """Probabilities, to all of which the losses are added, so that one output needs all."""
+        """Probabilities with the losses added to each of them, so that one output depends on everything."""
         routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
         losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
         output: torch.Tensor = routed.probs_TE + LOSS * losses
@@ -52,7 +52,7 @@ def problem(options: Options) -> Problem:
 
 
 def _stock(logits_TE: torch.Tensor, bias_E: torch.Tensor, *, topk: int, batch: int) -> Routed:
-    """What stock's TopKRouter calls one after another (megatron-core 0.19.2, ``transformer/moe/router.py``)."""
+    """The calls that stock's TopKRouter makes in sequence (megatron-core 0.19.2, ``transformer/moe/router.py``)."""
     from megatron.core.transformer.moe import moe_utils
 
     probs_TE, routing_TE = moe_utils.topk_routing_with_score_function(

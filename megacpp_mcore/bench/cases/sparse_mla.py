@@ -25,13 +25,13 @@ LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 STOCK, PATCH = "stock unfused", "dsa-sparse-attention"
 
 CANCELS = {"dq": 2.0}
-"""How much more it may be off by: the mean over keys cancels in it. Plain PyTorch in bf16 is off by more than this."""
+"""Factor by which a result may be off more because the mean over keys cancels in it; plain PyTorch in bf16 is off further."""
 
 QUERIES = 1024
-"""Whose scores are drawn at a time, those of all being S × S numbers."""
+"""Queries whose scores are drawn at a time, as all scores would be S × S numbers."""
 
 DENSE = ("sdpa", "flash4")
-"""Backends of full MLA that attend to every key in one row of the table, for orientation."""
+"""Backends of full MLA, attending to every key, that have a row for orientation."""
 
 
 def problem(options: Options) -> Problem:
@@ -51,7 +51,7 @@ def problem(options: Options) -> Problem:
         return output
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """In the gradient of the first queries, which select all that they may see, everything cancels: as for ``mla``."""
+        """Norms for errors; the gradient of the first queries, which select all that they see, cancels, as in ``mla``."""
         if name == "dq":
             (q, kv), early = inputs.leaves.values(), min(EARLY, N, S)
             shared = kv.unsqueeze(2).expand(-1, -1, H, -1)
@@ -88,7 +88,7 @@ def _selected(draw: Draw, batch: int, rows: range, keys: int, topk: int) -> torc
 
 
 def _dense(options: Options, K: int, V: int) -> Iterator[Variant]:
-    """Causal attention of the same queries to every key, with keys and values of each head: what a layer without DSA does."""
+    """Causal attention of the same queries to every key, with keys and values for each head: a layer without DSA."""
     made: list[torch.Tensor] = []
 
     def leaves(inputs: Inputs) -> list[torch.Tensor]:

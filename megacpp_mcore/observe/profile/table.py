@@ -52,7 +52,7 @@ def is_communication(kernel: str) -> bool:
 def collective(kernel: str, label: str | None = None) -> str:
     """The collective that a communication kernel performs, as NCCL names it (``AllReduce``); otherwise the kernel's own name.
 
-    NCCL's send-receive kernel also performs all-to-alls: it counts as one where ``label`` is not the pipeline's range.
+    NCCL's send-receive kernel also performs all-to-alls: it counts as one under any ``label`` but the pipeline's.
     """
     found = _NCCL.search(kernel)
     name = found[1] if found else kernel

@@ -255,8 +255,8 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
             "a sequence over ranks yet, leave --context-parallel-size at 1"
         )
     for asked, what in (
-        (config.fp8, "--fp8-format would wrap every layer"),
-        (config.fp4, "--fp4-format would wrap every layer"),
+        (config.fp8, "--fp8-format, which wraps every layer in FP8,"),
+        (config.fp4, "--fp4-format, which wraps every layer in FP4,"),
         (config.delay_wgrad_compute, "--delay-wgrad-compute"),
         (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
     ):

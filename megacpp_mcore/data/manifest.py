@@ -233,7 +233,7 @@ def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:
         found = last[wrong[0]]
         raise DataError(
             f"{index.bin_path}: document {wrong[0]} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
-            f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents have not that end); the file is damaged or "
+            f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents do not end with it); the file is damaged or "
             "was made with another tokenizer: restore it from a copy or prepare it again"
         )
 

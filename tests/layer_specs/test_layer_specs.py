@@ -629,8 +629,8 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
 @pytest.mark.parametrize(
     ("overrides", "changes", "says"),
     [
-        ({}, {"fp8": "hybrid"}, "--fp8-format would wrap every layer"),
-        ({}, {"fp4": "e2m1"}, "--fp4-format would wrap every layer"),
+        ({}, {"fp8": "hybrid"}, "--fp8-format, which wraps every layer in FP8, is not supported yet"),
+        ({}, {"fp4": "e2m1"}, "--fp4-format, which wraps every layer in FP4, is not supported yet"),
         ({}, {"delay_wgrad_compute": True}, "--delay-wgrad-compute is not supported"),
         ({}, {"cuda_graph_impl": "local"}, "CUDA graphs are for a GPU"),
         ({}, {"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size above 1"),

@@ -1,4 +1,4 @@
-"""Layer specifications: one module a block family, and the assembly of NAM56R's stages from them."""
+"""Layer specifications: one module per block family, and the assembly of NAM56R's pipeline stages from them."""
 
 if not __name__.startswith("megacpp_mcore."):
     raise ImportError(

@@ -1,11 +1,11 @@
-"""A: multi-head latent attention around its core, full or sparse, and the ModuleSpecs of both.
+"""A: multi-head latent attention, full or sparse, up to its core attention; and the ModuleSpecs of both.
 
-The modules of projections and norms are stock's (megatron-core 0.19): full MLA rides on ``MLASelfAttention``, sparse MLA on
-``AbsorbedMLASelfAttention``. Between them the code is ours: rotation, documents and latents (whose op may take the modules'
-weights and run in their place) in this file, the core in :mod:`megacpp_mcore.layer_specs.core_attention`.
+Projections and norms are stock modules (megatron-core 0.19): full MLA extends ``MLASelfAttention``, sparse MLA extends
+``AbsorbedMLASelfAttention``. The code between them is ours: RoPE, documents and latents (whose op may run in place of the
+modules, on their weights) in this file, the core attention in :mod:`megacpp_mcore.layer_specs.core_attention`.
 
-Shape legend: S rows, B batch, H heads (of this rank), D hidden, Q and L ranks of the query's and the key's latent, R width of a
-rotary part, C width of a head without it, V value dim.
+Shape legend: S rows, B batch, H heads (of this rank), D hidden, Q and L ranks of the query and key latents, R rotary head dim,
+C non-rotary head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from megacpp_mcore.ops.indexer.cache import IndexCache
 
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Forward hook: ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``; gathers columns, scatters the sequence."""
+    """Forward hook, ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``: gathers columns, scatters the sequence."""
     cut_SBC, bias = output
     whole_SBC = gather_from_tensor_model_parallel_region(cut_SBC, group=linear.tp_group)
     return scatter_to_sequence_parallel_region(whole_SBC, group=linear.tp_group), bias
 
 
 class _WholeRows:
-    """Mixin for stock MLA: a column-parallel kv down-projection outputs whole rows.
+    """Mixin for stock MLA: a column-parallel kv down-projection outputs all columns of each row.
 
-    The rotary part of the key serves the heads of all tensor-parallel ranks, so its gradient has to be summed over them.
-    Megatron-Core 0.19 does so when it is handed whole rows, but not when it gathers cut ones (``multi_latent_attention.py``
-    and ``absorbed_mla.py``): there each rank would train its rows of the projection for its own heads alone.
+    The rotary part of the key is shared by the heads of all tensor-parallel ranks, so its gradient has to be summed over them.
+    Megatron-Core 0.19 does so for an output with all columns, but not for a sharded one that it gathers itself
+    (``multi_latent_attention.py``, ``absorbed_mla.py``): each rank would train its rows of the weight for its own heads alone.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,9 +66,9 @@ class _WholeRows:
 
 
 class _Projections:
-    """Mixin for stock MLA: what is between the projections and the core attention, by the dispatcher's ops.
+    """Mixin for stock MLA: everything between the projections and the core attention, by the dispatcher's ops.
 
-    Stock's own method rotates in some ten passes over queries and keys, and copies them twice more.
+    The stock method applies RoPE in some ten passes over queries and keys, and copies them twice more.
 
     Attributes:
         absorbs: whether attention is over latents.
@@ -76,7 +76,7 @@ class _Projections:
     Args are those of the stock class; ``dispatcher`` comes from the spec.
 
     Raises:
-        ModelError: the configuration asks for another rotary embedding than MLA's.
+        ModelError: the configuration requests a rotary embedding that MLA does not use.
     """
 
     absorbs = False
@@ -102,13 +102,13 @@ class _Projections:
     def _projected(
         self: Any, hidden_SBD: torch.Tensor, inference_context: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What ``_up`` makes of latents, rotary part, rotations and ``weights``, and then the normed query latents.
+        """The outputs of ``_up`` on latents, rotary part, rotations and ``weights``, followed by the normed query latents.
 
-        ``_up`` is run again in the backward pass with ``--recompute-modules mla_up_proj``.
+        ``--recompute-modules mla_up_proj`` recomputes ``_up`` in the backward pass.
         """
         length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
         query, key, rotary = self._latents(hidden_SBD)
-        if self.config.sequence_parallel:  # no projection gathers what all heads share
+        if self.config.sequence_parallel:  # no projection gathers the parts that all heads share
             rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
             if self.absorbs:
                 key = gather_from_sequence_parallel_region(key, group=self.tp_group)
@@ -121,7 +121,7 @@ class _Projections:
         return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), query
 
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The normed latents of queries and keys, and the keys' rotary part, of the rows of ``hidden_SBD``."""
+        """Normed latents of queries and keys, and the rotary part of the keys, for the rows of ``hidden_SBD``."""
         config = self.config
         if self.latents_backend is not None:
             modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
@@ -154,9 +154,9 @@ class _Projections:
 class _Documents:
     """Mixin for stock MLA: computes a packed batch as one row and passes its documents to the core attention.
 
-    The documents take the place of the attention mask, as int32 ``[B, S]``, and the packed sequences go no further. Stock
-    would rotate each sequence by itself, with lengths that the host reads: two waits for a rotation, four or eight a layer.
-    Rotated by its place in the row, as it is with a mask, a query has the same product with every key of its document.
+    The documents replace the attention mask, as int32 ``[B, S]``, and ``packed_seq_params`` is dropped. Stock would apply RoPE
+    to each sequence separately, with lengths read on the host: two device syncs per rotation, four or eight per layer. RoPE by
+    position in the row, as with a mask, gives a query the same dot product with every key of its document.
     """
 
     def forward(
@@ -167,7 +167,7 @@ class _Documents:
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the stock class, whose ``attention_mask`` and ``packed_seq_params`` are those that Megatron gives a layer.
+        """As the stock method, with the ``attention_mask`` and ``packed_seq_params`` that Megatron passes to a layer.
 
         Raises:
             DataError, ModelError: as :func:`megacpp_mcore.layer_specs.documents.documents`.
@@ -194,8 +194,8 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """As stock's: query, key, value, and the normed latents of the query, which stock hands to DSA alone."""
-        if self.cache_mla_latents:  # of dynamic batching
+        """As the stock method: query, key, value, and the normed query latents, which stock passes to DSA alone."""
+        if self.cache_mla_latents:  # dynamic batching only
             stock: tuple[torch.Tensor | None, ...] = super().get_query_key_value_tensors(
                 hidden_states, *args, inference_context=inference_context, **kwargs
             )
@@ -215,7 +215,7 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASelfAttention):
-    """As :class:`FullMLASelfAttention`, with decoding; waits for the up-projection's weight if its gather is overlapped."""
+    """:class:`FullMLASelfAttention` over latents, with decoding; waits for an overlapped gather of the up-projection weight."""
 
     absorbs = True
     _v_up_HVL: Any = None
@@ -223,7 +223,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """As stock's: absorbed queries, latent keys with rotary part, and the normed latents of the query."""
+        """As the stock method: absorbed queries, latent keys with their rotary part, and the normed query latents."""
         k_up_HCL, self._v_up_HVL = self._get_kv_up_weights()
         return self._projected(hidden_states, inference_context, k_up_HCL)
 
@@ -247,7 +247,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         inference_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As stock's, but accepts an inference context and caches the latents in it.
+        """As the stock method, but accepts an inference context and caches the latents in it.
 
         Raises:
             ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
@@ -269,25 +269,25 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
             up_v_weight=self._get_v_up_weight(),
             cache=cache,
         )
-        self.qkv_up_checkpoint = None  # of --recompute-modules mla_up_proj; nothing is computed again
+        self.qkv_up_checkpoint = None  # from --recompute-modules mla_up_proj; decoding recomputes nothing
         return self.linear_proj(output)
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's, which reads the weight of a module that it never calls: ``[H, C, L]`` and ``[H, V, L]``, parts of one."""
+        """Key and value up-projections ``[H, C, L]`` and ``[H, V, L]``, views of one weight whose module is never called."""
         wait_for_parameters(self.linear_kv_up_proj)
         by_head = self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
         k_up_HCL, v_up_HVL = by_head.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
         return k_up_HCL, v_up_HVL
 
     def _get_v_up_weight(self) -> torch.Tensor:
-        """As stock's, which calls it once for each :meth:`get_query_key_value_tensors`: the other part of the same tensor."""
+        """The value up-projection; stock calls this once after each :meth:`get_query_key_value_tensors`."""
         v_up_HVL: torch.Tensor = self._v_up_HVL
-        self._v_up_HVL = None  # a module that holds a part of a graph cannot be copied
+        self._v_up_HVL = None  # a module that references an autograd graph cannot be deep-copied
         return v_up_HVL
 
 
 def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """Full MLA: the stock class with our core attention."""
+    """Spec of full MLA: the stock class with our core attention."""
     return ModuleSpec(
         module=FullMLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
@@ -307,7 +307,7 @@ def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
 def sparse_attention(
     parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, dsa: DSA, *, full: bool
 ) -> ModuleSpec:
-    """Sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
+    """Spec of sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
         module=PositionedIndexer,
         submodules=DSAIndexerSubmodules(

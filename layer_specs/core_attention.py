@@ -1,7 +1,7 @@
 """Core attention of A layers: full MLA, and DeepSeek sparse attention (DSA) over indices that layers share.
 
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key dim, V value dim, D hidden, N top-k, Q and L ranks
-of the query's and the key's latent, R width of a rotary part.
+of the query and key latents, R rotary head dim.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MLACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         if k_channels is None:
-            return  # the stock base class fills the slot once without widths, and its subclass fills it again
+            return  # the stock base class builds the slot once without widths, then its subclass rebuilds it
         _require_causal(attn_mask_type, layer_number)
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
@@ -78,11 +78,11 @@ class MLACoreAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
-        """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, and inside documents.
+        """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, within documents.
 
-        ``attention_mask`` is what ``_Documents`` of :mod:`megacpp_mcore.layer_specs.attention` puts in a mask's place: the
-        documents, int32 ``[B, S]``, or None. Query, key and value may be strided, with their widths innermost. With more keys
-        than queries, as while decoding, the queries are the last rows, of one document; the reference attends.
+        ``attention_mask`` is what ``_Documents`` of :mod:`megacpp_mcore.layer_specs.attention` passes instead of a mask: the
+        documents, int32 ``[B, S]``, or None. Query, key and value may be strided, except along their last dim. With more keys
+        than queries, as in decoding, the queries are the last rows of one document, and the reference runs.
         """
         tensors = (query, key, value)
         return _causal(self.backend.fn, *tensors, self.softmax_scale, attention_mask, self.config).flatten(2)
@@ -97,7 +97,7 @@ def _causal(
     seq_idx_BS: torch.Tensor | None,
     config: TransformerConfig,
 ) -> torch.Tensor:
-    """``[S, B, H, V]``, by ``attend``; where there are fewer queries than keys, they are the last rows, by the reference."""
+    """``[S, B, H, V]`` by ``attend``; by the reference if there are fewer queries than keys: queries are then the last rows."""
     rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
     if rows == keys:
         most = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
@@ -112,18 +112,18 @@ class SparseCoreAttention(MegatronModule):
     """DeepSeek sparse attention over absorbed latents, in ``AbsorbedMLASelfAttention``'s core-attention slot.
 
     A Full layer runs the indexer on detached inputs, attends to its top-k keys, and publishes the selection. A Shared layer has
-    no indexer and no loss; it attends to exactly the published keys. In the backward pass the indexer is trained by KL against
-    the attention of the layers it serves, or of its own layer alone (``distill``), averaged over rows, times
-    ``dsa_indexer_loss_coeff``; :mod:`megacpp_mcore.ops.indexer.training` says when. The loss is added to Megatron's tracker
-    there, which stock's ``training_log`` reads after the step's last backward pass: it is logged in the step it belongs to.
+    no indexer and no loss; it attends to exactly the published keys. The indexer is trained in the backward pass (when exactly:
+    :mod:`megacpp_mcore.ops.indexer.training`) by KL divergence from the attention of the layers it serves, or of its own layer
+    alone (``distill``), averaged over rows, times ``dsa_indexer_loss_coeff``. The loss is then added to Megatron's tracker,
+    which stock's ``training_log`` reads after the last backward pass of the step: it is logged in the step it belongs to.
     Source: DeepSeek-V3.2 report; index cache and multi-layer distillation arXiv 2603.12201.
 
     Attributes:
-        consumes_absorbed_v_up_projection: read by the stock class, which leaves the up-projection of the values to its core.
+        consumes_absorbed_v_up_projection: read by the stock class, which leaves the value up-projection to its core.
 
     Args:
         indexer: spec of the indexer for a Full layer, None for a Shared layer.
-        distill, warmup_steps: as in :class:`megacpp_mcore.model.DSA`. The others are those the stock class passes.
+        distill, warmup_steps: as in :class:`megacpp_mcore.model.DSA`. The other arguments are those the stock class passes.
     """
 
     consumes_absorbed_v_up_projection = True
@@ -168,7 +168,7 @@ class SparseCoreAttention(MegatronModule):
                 "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
             )
         self.indexer = None
-        self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
+        self.shares = False  # makes a Full layer attend as a Shared one, to evaluate another schedule
         if indexer is not None:
             self.indexer = build_module(
                 indexer, config=config, pg_collection=pg_collection, dispatcher=dispatcher, layer_number=layer_number
@@ -199,8 +199,8 @@ class SparseCoreAttention(MegatronModule):
             attention_mask: the documents, int32 ``[B, S]``, or None, as in :class:`MLACoreAttention`.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
             qr: normed query latents ``[S, B, Q]`` (likewise).
-            up_v_weight: of the values' up-projection, ``[H, v_head_dim, V]``.
-            cache: of an inference context; ``key`` are the latents so far. It keeps them, and the indexer's keys.
+            up_v_weight: weight of the value up-projection, ``[H, v_head_dim, V]``.
+            cache: entry of an inference context, which stores the latents so far (``key``) and the indexer's keys.
 
         Returns:
             ``[S, B, H * v_head_dim]``, after the value up-projection.
@@ -218,7 +218,7 @@ class SparseCoreAttention(MegatronModule):
         qr: torch.Tensor,
         cache: LayerCache | None,
     ) -> torch.Tensor:
-        """The latents ``[S, B, H, V]`` that the heads find; ``x`` and ``qr`` are detached."""
+        """Attention output over latents, ``[S, B, H, V]``; ``x`` and ``qr`` are detached."""
         if self.is_warming_up():
             return self._attend_densely(query, key, attention_mask, x, qr)
         if self.indexer is None or self.shares:
@@ -240,9 +240,9 @@ class SparseCoreAttention(MegatronModule):
         return o_SBHV
 
     def _shared(self) -> Selection:
-        """The selection of the Full layer; in the runs that Megatron makes to warm up for a CUDA graph, one of its shape.
+        """The Full layer's selection; in Megatron's warm-up runs before a CUDA-graph capture, a placeholder of its shape.
 
-        Then the Full layer's graph is captured, but nothing has run it: there are no keys yet, and nobody takes targets.
+        At that point the Full layer's graph has been captured but never replayed: no keys exist, and no target sum is consumed.
         """
         if not is_graph_warmup():
             return self.index_cache.read(self.layer_number)
@@ -257,7 +257,7 @@ class SparseCoreAttention(MegatronModule):
         x: torch.Tensor,
         qr: torch.Tensor,
     ) -> tuple[torch.Tensor, Selection]:
-        """The query with the indexer's loss attached, and the selected keys: the first run's selection under recompute."""
+        """The query with the indexer's loss attached, and the selected keys; recompute reuses the first run's selection."""
         selection = self.index_cache.recall(self.layer_number)
         learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
         if selection is not None and not learns:
@@ -269,7 +269,7 @@ class SparseCoreAttention(MegatronModule):
             selection = Selection(index_BSN, sink=TargetSum(layers) if learns else None)
             self.index_cache.publish(self.layer_number, selection)
         if learns and torch.is_grad_enabled():
-            # Stock's scaler gives the token the factor of the schedule, once the gradient of the query is there.
+            # In the query's backward pass, stock's scaler passes the token the schedule's loss scale.
             token = training_token(q, k, w, selection.index, partial(self._loss_gradients, selection.sink))
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
         return query_SBHK, selection
@@ -282,7 +282,7 @@ class SparseCoreAttention(MegatronModule):
         x: torch.Tensor,
         qr: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend to every causal key, and have the indexer of a Full layer learn this attention in the backward pass."""
+        """Attend to every causal key; the backward pass trains the indexer of a Full layer on this attention."""
         if (
             self.indexer is not None
             and self.training
@@ -298,7 +298,7 @@ class SparseCoreAttention(MegatronModule):
         return _causal(self.dense_backend.fn, *tensors, self.softmax_scale, seq_idx_BS, self.config)
 
     def is_warming_up(self) -> bool:
-        """Whether this is a step of the dense warm-up."""
+        """Whether the current step belongs to the dense warm-up."""
         return self.warmup_steps > 0 and steps.ended(self.training) < self.warmup_steps
 
     def _dense_loss_gradients(
@@ -312,7 +312,7 @@ class SparseCoreAttention(MegatronModule):
         _: None,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`_loss_gradients`, over every causal key, in chunks of queries; with documents, row by row of the batch."""
+        """As :meth:`_loss_gradients`, over every causal key, in chunks of queries; with documents, one batch row at a time."""
         rows, batch = q_SBHD.shape[:2]
         factor = scale * self.config.dsa_indexer_loss_coeff
         weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)
@@ -336,7 +336,7 @@ class SparseCoreAttention(MegatronModule):
         return dq, dk, dw
 
     def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
-        """The selection of the last rows among all so far: of a first piece by the backend, of later ones by the reference."""
+        """Keys selected by this call's rows among all rows so far: by the backend in the first call, by the reference later."""
         with indexer.rows_from(cache.first_row):
             q, k, w = indexer.forward_before_topk(x, qr)
         keys = cache.extend(indexer_key=k)["indexer_key"]
@@ -357,7 +357,7 @@ class SparseCoreAttention(MegatronModule):
         index_BSN: torch.Tensor,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the indexer's loss by q, k and w; the target is reduced over tensor-parallel ranks."""
+        """Gradients of the indexer's loss w.r.t. q, k and w; the target is reduced over tensor-parallel ranks."""
         target_BSN = sink.take()
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)

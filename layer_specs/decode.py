@@ -1,12 +1,12 @@
 """Decoding: each layer's cache of earlier tokens in Megatron's static inference context.
 
-Stock attention keeps keys and values in ``StaticInferenceContext.key_value_memory_dict`` under its layer's number; M, R and
-sparse A keep there what they need instead (so ``swap_key_value_dict``, which reorders a batch, does not apply). Each row of the
-batch is one document: masks are not read. A sequence is given to the model in pieces, ``sequence_len_offset`` says how many
-rows came before, and the results are those of the whole sequence at once. Behaviour of megatron-core 0.19
+Stock attention stores keys and values in ``StaticInferenceContext.key_value_memory_dict`` under its layer number; M, R and
+sparse A store their own state there instead (so ``swap_key_value_dict``, which reorders a batch, does not apply). Each row of
+the batch is one document: masks are not read. A sequence may be passed in pieces, with ``sequence_len_offset`` the number of
+rows before this piece; the results equal those of one call on the whole sequence. Behaviour of megatron-core 0.19
 ``inference/contexts/static_context.py``.
 
-Shape legend: S rows of this call, T rows so far, B batch, X a row's values.
+Shape legend: S rows of this call, T rows so far, B batch, X values per row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacpp_mcore.errors import ModelError
 
 
 def refuse_decoding(config: TransformerConfig, layer_number: int, packed_seq_params: PackedSeqParams | None) -> None:
-    """Raise ModelError for what a layer cannot do with an inference context: packed rows, and a sequence cut over ranks."""
+    """Raise ModelError for what decoding does not support: packed rows, and sequence parallelism."""
     if packed_seq_params is not None:
         raise ModelError(
             f"layer {layer_number} was given packed sequences and an inference context, each of whose rows is one document; "
@@ -38,13 +38,13 @@ class LayerCache:
     """One layer's entry in an inference context, for one call of the layer.
 
     Args:
-        context: the ``inference_context`` that Megatron hands to a layer.
+        context: the ``inference_context`` that Megatron passes to a layer.
         layer_number: 1-based.
         rows: S.
 
     Raises:
-        ModelError: the context is not static, begins inside of its batch or is too short; or the layer has not seen the rows
-            before these.
+        ModelError: the context is not static, has a nonzero ``batch_size_offset`` or is too short; or this layer's previous
+            calls did not end where this one starts.
     """
 
     def __init__(self, context: Any, layer_number: int, rows: int) -> None:
@@ -77,7 +77,7 @@ class LayerCache:
 
     @property
     def state(self) -> Any:
-        """The state after the previous call; None before the first row."""
+        """State after the previous call; None before the first row."""
         return self._state
 
     def leave(self, state: Any) -> None:
@@ -85,7 +85,7 @@ class LayerCache:
         self._entries[self.layer_number] = (state, self.end)
 
     def extend(self, **rows_SBX: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Append the rows of this call to the layer's buffers, and return all rows so far, ``[T, B, X]`` by name."""
+        """Append the rows of this call to the layer's buffers and return all rows so far, ``[T, B, X]`` by name."""
         buffers: dict[str, torch.Tensor] = {} if self._state is None else self._state
         for name, rows in rows_SBX.items():
             if name not in buffers:

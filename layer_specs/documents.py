@@ -1,15 +1,15 @@
 """Document boundaries inside a row: how layers read them, and which runs are refused because stock parts ignore them.
 
-Megatron (0.19) says it in two ways. ``--dataloader-inter-document-masking`` packs: every layer of every stage is given
+Megatron (0.19) has two ways to mark documents. ``--dataloader-inter-document-masking`` packs: every layer of every stage gets
 ``packed_seq_params`` with the first row of each document, and multi-token prediction shifts tokens inside documents.
-``--reset-attention-mask`` gives the layers of the first and the last stage a mask, and multi-token prediction nothing: it
-embeds and predicts tokens of the next document. The second way is refused where that makes a difference.
+``--reset-attention-mask`` passes a mask to the layers of the first and the last stage alone, and nothing to multi-token
+prediction, which then embeds and predicts tokens of the next document; it is refused where that makes a difference.
 
-Either is read once a micro-batch and chunk, by the first layer that asks; the others get the same tensor
-(:func:`megacpp_mcore.ops.packed.documents.shared`). Nothing waits for a GPU, with two exceptions. The first mask of a process
-is read on the host, so that an error in how the run makes masks has words; later ones are checked on the device. And where no
-stock script says whether masks are reset (Megatron-Bridge), each is read on the host, once a micro-batch and chunk: a model
-that is given a plain causal mask may run what a model with documents may not.
+Either is read once per micro-batch and chunk, by the first layer that needs it; the others get the same tensor
+(:func:`megacpp_mcore.ops.packed.documents.shared`). The host never waits for the GPU, with two exceptions. The first mask of a
+process is read on the host, so that a wrong mask raises a readable error; later ones are checked on the device. And without a
+stock script to say whether masks are reset (Megatron-Bridge), every mask is read on the host, once per micro-batch and chunk:
+a plain causal mask allows runs that a mask with documents does not.
 
 Shape legend: S rows (of the whole sequence), B batch.
 """
@@ -37,7 +37,7 @@ from megacpp_mcore.ops.packed.documents import (
 
 _ADVICE = "pass --dataloader-inter-document-masking instead of --reset-attention-mask"
 _READ = "megacpp_mask_was_read"
-"""Attribute of a configuration whose layers were given a mask that the host has read."""
+"""Attribute set on a configuration once the host has read a mask of its layers."""
 
 
 def documents(
@@ -49,20 +49,20 @@ def documents(
     attention_mask: torch.Tensor | None,
     packed_seq_params: PackedSeqParams | None,
 ) -> torch.Tensor | None:
-    """The number of each row's document, int32 ``[B, S]``, or None: one document a row of the batch.
+    """Document number of each row, int32 ``[B, S]``, or None: each row of the batch is one document.
 
     Args:
         config: of the run.
-        layer_number: who asks, 1-based.
+        layer_number: the calling layer, 1-based, for errors.
         batch: B.
         rows: S.
-        attention_mask: what Megatron gave the layer: None, or bool ``[B or 1, 1, S, S]``, True = masked. Or what this function
-            gave another one, which is returned.
-        packed_seq_params: what Megatron gave the layer: None, or the documents of a packed batch (B = 1).
+        attention_mask: what Megatron passed to the layer: None, or bool ``[B or 1, 1, S, S]``, True = masked. An int32 result
+            of an earlier call is returned as it is.
+        packed_seq_params: what Megatron passed to the layer: None, or the documents of a packed batch (B = 1).
 
     Raises:
         DataError: more documents in a row than :func:`max_documents`.
-        ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
+        ModelError: the documents cannot be determined, or other parts of the run would mix them.
     """
     if packed_seq_params is not None:
         return packed_documents(config, packed_seq_params, layer_number, batch=batch, rows=rows)
@@ -107,8 +107,8 @@ def packed_documents(
 
     Raises:
         DataError: more documents than :func:`max_documents`.
-        ModelError: the batch is not packed as ``thd`` in one row, has other documents of keys than of queries, or is cut over
-            context-parallel ranks.
+        ModelError: the batch is not packed as ``thd`` in one row, the documents of keys differ from those of queries, or the
+            batch is split over context-parallel ranks.
     """
     packed = packed_seq_params
     queries, keys = (
@@ -144,7 +144,7 @@ def packed_documents(
 
 
 def max_documents(config: TransformerConfig, rows: int) -> int:
-    """The most documents that a row of ``rows`` tokens may hold: the run's own number, or one for 16 tokens, at least 64."""
+    """The most documents that a row of ``rows`` tokens may hold: the run's setting, or one per 16 tokens, at least 64."""
     return getattr(config, "max_documents", None) or default_max_documents(rows)
 
 
@@ -152,7 +152,7 @@ def check_run(config: TransformerConfig) -> None:
     """Refuse, before anything runs, a stock run in which documents would mix in some layer.
 
     Raises:
-        ModelError: with the argument that settles it.
+        ModelError: names the argument to change.
     """
     arguments: Any = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if arguments is None:
@@ -173,8 +173,8 @@ def check_run(config: TransformerConfig) -> None:
 def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None:
     """Raise ModelError where stock would misread a row packed from several samples.
 
-    A stage receives as many rows as a sample has, side by side; an E layer finds the samples in the row by their length, and
-    has but a part of the row under sequence parallelism (0.19, ``schedules.py`` and ``transformer_layer.py``).
+    A pipeline stage receives tensors of unpacked shape; an E layer splits the row into samples by their length, although it
+    holds only part of the row under sequence parallelism (0.19, ``schedules.py`` and ``transformer_layer.py``).
     """
     if micro_batch_size == 1:
         return

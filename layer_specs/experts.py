@@ -1,9 +1,8 @@
 """E: a mixture-of-experts layer: stock's MoELayer with the routed experts of this package, or with stock's own.
 
-Stock keeps a matrix of an expert as a parameter of its own, and runs the experts on rows that its dispatcher has permuted. Ours
-are one parameter a matrix, which a grouped product reads as it lies; where no expert parallelism divides them, they are given
-the tokens as they come, with their routing, and nothing is permuted or read by the host. Initial values and distributed
-checkpoints are stock's.
+Stock has one parameter per expert and matrix, and runs the experts on rows that its dispatcher has permuted. Ours stack all
+experts into one parameter per matrix, which a grouped GEMM reads in place; without expert parallelism they take the tokens
+unpermuted, with their routing, and the host reads nothing. Initial values and distributed checkpoints are stock's.
 
 Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
 D hidden, F expert width.
@@ -46,18 +45,18 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 
 _ELEMENTWISE = ("adam", "sgd", "lion")
-"""Optimizers that see no shape in a parameter; others take one with three axes for no matrix (megatron-core 0.19.2,
-``optimizer/emerging_optimizers.py``)."""
+"""Elementwise optimizers, to which a parameter's shape is nothing; others do not treat a 3-D parameter as matrices
+(megatron-core 0.19.2, ``optimizer/emerging_optimizers.py``)."""
 
 
 def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
     """One E layer: norm, router + routed experts + shared expert, residual; no sequence mixer.
 
-    With a file of per-module precision in ``config`` (:data:`megacpp_mcore.model.precision.EXPERTS_FILE`), the routed experts
-    run in FP8, but for the model's first and last layer. The shared expert, which every token passes, stays in BF16.
+    With a per-module precision file in ``config`` (:data:`megacpp_mcore.model.precision.EXPERTS_FILE`), the routed experts run
+    in FP8, except in the model's first and last layer. The shared expert, which every token passes, stays in BF16.
 
     Raises:
-        BackendError, ModelError: as :func:`choose_experts`, or the tokens' dispatcher needs a package that is not installed.
+        BackendError, ModelError: as :func:`choose_experts`, or the token dispatcher needs a package that is not installed.
     """
     flex, package = config.moe_token_dispatcher_type == "flex", "deep_ep"
     if flex and config.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec(package) is None:
@@ -89,14 +88,14 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     )
 
 
-# --- Whose modules ------------------------------------------------------------------------------------------------------
+# --- Ours or stock's ----------------------------------------------------------------------------------------------------
 
 
 def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolution:
-    """Whose routed experts a run has; stock's where it asks for something that stock alone can do.
+    """Choose our routed experts or stock's; stock's if the run needs a feature that only they have.
 
     Raises:
-        BackendError: ours are asked for by name, and such a thing, too.
+        BackendError: the run requests ours by name, and such a feature as well.
     """
     why = stock_alone(config)
     no_kernel = compute_device() == "cuda" and config.params_dtype != torch.bfloat16
@@ -106,12 +105,12 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
-    """What a run asks of its experts that only stock's can do, or None."""
+    """The first feature that the run requests of its experts and only stock's have, or None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     optimizer = getattr(arguments, "optimizer", "adam")
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
     flex = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else "deepep"
-    # Our kernels keep no activation; their reference, which other dtypes have, keeps what autograd does.
+    # Our kernels save no activations; the reference, used for other dtypes, saves what autograd saves.
     kept = config.params_dtype != torch.bfloat16 and "moe_act" in (config.recompute_modules or ())
     for asked, what in (
         (config.quant_recipe is not None, "FP8 experts (--te-precision-config-file)"),
@@ -149,12 +148,12 @@ def stock_alone(config: TransformerConfig) -> str | None:
 
 
 def own_experts(stock: ExpertsBuilder, dispatcher: Dispatcher) -> ExpertsBuilder:
-    """A builder of :class:`StackedExperts` that start as the experts of ``stock``."""
+    """A builder of :class:`StackedExperts` with the initial values of the experts that ``stock`` builds."""
     return partial(StackedExperts, stock=stock, dispatcher=dispatcher)
 
 
 def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
-    """``stock``: the experts of ``--transformer-impl`` and ``--moe-grouped-gemm``."""
+    """``stock`` itself: the experts of ``--transformer-impl`` and ``--moe-grouped-gemm``."""
     return stock
 
 
@@ -162,12 +161,12 @@ def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
 
 
 class ExpertsLayer(MoELayer):
-    """Stock's MoELayer that hands tokens to its experts as they come, where these take them so.
+    """Stock's MoELayer, which passes tokens to its experts unpermuted if they accept that.
 
-    Then there is no dispatcher: routing decides which experts see a token, and their output is a sum over them already.
+    The token dispatcher is then bypassed: the experts take the routing map and return the sum over each token's experts.
 
     Args:
-        backends: whose routed experts and router ``submodules`` has; for receipts.
+        backends: the chosen routed experts and router in ``submodules``; for receipts.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class ExpertsLayer(MoELayer):
             self.token_dispatcher = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the 1-based layer number over all pipeline stages, as TransformerLayer does; FP8 experts are told, too."""
+        """Set the 1-based layer number over all pipeline stages, as TransformerLayer does, also in FP8 experts."""
         super().set_layer_number(layer_number)
         if isinstance(self.experts, FP8Experts):
             self.experts.set_layer_number(layer_number)
@@ -200,7 +199,7 @@ class ExpertsLayer(MoELayer):
         return (hidden_states, probs) if self.takes_tokens else super().dispatch(hidden_states, probs)
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The routed experts' output, of tokens ``[S, B, D]`` summed over their experts already."""
+        """The routed experts' output; of tokens ``[S, B, D]`` already summed over their experts."""
         if not self.takes_tokens:
             return super().routed_experts_compute(hidden_states, probs)
         routing_TE, self._routing_TE = self._routing_TE, None
@@ -208,7 +207,7 @@ class ExpertsLayer(MoELayer):
         return output_TD.view_as(hidden_states), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Bring every token's rows back, if they were sent."""
+        """Return every token's rows to its rank, if they were sent."""
         return output if self.takes_tokens else super().combine(output)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
@@ -222,10 +221,10 @@ class ExpertsLayer(MoELayer):
 
 
 class StackedExperts(MegatronModule):
-    """The routed experts of this rank, one parameter a matrix: ``weight1 [N, F, D]`` and ``weight2 [N, D, F]``.
+    """The routed experts of this rank, stacked into two parameters: ``weight1 [N, F, D]`` and ``weight2 [N, D, F]``.
 
-    They start as stock's experts do, bit for bit: those are built, and stacked. Distributed checkpoints have stock's keys and
-    shards, one an expert. A plain ``state_dict`` (``--ckpt-format torch``) has the two parameters under their own names.
+    Initial values equal stock's bit for bit: stock's experts are built, then stacked. Distributed checkpoints have stock's keys
+    and shards, one per expert. A plain ``state_dict`` (``--ckpt-format torch``) has the two parameters under their own names.
 
     Args:
         num_local_experts: N.
@@ -253,7 +252,7 @@ class StackedExperts(MegatronModule):
         self.num_local_experts = num_local_experts
         drawn = stock(num_local_experts, config, pg_collection=pg_collection, name=name)
         self.weight1, self.weight2 = (_stacked(matrices) for matrices in expert_matrices(drawn))
-        # Overlapped with the tokens' way to other ranks, the shared expert is run by the dispatcher.
+        # With moe_shared_expert_overlap the dispatcher runs the shared expert, during the all-to-all.
         self.takes_tokens = self.ep_group.size() == 1 and not config.moe_shared_expert_overlap
         self.backend = dispatcher.request(
             "routed_mlp" if self.takes_tokens else "grouped_mlp",
@@ -269,12 +268,12 @@ class StackedExperts(MegatronModule):
         """Run every expert on its tokens.
 
         Args:
-            hidden_TD: tokens, or, where tokens are dispatched, rows expert by expert.
-            routed: bool ``[T, E]``, which experts a token goes to; or how many rows each expert has ``[N]``.
-            probs: of the routing, ``[T, E]`` or ``[T]``.
+            hidden_TD: tokens, or dispatched rows, expert by expert.
+            routed: for tokens the routing map, bool ``[T, E]``; for rows the number of rows of each expert, ``[N]``.
+            probs: routing probabilities, ``[T, E]`` or ``[T]``.
 
         Returns:
-            ``[T, D]``, each token's sum over its experts, or each row's output, times its probability; no bias.
+            ``[T, D]``: each token's probability-weighted sum over its experts, or each row's weighted output; no bias.
         """
         main_grads = [main_grad_of(weight, self.config) for weight in (self.weight1, self.weight2)]
         if self.takes_tokens:
@@ -283,13 +282,13 @@ class StackedExperts(MegatronModule):
         return self.backend.fn(hidden_TD, routed, self.weight1, self.weight2, probs, main_grads=main_grads), None
 
     def backward_dw(self) -> None:
-        """Do nothing: gradients of weights are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""
 
     def get_extra_state(self) -> None:
-        """Nothing, under the key that :meth:`sharded_state_dict` gives what stock's linear layers have beside their weights."""
+        """None, which :meth:`sharded_state_dict` saves under the key of the extra states of stock's linear layers."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Take what stock's linear layers saved beside their weights: states of FP8, of which these experts have none."""
+        """Ignore the extra state of stock's linear layers, which is FP8 state: these experts have none."""
 
     def sharded_state_dict(
         self,
@@ -297,7 +296,7 @@ class StackedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one an expert."""
+        """The keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one per expert."""
         if (metadata or {}).get("singleton_local_shards"):
             raise ModelError(
                 "the checkpoint is to have singleton_local_shards, and these experts are saved as shards of one tensor; leave "
@@ -333,11 +332,11 @@ def expert_matrices(experts: Any) -> tuple[list[torch.nn.Parameter], list[torch.
 
 
 def _stacked(matrices: list[torch.nn.Parameter]) -> torch.nn.Parameter:
-    """One parameter of all matrices, with the attributes by which Megatron reduces and cuts them."""
+    """Stack all matrices into one parameter, with the attributes by which Megatron reduces and shards them."""
     stacked = torch.nn.Parameter(torch.stack([matrix.detach() for matrix in matrices]))
     stacked.__dict__.update(matrices[0].__dict__)
     if getattr(stacked, "partition_dim", -1) >= 0:
-        stacked.partition_dim += 1  # type: ignore[attr-defined]  # behind the axis of experts
+        stacked.partition_dim += 1  # type: ignore[attr-defined]  # after the expert axis
     return stacked
 
 
@@ -349,7 +348,7 @@ def _by_expert(
     replica_id: Any,
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
-    """The shards of a stacked parameter, or of an optimizer's state of it; ``places`` has the offsets of each expert."""
+    """The shards of a stacked parameter, or of its optimizer state; ``places`` has the offsets of each expert."""
     if flattened_range is not None:
         raise ModelError(
             f"{key}: an expert of stacked ones has no part of a flattened shard; save with --dist-ckpt-optim-fully-reshardable"
@@ -364,7 +363,7 @@ def _by_expert(
 
 
 def _drawn_by_input_size(stock: MoESubmodules) -> MoESubmodules:
-    """``stock`` with output matrices initialized by the fan-in of the unsharded input."""
+    """``stock`` with output matrices initialized by the unsharded fan-in."""
 
     def drawn(experts: Any) -> partial[Any]:
         linears = experts.keywords["submodules"]
@@ -375,7 +374,7 @@ def _drawn_by_input_size(stock: MoESubmodules) -> MoESubmodules:
 
 
 def _fp8_experts(stock: Any) -> partial[FP8Experts]:
-    """A builder of :class:`FP8Experts` from that of stock's grouped experts."""
+    """A builder of :class:`FP8Experts` from the builder of stock's grouped experts."""
     linears: GroupedMLPSubmodules = stock.keywords["submodules"]
     ours = dataclasses.replace(
         linears, linear_fc1=fp8_linear(linears.linear_fc1), linear_fc2=fp8_linear(linears.linear_fc2)
@@ -384,31 +383,31 @@ def _fp8_experts(stock: Any) -> partial[FP8Experts]:
 
 
 def fp8_linear(stock: Any) -> Any:
-    """Subclass of ``stock``, a grouped linear layer of Megatron's, that follows the precision file only if ``in_fp8``.
+    """Subclass of ``stock``, one of Megatron's grouped linear layers, that follows the precision file only if ``in_fp8``.
 
-    GPTModel and HybridModel hand every module the precision of its name when they have been built, and a name has the number
-    that its layer has on its pipeline stage, not in the model: the first and last layer cannot be told by it.
+    After construction GPTModel and HybridModel assign each module its precision by name. That name numbers layers within the
+    pipeline stage, not the model, so it cannot identify the model's first and last layer.
     """
 
     def finish_init(self: Any, quantization_config: Any) -> None:
-        """Apply the file's precision, if the layer may run in it."""
+        """Apply the precision file, unless the layer has to stay in BF16."""
         stock.finish_init(self, quantization_config if self.in_fp8 else None)
 
     return type(f"FP8{stock.__name__}", (stock,), {"in_fp8": True, "finish_init": finish_init})
 
 
 class FP8Experts(TEGroupedMLP):
-    """Stock's grouped experts with their GEMMs in FP8, each expert's rows padded to what such a GEMM takes.
+    """Stock's grouped experts with their GEMMs in FP8, each expert's rows padded to the alignment of FP8 GEMMs.
 
-    Stock pads when ``config.fp8`` is set, which wraps every layer, and not for a file of per-module precision (megatron-core
+    Stock pads only with ``config.fp8``, which puts every layer in FP8, and not for a per-module precision file (megatron-core
     0.19.2, ``transformer/moe/experts.py``). Parameters, their names and checkpoints are stock's.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """As stock's.
+        """As the stock class.
 
         Raises:
-            ModelError: this GPU has no FP8.
+            ModelError: this machine cannot run FP8.
         """
         can, why = imports.entry("is_fp8_available")(return_reason=True)
         if not can:
@@ -439,10 +438,10 @@ class FP8Experts(TEGroupedMLP):
         output_buffer: torch.Tensor | None = None,
         grad_input_buffer: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T, D]``, rows of each expert ``[N]``, probabilities ``[T]`` → ``([T, D], no bias)``.
+        """Hidden ``[T, D]``, rows per expert ``[N]``, probabilities ``[T]`` → ``([T, D], no bias)``.
 
         Raises:
-            ModelError: a linear layer was not given FP8.
+            ModelError: the precision file has not put a linear layer in FP8.
         """
         if not self.in_fp8:
             return super().forward(
@@ -458,7 +457,7 @@ class FP8Experts(TEGroupedMLP):
         return self.quantization_unpadding(output_TD, rows), bias
 
     def _check(self) -> None:
-        """Raise if experts that the file names for FP8 would run in BF16; known only at the first forward pass."""
+        """Raise if experts for which the file requests FP8 would run in BF16; known only at the first forward pass."""
         for name in ("linear_fc1", "linear_fc2"):
             if not getattr(self, name).will_execute_quantized(False):
                 raise ModelError(

@@ -1,4 +1,4 @@
-"""Gradient accumulation fusion of our own layers: the buffer that a weight's gradient is added to, and the hooks' flag."""
+"""Gradient accumulation fusion for our own layers: adds weight gradients to ``main_grad`` and informs the DDP hooks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megacpp_mcore.ops.main_grad import MainGrad
 
 
 def main_grad_of(weight: Any, config: TransformerConfig) -> MainGrad | None:
-    """Where stock's fused accumulation would put the gradient of a weight that data-parallel hooks reduce, or None."""
+    """The buffer that stock's fused accumulation would add the gradient of ``weight`` to; None without fusion."""
     if not config.gradient_accumulation_fusion or not hasattr(weight, "main_grad"):
         return None
-    if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP adds it by itself
+    if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP accumulates gradients itself
         return None
     return MainGrad(weight.main_grad, partial(_added, weight))
 
 
 def _added(weight: Any) -> torch.Tensor | None:
-    """Tell the hooks that the gradient is in ``main_grad``; they want a gradient to run, and read nothing of it."""
+    """Flag that the gradient is in ``main_grad``; return a placeholder, since the hooks fire only for a gradient."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

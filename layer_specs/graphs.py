@@ -1,18 +1,18 @@
-"""CUDA graphs: the layers whose forward and backward passes Megatron's own per-layer graphs replay.
+"""CUDA graphs: which layers run forward and backward as Megatron's own per-layer graphs.
 
 ``--cuda-graph-impl local`` (megatron-core 0.19, ``core/transformer/cuda_graphs.py``) records in step 1 the order in which
 layers run, captures them in that order into one memory pool, and replays them from step 2 on; a replay runs no Python. Here
-each layer says whether it is captured, and nothing of Megatron is replaced.
+each layer decides whether it is captured; no part of Megatron is replaced.
 
-What a layer is given beside its input are the documents, as the tensor int32 ``[B, S]`` and not as sequence lengths or a mask
-(:class:`GraphLayer`). What a Full DSA layer hands to its Shared layers, selected keys and the sum of targets, lies in the pool:
-they are captured in the order in which they run, forward and backward, and find each other's tensors then
-(:mod:`megacpp_mcore.ops.indexer.cache`). The order of a replay is that of the capture, for every micro-batch in flight has
-graphs of its own. The indexer's logged loss and the factor on it are tensors of the process, changed in place.
+Besides its input, a layer gets the documents, as an int32 tensor ``[B, S]`` rather than sequence lengths or a mask
+(:class:`GraphLayer`). A Full DSA layer passes selected keys and the target sum to its Shared layers through the pool: layers
+are captured in execution order, forward and backward, and find each other's tensors during capture
+(:mod:`megacpp_mcore.ops.indexer.cache`). Replays keep that order, since every micro-batch in flight has its own graphs. The
+indexer's logged loss and its loss scale are process-wide tensors, updated in place.
 
-The other graphs of Megatron do not fit. ``transformer_engine`` has one graph a layer and micro-batch, and MTP calls its layer
-at every depth; it takes every layer with a mixer, and no packed rows. ``full_iteration`` holds a whole step, and a step waits
-for the device elsewhere than in layers.
+Megatron's other implementations do not fit. ``transformer_engine`` has one graph per layer and micro-batch, but MTP calls its
+layer at every depth; it captures every layer with a mixer, and supports no packed rows. ``full_iteration`` captures a whole
+step, and a step syncs with the device outside of layers.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.settings import PluginConfig
 
 IMPLEMENTATION = "local"
-"""The ``--cuda-graph-impl`` of layers that say themselves whether they are captured."""
+"""The only supported ``--cuda-graph-impl``, in which each layer decides whether it is captured."""
 
 NOT_REPEATED = ("core_attn", "mlp", "moe", "shared_experts")
-"""The ``--recompute-modules`` that Megatron does not compute again where a CUDA graph holds them, nor ``moe`` beside any."""
+"""The ``--recompute-modules`` that Megatron skips in layers with a CUDA graph (``moe``: in all layers, if the run has graphs)."""
 
 MTP = "MTP"
-"""The layer that multi-token prediction applies at every depth, among the trunk's numbers."""
+"""Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
 
 
 class GraphLayer(RegionLayer):
-    """A layer that is captured, or not, as its plan says; stock would capture every layer with a mixer.
+    """A layer captured only if its plan says so; stock would capture every layer with a mixer.
 
     Args:
-        not_captured: why it is not; empty: it is.
+        not_captured: why the layer is not captured; empty if it is.
     """
 
     def __init__(self, *args: Any, not_captured: str, **kwargs: Any) -> None:
@@ -67,17 +67,17 @@ class GraphLayer(RegionLayer):
             self.cudagraph_manager = CudaGraphManager(self.config)
 
     def create_mcore_cudagraph_manager(self, config: TransformerConfig) -> None:
-        """Make none yet: stock's constructor calls this before it knows what the layer is."""
+        """Create none yet: stock's constructor calls this before ``not_captured`` is set."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether a graph runs: in training alone, for it counts tokens, logs losses and has dropout, as a step does."""
+        """Whether to run the graph: only in training, since it counts tokens, logs losses and applies dropout."""
         if not (self.training and torch.is_grad_enabled()):
             return False
         called: bool = super()._should_call_local_cudagraph(*args, **kwargs)
         return called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock's."""
+        """As the stock method."""
         if self._should_call_local_cudagraph(*args, **kwargs):
             return self.run_captured(**kwargs)
         return super().__call__(*args, **kwargs)
@@ -85,10 +85,9 @@ class GraphLayer(RegionLayer):
     def run_captured(
         self, *, hidden_states: torch.Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the layer's graph, or in step 1 what it is going to hold.
+        """Run the layer's graph, or in step 1 the calls to be captured.
 
-        It is given the documents themselves, which are all that it reads of a mask or of packed sequences; an E layer reads of
-        both how many rows a sample has.
+        The layer gets the documents instead of a mask or packed sequences; an E layer needs only the rows per sample.
         """
         if isinstance(self.self_attention, IdentityOp):
             samples = packed_seq_params and PackedSeqParams(tokens_per_sample=packed_seq_params.tokens_per_sample)
@@ -106,17 +105,17 @@ class GraphLayer(RegionLayer):
 
 
 class GraphExpertLayer(GraphLayer, MoETransformerLayer):
-    """An E layer: stock's class keeps what its router has logged while Megatron captures it."""
+    """An E layer: the stock base class preserves the router's logged losses during capture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPlan:
-    """Says which layers of a model are captured.
+    """Which layers of a model are captured.
 
     Attributes:
-        letters: the family of each trunk layer by its number from 1, and of the MTP layer under :data:`MTP`; empty without
+        letters: the family of each trunk layer by its 1-based number, and of the MTP layer under :data:`MTP`; empty without
             graphs.
-        eager: why a layer is not captured.
+        eager: the layers that are not captured, each with the reason.
     """
 
     letters: Mapping[int | str, str] = field(default_factory=dict)
@@ -139,7 +138,7 @@ class GraphPlan:
         return with_inner_layer(block, lambda layer: self.spec(layer, MTP)) if self else block
 
     def describe(self) -> list[str]:
-        """What is captured and what is not, a line each, for the log of a start; none without graphs."""
+        """Lines for the startup log: which layers are captured, and which are not and why; none without graphs."""
         if not self:
             return []
         captured = [key for key in self.letters if key not in self.eager]
@@ -160,7 +159,7 @@ class GraphPlan:
 def graph_plan(
     model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None
 ) -> GraphPlan:
-    """Return what is captured of ``model``; nothing unless the run asks for graphs."""
+    """Return which layers of ``model`` are captured; none unless the run requests CUDA graphs."""
     if config.cuda_graph_impl == "none":
         return GraphPlan()
     experts = _why_not_experts(config, dispatcher, settings) if "E" in model.layers else ""
@@ -179,7 +178,7 @@ def graph_plan(
 
 
 def _why_not_experts(config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None) -> str:
-    """Why E layers are not captured, or nothing: experts that take tokens as they come read nothing on the host."""
+    """Why E layers are not captured; empty if they are: experts that take tokens unpermuted read nothing on the host."""
     if CudaGraphModule.attn in config.cuda_graph_modules:
         return "--cuda-graph-modules attn"
     if settings is not None and settings.recompute.experts:
@@ -191,10 +190,10 @@ def _why_not_experts(config: TransformerConfig, dispatcher: Dispatcher, settings
 
 
 def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig | None) -> None:
-    """Refuse, before anything is allocated, graphs that the layers cannot be given.
+    """Refuse, before anything is allocated, CUDA-graph settings that the layers do not support.
 
     Raises:
-        ModelError: with what to change.
+        ModelError: says what to change.
     """
     if config.cuda_graph_impl == "none":
         return

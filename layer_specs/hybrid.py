@@ -1,8 +1,8 @@
 """``--spec megacpp_mcore nam56r_hybrid``: an A/M/E/R model on Megatron's HybridModel, for an unmodified ``pretrain_hybrid.py``.
 
-The layers are those of the GPT host (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots that
-:mod:`megacpp_mcore.model.hybrid` says, and every parameter has the name and place it has there. So a checkpoint of one host is
-one of the other, optimizer state included, with no conversion.
+The layers are those of the GPT host (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots assigned by
+:mod:`megacpp_mcore.model.hybrid`, and every parameter has the same name and place as there. So checkpoints of either host,
+optimizer state included, load in the other without conversion.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ logger = logging.getLogger(__name__)
 
 
 class NumberedLayer:
-    """Spec of a slot that selects the layer by its number: Megatron has one spec a slot, for Full and Shared layers alike.
+    """Slot module that selects a layer's spec by its number: Megatron has one spec per slot, for Full and Shared layers alike.
 
-    Returns what the spec builds; there is no instance of this class.
+    Calling it returns the module built from that spec; this class is never instantiated.
     """
 
     def __new__(cls, *, specs: Mapping[int, ModuleSpec], layer_number: int, **arguments: Any) -> Any:
-        """Build ``specs[layer_number]``; HybridStack numbers layers over all pipeline stages already."""
+        """Build ``specs[layer_number]``; HybridStack's layer numbers already count over all pipeline stages."""
         return build_module(specs[layer_number], layer_number=layer_number, **(arguments | {"add_layer_offset": False}))
 
 
 class NAM56RStack(HybridStack):
-    """Stock HybridStack that finds the run's model, gives every slot our specs, and has a final norm without TE.
+    """Stock HybridStack that looks up the run's model, fills every slot with our specs, and can have a final norm without TE.
 
-    Stock builds Transformer Engine's norm whatever ``transformer_impl`` is; it is told to build none, and this class adds
-    the one of the GPT host, under the GPT host's name.
+    Stock builds Transformer Engine's final norm whatever ``transformer_impl`` is; that is switched off, and this class adds
+    the norm of the GPT host, under the GPT host's name.
 
     Args:
         config: Megatron's TransformerConfig (stock scripts), or a provider that is one and has the model's fields (Bridge).
-        submodules: of :data:`nam56r_hybrid`, not read: the specs are made for the layers of this chunk.
+        submodules: from :data:`nam56r_hybrid`; ignored, since the specs are built for the layers of this chunk.
         layer_type_list: the symbols of this chunk's layers.
         pp_layer_offset: how many layers come before it.
 
@@ -97,7 +97,7 @@ class NAM56RStack(HybridStack):
 
     @property
     def final_norm(self) -> Any:
-        """What stock's ``forward`` calls; the module itself has the name that it has in a GPTModel."""
+        """The final norm under the name stock's ``forward`` uses; the module itself is named as in GPTModel."""
         return self.final_layernorm
 
     def sharded_state_dict(
@@ -106,14 +106,14 @@ class NAM56RStack(HybridStack):
         sharded_offsets: tuple[tuple[int, int, int], ...] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Stock's, once the checkpoint's layout is marked or checked."""
+        """As the stock method, after marking the checkpoint's layout (save) or checking it (load)."""
         checkpoint_layout.mark_or_check(metadata, getattr(self.config, checkpoint_layout.EXPERTS_KEY, None))
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state
 
 
 class SharedMTPLayer(MultiTokenPredictionLayer):
-    """The MTP layer of the GPT host where HybridModel would build a stack of stock layers from the pattern.
+    """The MTP layer of the GPT host, in place of the stack of stock layers that HybridModel builds from the pattern.
 
     Raises:
         ModelError: the MTP pattern is not :data:`megacpp_mcore.model.hybrid.MTP_BLOCK`.
@@ -148,7 +148,7 @@ nam56r_hybrid = ModuleSpec(
         )
     ),
 )
-"""The stack of HybridModel; which model it is, the run's arguments and ``MEGACPP_CONFIG`` say."""
+"""HybridModel's stack spec; the run's arguments and ``MEGACPP_CONFIG`` determine the model."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _Run:
 
 
 def _run(config: TransformerConfig) -> _Run:
-    """The run of ``config``: a provider holds everything itself, a stock script's arguments are Megatron's globals."""
+    """The run of ``config``: everything is on a provider itself, or in Megatron's global arguments under a stock script."""
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if hasattr(config, "hybrid_layer_pattern") or arguments is None:
         return _Run((config,), getattr(config, "hybrid_layer_pattern", None))
@@ -170,7 +170,7 @@ def _run(config: TransformerConfig) -> _Run:
 
 
 def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStackSubmodules:
-    """The spec of each slot for one model chunk, the layers numbered ``layers`` (1-based), after every check of the run."""
+    """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
     run = _run(config)
     settings = plugin_config.from_environment()
     gpt_host.configure_engine(settings)
@@ -202,16 +202,16 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
         f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up\n  "
         + "\n  ".join(hybrid.plan(model).describe()),
     )
-    # Each slot is asked for the layers of its own symbol alone, so that all can know every layer.
+    # Each slot is called only for layers of its own symbol, so all slots can share the specs of every layer.
     slot = ModuleSpec(module=NumberedLayer, params={"specs": dict(zip(layers, block.layer_specs or (), strict=True))})
     return HybridStackSubmodules(**{slot_.attribute: slot for slot_ in hybrid.SLOTS if slot_.attribute is not None})
 
 
 def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[range, ...]:
-    """The layer numbers of every model chunk: the stages that the run's pattern marks.
+    """The layer numbers of every model chunk, from the stages marked in the run's pattern.
 
     Raises:
-        ModelError: the pattern leaves it to Megatron to cut the layers, or cuts them elsewhere than the model's own.
+        ModelError: the pattern leaves the split into stages to Megatron, or splits differently from the model's own pattern.
     """
     chunks = hybrid.from_hybrid(text or "").chunks
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)

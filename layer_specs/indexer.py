@@ -1,4 +1,4 @@
-"""DSA's indexer on top of stock's: rows that start anywhere in their sequence, inputs by one op.
+"""DSA's indexer, extending stock's: rows may start anywhere in their sequence, and one op computes q, k and weights.
 
 Shape legend: S rows, B batch.
 """
@@ -20,7 +20,7 @@ from megacpp_mcore.layer_specs.parts import backend_needs
 
 
 class PositionedIndexer(DSAIndexer):
-    """Stock's indexer with a position offset, for its rows need not be the first of their sequence, by the dispatcher's ops.
+    """Stock's indexer with a position offset, for rows that are not the first of their sequence, by the dispatcher's ops.
 
     Args are those of the stock class; ``dispatcher`` and ``layer_number`` come from the core attention.
     """
@@ -45,7 +45,7 @@ class PositionedIndexer(DSAIndexer):
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
-        """Context in which the indexer's input starts at row ``first_row`` of its sequence."""
+        """Context manager: the indexer's input starts at row ``first_row`` of its sequence."""
         self._first_row = first_row
         try:
             yield
@@ -55,9 +55,9 @@ class PositionedIndexer(DSAIndexer):
     def forward_before_topk(
         self, x: torch.Tensor, qr: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Queries ``[S, B, heads, dim]``, keys ``[S, B, dim]`` and weights of heads ``[S, B, heads]``.
+        """Queries ``[S, B, heads, dim]``, keys ``[S, B, dim]`` and head weights ``[S, B, heads]``.
 
-        By the op ``indexer_inputs``, which gives ``x`` and ``qr`` no gradient, or by stock's method.
+        Computed by the op ``indexer_inputs``, which returns no gradient for ``x`` and ``qr``, or by the stock method.
         """
         modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
         if self.inputs_backend is None or not replaces_modules(self.inputs_backend, *modules):
@@ -84,7 +84,7 @@ class PositionedIndexer(DSAIndexer):
         return rotation(self.rotary_pos_emb, self._first_row + rows)[self._first_row :]
 
     def _apply_rope(self, x: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
-        """``x [S, B, heads or 1, dim]``, its first values rotated; stock's rotates the rows as if they were the first."""
+        """``x [S, B, heads or 1, dim]`` with RoPE on its leading values, from the first row on; stock assumes row 0."""
         rotation_SR = self._rotation(len(x))
         rotary, plain = x.split([self.qk_pos_emb_head_dim, x.shape[-1] - self.qk_pos_emb_head_dim], dim=-1)
         rotated: torch.Tensor = self.rotation_backend.fn(

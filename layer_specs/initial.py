@@ -1,9 +1,9 @@
-"""Initial values: the rule of a model's start, and of the parameters that this package builds by itself.
+"""Weight initialization: a model's init rule, and initializers of the parameters that this package builds itself.
 
-The rule by fan-in (docs/model.md, "The start"): a matrix is drawn with a standard deviation of 1 / √(columns), one that writes
-on the residual with 1 / √(columns · 2 · depth). Megatron's modules draw by two functions of the configuration, which are handed
-the weight of one rank: enough for matrices that tensor parallelism cuts by rows. Those that write on the residual it cuts by
-columns, so that they are built from :func:`drawn_by_input_size`, which knows the width of all ranks.
+The fan-in rule (docs/model.md, "The start"): a matrix has standard deviation 1 / √(columns), one that writes to the residual
+stream 1 / √(columns · 2 · depth). Megatron's modules use two init functions of the configuration, which see one rank's shard:
+enough for matrices that tensor parallelism splits by rows. Those that write to the residual are split by columns, so they are
+built with :func:`drawn_by_input_size`, which knows the unsharded width.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Initializer = Callable[[torch.Tensor], Any]
 
 
 def by_fan_in(weight: torch.Tensor, *, gain: float = 1.0, fan_in: int | None = None) -> torch.Tensor:
-    """Draw a normal distribution of standard deviation ``gain / √fan_in``.
+    """Fill with normal values of standard deviation ``gain / √fan_in``.
 
     Args:
         weight: ``[rows, columns]``, filled in place.
         gain: factor.
-        fan_in: numbers that one output sums over; None: the columns.
+        fan_in: number of inputs to each output; None: the columns.
     """
     return torch.nn.init.normal_(weight, std=gain / math.sqrt(fan_in or weight.shape[-1]))
 
@@ -39,17 +39,17 @@ def set_start(model: Model, config: TransformerConfig) -> None:
     """Set the weight initializers in Megatron's configuration; the embedding has its own flag.
 
     Args:
-        model: whose start is set.
-        config: of the run; changed.
+        model: whose init rule applies.
+        config: of the run; modified.
     """
     start, depth = model.start, config.num_layers
     if start.std is not None:
         config.init_method = init_method_normal(start.std)
-        # Also in HybridModel, whose own output projections would start √2 wider.
+        # Set explicitly also for HybridModel, whose default for output projections is √2 wider.
         config.output_layer_init_method = scaled_init_method_normal(start.std, depth)
         return
     config.init_method = partial(by_fan_in)
-    # Megatron draws the head by the same function; the patch output-layer-fusion takes this one in its place.
+    # Megatron initializes the head with the same init_method; the patch output-layer-fusion uses this one instead.
     config.init_method.for_output_layer = partial(by_fan_in, gain=start.head_gain)
     config.output_layer_init_method = partial(by_fan_in, gain=1 / math.sqrt(2 * depth))
 
@@ -58,7 +58,7 @@ def set_start(model: Model, config: TransformerConfig) -> None:
 def drawn_by_input_size(linear: type) -> type:
     """Subclass of a Megatron linear layer whose fan-in initialization uses the unsharded input width ``fan_in``.
 
-    It is called as the class it comes from, and has its name.
+    It has the name and the call signature of ``linear``.
     """
 
     def __init__(self: Any, *sizes: int, init_method: Initializer, **options: Any) -> None:
@@ -72,7 +72,7 @@ def drawn_by_input_size(linear: type) -> type:
 def filled(
     shape: tuple[int, ...], config: TransformerConfig, init: Initializer, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A new tensor of ``shape``, drawn in fp32 on the device Megatron initializes on, then cast (None: not cast)."""
+    """A new tensor of ``shape``, initialized in fp32 on Megatron's init device, then cast to ``dtype`` (None: not cast)."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     tensor = torch.empty(shape, dtype=torch.float32, device=device)
     if config.perform_initialization:
@@ -92,6 +92,6 @@ def constant(value: float) -> Initializer:
 
 
 def inverse_softplus_of_step(tensor: torch.Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:
-    """Fill so that softplus of it is log-uniform in [low, high] (mamba-ssm 2.3.2.post1, ``dt_bias``)."""
+    """Fill so that the softplus of the values is log-uniform in [low, high] (mamba-ssm 2.3.2.post1, ``dt_bias``)."""
     tensor.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
     tensor.add_(torch.log(-torch.expm1(-tensor)))

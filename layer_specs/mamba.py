@@ -21,7 +21,7 @@ from megacpp_mcore.model import Model
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """Parts of Mamba-3's input projection: z and x by head, B and C by group, then rank, three scalars a head, the angles."""
+    """Parts of Mamba-3's input projection: z and x by head, B and C by group, then rank, three scalars per head, angles."""
     ssm, heads = model.mamba3, model.mamba_heads
     columns = ssm.groups * ssm.mimo_rank * ssm.state
     return (
@@ -39,8 +39,8 @@ def projection_parts(model: Model) -> tuple[Part, ...]:
 class Mamba3Mixer(Mixer):
     """Mamba-3 between a layer's norm and its residual.
 
-    Parameters with heads are cut over tensor parallelism by heads. Those of one head lie together, and all are stored with one
-    axis: Megatron exempts such from weight decay, which has no place on a bias or on a multiplicative scale.
+    Per-head parameters are split by heads over tensor parallelism. They are stored as 1-D tensors, head by head: Megatron
+    exempts 1-D parameters from weight decay, which should not act on a bias or a multiplicative scale.
     """
 
     family: ClassVar[str] = "M"
@@ -97,11 +97,11 @@ class Mamba3Mixer(Mixer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
 
-        Causal by itself. The state begins anew at each document's first row, which the mask or
-        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`). An inference context keeps the state.
+        Inherently causal. The state is reset at the first row of each document, read from the mask or the packed sequences
+        (:mod:`megacpp_mcore.layer_specs.documents`). An inference context stores the state.
 
         Raises:
-            ModelError: for a mask that says more than causality and documents, and as
+            ModelError: for a mask that expresses more than causality and documents, and as
                 :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
         cache = self.cache(inference_context, hidden_SBD, packed_seq_params)

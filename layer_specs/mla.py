@@ -1,4 +1,4 @@
-"""What the modules of an A layer share: widths, rotations, and weights that an op multiplies without a call of their module."""
+"""Shared by the modules of an A layer: widths, RoPE tables, and weights that ops read without calling their module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megacpp_mcore.ops.packed.documents import shared
 
 
 def mla_widths(config: MLATransformerConfig) -> dict[str, Any]:
-    """What the ops between projections and core attention have to cover."""
+    """Widths that the ops between projections and core attention have to support."""
     return {
         "content_dim": config.qk_head_dim,
         "latent_dim": config.kv_lora_rank,
@@ -23,7 +23,7 @@ def mla_widths(config: MLATransformerConfig) -> dict[str, Any]:
 
 
 def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
-    """The rotations ``[rows, R]`` of a sequence's first rows, made once of each table of stock's module."""
+    """RoPE table ``[rows, R]`` of a sequence's first rows, computed once per table of the stock module."""
     found = rotary(rows)
     angle_S11R, scale = (found, 1.0) if isinstance(found, torch.Tensor) else found
 
@@ -35,19 +35,19 @@ def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
 
 
 def takes_weights(config: MLATransformerConfig) -> bool:
-    """Whether an op may take the weights of projections and norms, in place of a call of the modules.
+    """Whether an op may read the weights of projections and norms instead of calling the modules.
 
-    In FP8, or with gradients of weights that come later, Transformer Engine's modules do more than a product; the weights of
-    norms can be kept less one.
+    Not in FP8 or with delayed weight gradients, where Transformer Engine's modules do more than a GEMM, nor with zero-centered
+    norm weights.
     """
     other = config.fp8 or config.fp4 or config.delay_wgrad_compute or config.layernorm_zero_centered_gamma
     return config.normalization == "RMSNorm" and not other
 
 
 def replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
-    """Whether ``backend`` computes what ``modules`` would, with their weights, which are here then.
+    """Whether ``backend`` runs in place of ``modules``, on their weights; if so, waits until these are gathered.
 
-    On the reference the modules are called themselves, and where a file of ``--te-precision-config-file`` names one of them.
+    With the reference backend, or if ``--te-precision-config-file`` sets the precision of one of them, the modules are called.
     """
     if backend.observed == "reference":
         return False
@@ -64,8 +64,8 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 def wait_for_parameters(module: torch.nn.Module) -> None:
     """Wait for the parameter gather (``--overlap-param-gather``) of a module whose weight is read without a forward call.
 
-    Megatron-Core 0.19 waits in a hook before a module's forward. Without it a weight that lies in another bucket than its
-    neighbours is that of the step before, and the next step's gather meets one that nobody has waited for.
+    Megatron-Core 0.19 waits in a forward pre-hook. Without it, a weight in a different bucket from its neighbours may still be
+    the previous step's, and the next step would start a gather while this one is still pending.
     """
     for hook in list(module._forward_pre_hooks.values()):
         if hook.__module__ == _DDP:

@@ -22,17 +22,17 @@ from megacpp_mcore.layer_specs.parts import Parts
 from megacpp_mcore.te import imports
 
 FUSED_NORM = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
-"""Where the norm's weight is inside of TELayerNormColumnParallelLinear, and the name that checkpoints have for it."""
+"""The norm's weight inside TELayerNormColumnParallelLinear, and its name in checkpoints."""
 
 
 def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlockSubmodules:
     """One MTP layer, applied at every depth (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
 
-    With ``transformer_engine: {mtp: true}`` the feed-forward's norm is inside of its first linear layer. LayerNormMLP is not
-    used: it has GELU in its tanh form alone, and the model's is erf.
+    With ``transformer_engine: {mtp: true}`` the feed-forward's norm is fused into its first linear layer. LayerNormMLP is not
+    used: its GELU has only the tanh form, and the model's is erf.
 
     Raises:
-        BackendError: that is asked for, and Transformer Engine is not there.
+        BackendError: this is requested, and Transformer Engine is not available.
     """
     fused = imports.features().mtp and imports.entry("TELayerNormColumnParallelLinear")
     norm = residual_norm(parts.norm, dispatcher)

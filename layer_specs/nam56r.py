@@ -1,6 +1,6 @@
 """``--spec megacpp_mcore nam56r``: assembles the layers of one pipeline or virtual stage of an A/M/E/R model.
 
-Megatron's GPTModel is the host: the callable below is called once a model chunk and returns that chunk's layer specs.
+Megatron's GPTModel is the host: it calls the function below once per model chunk and gets that chunk's layer specs.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ PATCHES = (
     "output-layer-fusion",
     "torch-fsdp",
 )
-"""What the model cannot do without; applied by :func:`apply_patches`, never by an import.
+"""Patches that the model requires; applied by :func:`apply_patches`, never by an import.
 
-Two parts of dsa-index-cache matter here: the checkpoint functions, which give a recomputed sparse layer its first selection,
-and the logged loss. The rest patches stock's DSAttention, and does nothing unless ``experimental_attention_variant`` is set.
+Two parts of dsa-index-cache matter here: the checkpoint functions, which let a recomputed sparse layer reuse its selection,
+and the logged loss. The rest patches stock's DSAttention, and has no effect unless ``experimental_attention_variant`` is set.
 """
 
 LOSS_PATCH = "linear-cross-entropy"
-"""What is faster, and smaller, on a GPU, unless ``speed_defaults.linear_cross_entropy`` is false."""
+"""Patch that saves time and memory on a GPU; applied there unless ``speed_defaults.linear_cross_entropy`` is false."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
 
     Raises:
         ArgumentMismatchError: the run's arguments contradict the model; nothing has been allocated.
-        ConfigFileError: the file that ``MEGACPP_CONFIG`` names is wrong.
+        ConfigFileError: the file named by ``MEGACPP_CONFIG`` is invalid.
         ModelError: the layout cannot hold the model.
     """
     transformer = getattr(config, "transformer", config)
@@ -126,7 +126,7 @@ def block_submodules(
 ) -> HybridBlockSubmodules:
     """The specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
     parts = parts_for(config)
-    # Also where this chunk has no E layer: its rank may be the one that writes a checkpoint's metadata.
+    # Also if this chunk has no E layer: its rank may be the one that writes the checkpoint's metadata.
     if "E" in model.layers:
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
@@ -166,7 +166,7 @@ def layer_spec(
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
-    """Set what of Transformer Engine this process may use, as the file of the run says."""
+    """Set which Transformer Engine features this process may use, from the run's configuration file."""
     if settings is None:
         imports.configure(None)
     else:
@@ -174,7 +174,7 @@ def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
-    """Print the launch policy of a stock script, on rank 0 and once, if our launcher has not; refuse what no GPU here can hold.
+    """Print a stock script's launch policy, once and on rank 0, unless our launcher has; refuse what does not fit this GPU.
 
     Raises:
         LaunchError: as :func:`megacpp_mcore.policy.check_memory`.
@@ -197,7 +197,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         "cpu_initialization": config.use_cpu_initialization,
         "tf32_products": policy.tf32_products(),
     }
-    run = dataclasses.replace(run, **layout)  # which may come from a file or a checkpoint
+    run = dataclasses.replace(run, **layout)  # the parallel layout may come from a file or a checkpoint
     policy.check_memory(run)
     policy.announce(
         run,
@@ -208,39 +208,39 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
 
 
 def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
-    """Apply what the model needs, and on a GPU what is faster there."""
+    """Apply the patches that the model requires, and on a GPU :data:`LOSS_PATCH`."""
     speed = settings.speed_defaults if settings is not None else plugin_config.SpeedDefaults()
     with_loss = speed.linear_cross_entropy and compute_device() == "cuda"
     patches.apply((*PATCHES, LOSS_PATCH) if with_loss else PATCHES)
 
 
 def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:
-    """Set what a hybrid model needs in Megatron's configuration and has no flag for; ``sources`` are all of the run's."""
+    """Set the fields of Megatron's configuration that a hybrid model needs and no flag sets; ``sources``: all of the run's."""
     set_start(model, config)
-    # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
+    # Heterogeneous layers do not share one stacked checkpoint tensor (the field's spelling is upstream's).
     config.hetereogenous_dist_checkpoint = True
-    # Read by the patch checkpoint-layout: checkpoints of this model carry the number.
+    # Read by the patch checkpoint-layout: checkpoints of this model record the layout number.
     setattr(config, checkpoint_layout.KEY, checkpoint_layout.LAYOUT)
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
-    # Read where documents are packed and by the layers that are given them (megacpp_mcore.layer_specs.documents).
+    # Read by the code that packs documents and by the layers (megacpp_mcore.layer_specs.documents).
     settings = plugin_config.from_environment()
     config.max_documents = settings.max_documents if settings is not None else None
     if grammar.FULL_INDEX in model.roles:
-        # Without it the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
+        # Without this the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
         config.experimental_attention_variant_loss_scale_func = DSAIndexerLossAutoScaler.set_loss_scale
-        # The tracker is all-reduced over pipeline ranks by those that hold one: a stage without a Full layer has to, too.
+        # Ranks that hold tracker values all-reduce them over the pipeline: a stage without a Full layer has to join in.
         tracker = DSAIndexerLossLoggingHelper.tracker
-        if "values" not in tracker or tracker["values"].numel() != config.num_layers:  # another model was built before
+        if "values" not in tracker or tracker["values"].numel() != config.num_layers:  # left by a model built earlier
             tracker["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
-            tracker.pop(SAVED_LOSSES, None)  # the count of the losses that were in the old values
+            tracker.pop(SAVED_LOSSES, None)  # count of the losses in the old values
 
 
 def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, ...]) -> None:
-    """Refuse a run whose parallel layout cannot hold ``model``, stages as Megatron really cuts them.
+    """Refuse a run whose parallel layout does not fit ``model``; ``chunks`` are the stages as Megatron really splits them.
 
     Raises:
-        ModelError: it cannot, or the run asks for what no layer of the model can do.
+        ModelError: the layout does not fit, or the run requests a feature that the model's layers lack.
     """
     layout = Layout(
         tensor=config.tensor_model_parallel_size,
@@ -263,7 +263,7 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         if asked:
             raise ModelError(f"{model.name}: {what} is not supported yet; leave it out")
     model.check_cut(layout)
-    if implementation(config) == "local":  # whose latent projections are cut over TP; Transformer Engine's are not
+    if implementation(config) == "local":  # its latent projections are split over TP; Transformer Engine's are not
         for what, width in (
             ("q_lora_rank", model.mla.q_lora_rank),
             ("kv_lora_rank + qk_pos_emb_head_dim", model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),

@@ -1,7 +1,7 @@
-"""The norm that a layer begins with, and the residual around the layer: on a GPU one function of both.
+"""Input norm of a layer together with the layer's residual, as one autograd function on a GPU.
 
-Stock's TransformerLayer takes a pair from that norm (megatron-core 0.19, ``transformer/transformer_layer.py``), and adds the
-residual of the pair; both gradients then meet in one kernel.
+Stock's TransformerLayer accepts a pair from its input norm (megatron-core 0.19, ``transformer/transformer_layer.py``) and adds
+the pair's residual, so that one kernel sums both gradients.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megacpp_mcore.layer_specs.parts import backend_needs
 
 
 def residual_norm(norm: Any, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
-    """A builder, called as Megatron calls ``norm``; its module has the parameters and the checkpoint of ``norm``'s.
+    """A builder with the call signature of ``norm``; its module has the parameters and checkpoint keys of ``norm``'s.
 
     Raises:
-        BackendError: when called, if the op ``rms_norm`` is asked for by name and cannot run, or the run asks for something
-            that stock alone can do.
+        BackendError: when called, if the run names a backend of the op ``rms_norm`` that cannot run here, or that lacks a
+            feature of stock's norm which the run requests.
     """
     return functools.partial(_build, norm, dispatcher)
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
-    """What a run asks of these norms that only stock's can do, or None."""
+    """The first feature that the run requests of these norms and only stock's have, or None."""
     recomputed = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
     offloaded = {"attn_norm", "mlp_norm"} & set(config.offload_modules or ())
     for asked, what in (
@@ -47,14 +47,14 @@ def _build(norm: Any, dispatcher: Dispatcher, config: TransformerConfig, hidden_
     module = norm(config=config, hidden_size=hidden_size, eps=eps)
     backend = dispatcher.request_or_stock("rms_norm", stock_alone(config), hidden=hidden_size, **backend_needs(config))
     if backend.observed != STOCK:
-        module.__class__ = _with_residual(module.__class__)  # the parameters stay where checkpoints have them
+        module.__class__ = _with_residual(module.__class__)  # parameters keep their checkpoint keys
     module.backend = backend
     return module
 
 
 @functools.cache
 def _with_residual(norm: Any) -> Any:
-    """Subclass of a norm's class, of its name, that returns what the op ``rms_norm`` does."""
+    """Subclass of a norm's class, with its name, that returns the pair of the op ``rms_norm``."""
 
     def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[..., D] -> (normed, residual)``."""

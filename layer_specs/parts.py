@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class TorchNorm:
     """Builds ``torch.nn.RMSNorm`` or ``LayerNorm`` whose gradients are right under sequence parallelism.
 
-    Megatron-Core 0.19's own wrapper refuses sequence parallelism, and its default norm follows whatever ``apex`` can be
-    imported, so norms are named explicitly here.
+    Megatron-Core 0.19's own wrapper refuses sequence parallelism, and its default norm depends on which ``apex`` is
+    importable, so norms are named explicitly here.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
@@ -62,12 +62,12 @@ class TorchNorm:
 
 
 class DuplicatedLinear(MegatronModule):
-    """A bias-free linear layer that every tensor-parallel rank holds whole, with Transformer Engine's call signature.
+    """A bias-free linear layer replicated on all tensor-parallel ranks, with Transformer Engine's call signature.
 
-    Stands in for ``TELinear(parallel_mode="duplicated")`` where there is no Transformer Engine.
+    Replaces ``TELinear(parallel_mode="duplicated")`` without Transformer Engine.
 
     Raises:
-        ModelError: a bias or another parallel mode is asked for.
+        ModelError: a bias or another parallel mode is requested.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DuplicatedLinear(MegatronModule):
 
 @dataclass(frozen=True)
 class Parts:
-    """The linear, norm and expert classes of one ``transformer_impl``; ``row_linear`` writes on the residual."""
+    """The linear, norm and expert classes of one ``transformer_impl``; ``row_linear`` writes to the residual stream."""
 
     column_linear: type
     row_linear: type
@@ -106,13 +106,13 @@ class Parts:
 
 
 def parts_for(config: TransformerConfig) -> Parts:
-    """The classes to build layers from: Transformer Engine's or Megatron's local ones, as ``transformer_impl`` says.
+    """The classes to build layers from: Transformer Engine's or Megatron's local ones, according to ``transformer_impl``.
 
-    With ``MEGACPP_DISABLE_TE`` they are the local ones whatever it says; ``config`` keeps what was asked for.
+    ``MEGACPP_DISABLE_TE`` forces the local ones; ``config`` is not changed.
 
     Raises:
-        ModelError: for another implementation, or something that Transformer Engine alone has while it is disabled.
-        BackendError: Transformer Engine is asked for and does not work here.
+        ModelError: unknown implementation, or a feature that only Transformer Engine has while it is disabled.
+        BackendError: Transformer Engine is requested and does not work here.
     """
     asked = config.transformer_impl
     if asked not in ("transformer_engine", "local"):
@@ -125,20 +125,20 @@ def parts_for(config: TransformerConfig) -> Parts:
 
 
 def implementation(config: TransformerConfig) -> str:
-    """``transformer_engine`` or ``local``: whose classes :func:`parts_for` gives."""
+    """``transformer_engine`` or ``local``: whose classes :func:`parts_for` returns."""
     return "local" if te_disabled() else str(config.transformer_impl)
 
 
 def compute_device() -> str:
-    """``cuda`` or, on the CPU lane and where there is no GPU, ``cpu``."""
+    """``cuda``, or ``cpu`` on the CPU lane and on machines without a GPU."""
     on_lane = cpu.answers_here()
     return "cuda" if torch.cuda.is_available() and not on_lane else "cpu"
 
 
 def backend_needs(config: TransformerConfig) -> dict[str, Any]:
-    """What every op of a run with ``config`` needs of its backend (:class:`megacpp_mcore.backends.Support`).
+    """What every op of a run with ``config`` requires of its backend (:class:`megacpp_mcore.backends.Support`).
 
-    Where no stock script runs, whether a layer will be given a mask is not known, and it is taken to be.
+    Without a stock script it is unknown whether layers will get a mask, so a mask is assumed.
     """
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     masked = bool(getattr(arguments, "create_attention_mask_in_dataloader", True))
@@ -181,7 +181,7 @@ def _local_parts() -> Parts:
 
 
 def _refuse_without_te(config: TransformerConfig) -> None:
-    """Raise ModelError for requested stock features that exist in Transformer Engine alone."""
+    """Raise ModelError for requested stock features that only Transformer Engine has."""
     for asked, what, remedy in (
         (config.quant_recipe is not None, "FP8 experts", "leave --te-precision-config-file out"),
         (config.moe_permute_fusion, "fused permutation of tokens", "leave --moe-permute-fusion out"),
@@ -198,7 +198,7 @@ def _refuse_without_te(config: TransformerConfig) -> None:
 
 
 def mixer_layer_spec(norm: Any, mixer: ModuleSpec) -> ModuleSpec:
-    """A layer of a sequence mixer alone, as those of A, M and R: norm, mixer, residual; no feed-forward part."""
+    """A layer with only a sequence mixer, as in A, M and R: norm, mixer, residual; no feed-forward part."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -210,13 +210,13 @@ def mixer_layer_spec(norm: Any, mixer: ModuleSpec) -> ModuleSpec:
 class Mixer(MegatronModule):
     """Base of the M and R mixers: a sequence mixer that TransformerLayer hosts in its self-attention slot.
 
-    Adds to MegatronModule: parameters that are built whole from the data-parallel random state and cut over tensor
+    Adds to MegatronModule: parameters initialized unsharded from the data-parallel RNG state and then split over tensor
     parallelism (so that initial values do not depend on it), parameters that stay fp32 under ``Float16Module``, replicated
-    parameters whose gradients are summed over tensor parallelism, the sharded state dict of them all, and the documents that a
-    state must not cross.
+    parameters whose gradients are summed over tensor parallelism, the sharded state dict of them all, and the document
+    boundaries that a state must not cross.
     """
 
-    _version = checkpoint_layout.LAYOUT  # which torch writes into a plain state_dict: that of ``--ckpt-format torch``
+    _version = checkpoint_layout.LAYOUT  # torch writes it into a plain state_dict, as of ``--ckpt-format torch``
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
@@ -230,10 +230,10 @@ class Mixer(MegatronModule):
     def add_parameter(
         self, name: str, shape: tuple[int, ...], init: Initializer, *, axis: int | None, fp32: bool = False
     ) -> None:
-        """Register a parameter of global ``shape``, cut along ``axis`` (None: replicated), filled by ``init``.
+        """Register a parameter of global ``shape``, split along ``axis`` (None: replicated), filled by ``init``.
 
         Raises:
-            ModelError: the axis is no multiple of the tensor-parallel size.
+            ModelError: the axis is not divisible by the tensor-parallel size.
         """
         dtype = torch.float32 if fp32 else self.config.params_dtype
         whole = filled(shape, self.config, init, dtype)
@@ -249,7 +249,7 @@ class Mixer(MegatronModule):
         self.register_parameter(name, parameter)
 
     def output_projection(self, row_linear: type, width: int) -> torch.nn.Module:
-        """A ``row_linear`` from ``width`` values, cut over tensor parallelism, to the hidden states."""
+        """A ``row_linear`` from ``width`` values, split over tensor parallelism, to the hidden size."""
         config = self.config
         linear: torch.nn.Module = row_linear(
             width,
@@ -266,7 +266,7 @@ class Mixer(MegatronModule):
         return linear
 
     def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
-        """``parameter`` as it is, its gradient summed over the tensor-parallel ranks, each of which sees some heads."""
+        """``parameter`` unchanged; its gradient is summed over the tensor-parallel ranks, each of which holds some heads."""
         return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
 
     def documents(
@@ -276,15 +276,15 @@ class Mixer(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor | None:
-        """The number of each row's document as int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
+        """Document number of each row, int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
 
         Args:
-            rows_SBX: anything that has the rows of the whole sequence, ``[S, B, …]``.
-            attention_mask, packed_seq_params: what Megatron gave the layer.
-            cache: of an inference context, each of whose rows is one document; no mask is read then.
+            rows_SBX: any tensor with the rows of the whole sequence, ``[S, B, …]``.
+            attention_mask, packed_seq_params: what Megatron passed to the layer.
+            cache: entry of an inference context, if any: each row of the batch is then one document, and no mask is read.
 
         Raises:
-            ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
+            ModelError: the documents cannot be determined, or other parts of the run would mix them.
         """
         if cache is not None:
             return None
@@ -303,7 +303,7 @@ class Mixer(MegatronModule):
         """This layer's entry in an inference context; None in training.
 
         Raises:
-            ModelError: as :mod:`megacpp_mcore.layer_specs.decode` has it.
+            ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
         if inference_context is None:
             return None
@@ -311,7 +311,7 @@ class Mixer(MegatronModule):
         return LayerCache(inference_context, self.layer_number, rows_SBX.shape[0])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Mixer:
-        """Apply ``fn`` as torch.nn.Module does, but let fp32 parameters (and their gradients) change device only."""
+        """Apply ``fn`` as torch.nn.Module does, except that fp32 parameters and their gradients change only device."""
         own = [getattr(self, name) for name in self._fp32]
         kept = {id(tensor) for parameter in own for tensor in (parameter, parameter.grad) if tensor is not None}
 
@@ -332,7 +332,7 @@ class Mixer(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Own parameters cut along their tensor-parallel axis, then those of the sub-modules."""
+        """Own parameters, sharded along their tensor-parallel axis, then those of the submodules."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)

@@ -1,16 +1,16 @@
 """The input projection of a mixer: one weight whose rows are ordered by part, each part aligned for 16-byte loads.
 
-A mixer reads several things from its input (z, x, B, C, … of Mamba-3; q, k, v, … of M²RNN). They are rows of one weight, so
-that one product gives all of them, and the parts are slices of its output. At every tensor parallelism each part starts at a
-multiple of :data:`ALIGNMENT` values, and the whole is such a multiple wide: vectorised loads and TMA descriptors can read a
-part in place. What is missing to the multiple is padding: rows of zeros, which have no gradient and are in no checkpoint.
+A mixer projects its input to several parts (z, x, B, C, … of Mamba-3; q, k, v, … of M²RNN). They are rows of one weight, so
+one GEMM computes them all, and the parts are slices of its output. At every TP size each part starts at a multiple of
+:data:`ALIGNMENT` values, and the total width is such a multiple, so vectorised loads and TMA descriptors can read a part in
+place. The gaps are padded with rows of zeros, which get no gradient and are in no checkpoint.
 
-Parts by heads or groups are cut over tensor parallelism; the others (of heads that all ranks share) are replicated, and their
-gradients summed over the ranks. A replicated part may not share a parameter with one that is cut: Megatron counts a parameter's
-gradient in the gradient norm once a rank or once in all. So tensor parallelism 1 has one weight, and more has two, which read
-the same gathered input. A checkpoint holds every part by itself, and moves between them.
+Parts by heads or groups are split over tensor parallelism; the others (of heads that all ranks share) are replicated, and their
+gradients summed over the ranks. A replicated part cannot share a parameter with a split one: in the gradient norm Megatron
+counts a parameter either on every rank or once in all. So there is one weight at TP 1, and two above, which read the same
+gathered input. A checkpoint stores every part separately, and loads at any TP size.
 
-Shape legend: S sequence (of this rank), B batch, D hidden, N values a token.
+Shape legend: S sequence (of this rank), B batch, D hidden, N values per token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megacpp_mcore.ops.main_grad import linear
 from megacpp_mcore.ops.slices import split
 
 ALIGNMENT = 8
-"""Values: 16 bytes in bf16, what a vectorised load and a TMA descriptor want of an address and of a row's stride."""
+"""In values: 16 bytes in bf16, the alignment of address and row stride required by vectorised loads and TMA descriptors."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Part:
     """One part of an input projection: the rows of z, say.
 
     Attributes:
-        name: under which the forward pass returns it and a checkpoint holds it.
-        rows: of all tensor-parallel ranks.
-        replicated: every rank has all rows; otherwise rank r of n has the r-th n-th of them.
-        follows: it starts where the part before it ends, without padding between them.
+        name: key in the forward pass's result and in checkpoints.
+        rows: over all tensor-parallel ranks.
+        replicated: every rank has all rows; otherwise rank r of n has the r-th of n equal slices.
+        follows: starts where the part before it ends, without padding between them.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Slot:
 
 
 def slots(parts: tuple[Part, ...], tp_size: int) -> tuple[tuple[Slot, ...], int]:
-    """Where each of ``parts`` lies in the weight of one of ``tp_size`` ranks, and how many rows that has with its padding.
+    """Where each of ``parts`` lies in the weight of one of ``tp_size`` ranks, and the rows of that weight with padding.
 
     Raises:
-        ModelError: the rows of a part are no multiple of ``tp_size``.
+        ModelError: the rows of a part are not divisible by ``tp_size``.
     """
     placed, end = [], 0
     for part in parts:
@@ -93,17 +93,17 @@ class InProjection(MegatronModule):
     """``[S, B, D] -> {part: [S, B, rows of this rank]}`` of the whole sequence, bias-free.
 
     Args:
-        config: of the run; says dtype, initial values' device, and whether the sequence is cut over the ranks.
+        config: of the run; sets dtype, init device, and sequence parallelism.
         parts: in the order of their rows.
         init_method: of all rows.
         tp_group: the tensor-parallel ranks.
 
     Raises:
-        ModelError: the rows of a part cannot be cut.
+        ModelError: the rows of a part cannot be split.
     """
 
     follows_transformer_impl = False
-    """A receipt names it as it is, not as a fall-back from Transformer Engine, which has no such layer."""
+    """So that receipts do not report it as a fall-back from Transformer Engine, which has no such layer."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class InProjection(MegatronModule):
         return parameter
 
     def forward(self, hidden_SBD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Project once, or twice where parts are replicated over ranks; one gather of the sequence serves both."""
+        """Project once, or twice if parts are replicated over ranks; both share one gather of the sequence."""
         main_grad = main_grad_of(self.weight, self.config)
         if self.tp_size == 1:
             return _split(linear(hidden_SBD, self.weight, main_grad), self.slots)
@@ -162,12 +162,12 @@ class InProjection(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Each part under ``{prefix}weight.{part}``, whole over the ranks, without padding."""
+        """Each part under ``{prefix}weight.{part}``, with its global shape, without padding."""
         dp_rank = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"].rank()
         state: ShardedStateDict = {}
         for name, placed in (("weight", self.slots), ("replicated_weight", self.replicated_slots)):
             if placed:
-                # A parameter as it is, not its values: the optimizer finds its own states by it.
+                # The parameter object, not its data: the optimizer looks up its states by it.
                 parameter = getattr(self, name)
                 is_cut = name == "weight" and self.tp_size > 1
                 replica_id = (0, 0 if is_cut else self.tp_rank, dp_rank)
@@ -219,7 +219,7 @@ class InProjection(MegatronModule):
 
 
 def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torch.Tensor]:
-    """The parts of ``output_SBN``, as views; one split, so that their gradients are put together in one copy, or in none."""
+    """The parts of ``output_SBN``, as views; a single split, so that their gradients are joined in at most one copy."""
     sizes, names, end = [], [], 0
     for slot in placed:
         if slot.start > end:

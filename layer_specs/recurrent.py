@@ -45,16 +45,16 @@ def _log_of_uniform_rate(tensor: torch.Tensor) -> None:
 
 
 def _convolution(tensor: torch.Tensor) -> None:
-    bound = tensor.shape[-1] ** -0.5  # torch.nn.Conv1d's own range for a depthwise kernel
+    bound = tensor.shape[-1] ** -0.5  # torch.nn.Conv1d's default range for a depthwise kernel
     tensor.uniform_(-bound, bound)
 
 
 class M2RNNMixer(Mixer):
     """M²RNN between a layer's norm and its residual.
 
-    Heads are cut over tensor parallelism. The single query/key head is replicated: each rank computes it whole, and its
-    gradients are summed over ranks. W and D are stored with one axis, head by head: Megatron exempts such from weight decay,
-    which has no place on a transition that starts as the identity, nor on a skip.
+    Heads are split over tensor parallelism. The single query/key head is replicated: each rank computes all of it, and its
+    gradients are summed over ranks. W and D are stored as 1-D tensors, head by head: Megatron exempts these from weight decay,
+    which should not act on a transition that starts as the identity, nor on a skip connection.
     """
 
     family: ClassVar[str] = "R"
@@ -106,11 +106,11 @@ class M2RNNMixer(Mixer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
 
-        Causal by itself. State and convolution begin anew at each document's first row, which the mask or
-        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`). An inference context keeps both.
+        Inherently causal. State and convolution are reset at the first row of each document, read from the mask or the packed
+        sequences (:mod:`megacpp_mcore.layer_specs.documents`). An inference context stores both.
 
         Raises:
-            ModelError: for a mask that says more than causality and documents, and as
+            ModelError: for a mask that expresses more than causality and documents, and as
                 :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
         cache = self.cache(inference_context, hidden_SBD, packed_seq_params)
@@ -144,7 +144,7 @@ class M2RNNMixer(Mixer):
         return self.out_proj(out_SBC)
 
     def _sum_over_ranks(self, squares_SB1: torch.Tensor) -> torch.Tensor:
-        """Summed forward (reduce) and backward (copy): every rank's output depends on every rank's squares."""
+        """All-reduce in forward and in backward: every rank's output depends on every rank's squares."""
         squares_SB1 = reduce_from_tensor_model_parallel_region(squares_SB1, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(squares_SB1, group=self.tp_group)
 

@@ -1,26 +1,25 @@
 """Regional compile and per-family recompute: replaces regions of built layers, and warms them up before step 1.
 
 A region is a pure function of tensors with static shapes. All layers that call it with the same shapes share one compiled
-graph. Dynamo compiles a region whole (``fullgraph``) and raises an error at a part that it cannot trace; it never breaks the
-graph in silence. Each new shape, dtype, or need of a gradient is another graph, and a region may have :data:`MAX_GRAPHS`.
+graph. Dynamo compiles a region with ``fullgraph``: code that it cannot trace is an error, never a silent graph break. Each new
+combination of shapes, dtypes and required gradients is another graph, up to :data:`MAX_GRAPHS` per region.
 
 =================  =======  ==============================================================================================
 region             layers   what it is
 =================  =======  ==============================================================================================
-norm               A M E R  RMSNorm over the hidden size, and A's over the latents, where it is torch's own and no op's
+norm               A M E R  RMSNorm over the hidden size, and A's over the latents, if torch's module runs and not an op
 indexer score      A        the scores of a Full layer's indexer, a block of queries at a time (the plain-PyTorch backend)
 mamba3 segment     M        from the projections to the gated output, 1024 tokens at a time (the plain-PyTorch backend)
 =================  =======  ==============================================================================================
 
-These stay uncompiled. A projection is one matrix product, and its autograd function runs the collectives of tensor
-parallelism. Core attention works in blocks of queries, and each block sees another number of keys. The M²RNN recurrence is a
-loop over tokens. The routing, dispatch and experts of E have shapes that depend on the data. Transformer Engine brings
-kernels of its own.
+The rest stays uncompiled. A projection is one GEMM, whose autograd function runs the tensor-parallel collectives. Core
+attention works in blocks of queries, each with a different number of keys. The M²RNN recurrence is a loop over tokens. The
+routing, dispatch and experts of E have data-dependent shapes. Transformer Engine has its own kernels.
 
 Recompute (:class:`megacpp_mcore.model.training.Recompute`) wraps whole modules or regions in Megatron's own checkpoint
-function, which handles random states and shared indices as it does with ``--recompute-granularity``.
+function, which handles RNG states and shared indices as with ``--recompute-granularity``.
 
-Whatever replaces a method is bound to its module, so that a deep copy of the module computes with its own parameters.
+Replacement methods are bound to their module, so that a deep copy of the module computes with its own parameters.
 """
 
 from __future__ import annotations
@@ -70,11 +69,11 @@ BACKEND = "inductor"
 """The backend of ``torch.compile`` that compiles regions."""
 
 MAX_GRAPHS = 64
-"""How many graphs of one function Dynamo may compile before it is an error. Its own limit of 8 is too low: a recomputed mamba3
-segment alone takes 6 a shape (a first, a middle and a last segment, each in the first run and in the second)."""
+"""How many graphs of one function Dynamo may compile before raising an error. Its default of 8 is too low: a recomputed mamba3
+segment alone needs 6 per shape (first, middle and last segment, each in the first run and in the recompute)."""
 
 _PLAIN = "reference"
-"""The name of the backends in plain PyTorch, the only ones with something to compile."""
+"""The name of the plain-PyTorch backends, the only ones with regions to compile."""
 
 
 class Region:
@@ -82,7 +81,7 @@ class Region:
 
     Attributes:
         name: as in the table above.
-        graphs: how many graphs Dynamo has compiled of it.
+        graphs: how many graphs Dynamo has compiled for it.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], backend: str) -> None:
@@ -106,11 +105,11 @@ class Region:
         from torch._dynamo.exc import FailOnRecompileLimitHit
         from torch._dynamo.utils import counters
 
-        if InferenceMode.is_active():  # a prompt of every length would be a graph
+        if InferenceMode.is_active():  # each prompt length would be another graph
             return self._function(*args, **kwargs)
         with cpu.stepping_aside():
-            if self._compiled is None:  # torch.compile itself asks whether Dynamo is disabled, so it runs in here
-                # For the whole process: a patch of Dynamo's configuration would cost each call more than the call.
+            if self._compiled is None:  # torch.compile itself checks whether Dynamo is disabled, so it runs here
+                # For the whole process: patching Dynamo's configuration for each call would cost more than the call itself.
                 config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
                 self._compiled = torch.compile(self._function, fullgraph=True, dynamic=False, backend=self._backend)
             before = counters["stats"]["unique_graphs"]
@@ -138,10 +137,10 @@ def region(name: str, function: Callable[..., Any], backend: str, width: int | N
 
 
 def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Callable[..., Any]:
-    """Return ``function`` under Megatron's checkpoint, which keeps for the backward pass the arguments that need gradients.
+    """Return ``function`` under Megatron's checkpoint function, with the tensors that require grad as its saved inputs.
 
-    A call without gradients, or with no argument that needs one, runs ``function`` directly. Under ``by_engine`` the checkpoint
-    is Transformer Engine's, which repeats an FP8 scope with the scales that it had.
+    With grad disabled, or no such tensor, ``function`` runs directly. ``by_engine`` selects Transformer Engine's checkpoint
+    function, which recomputes an FP8 scope with its original scales.
     """
 
     @functools.wraps(function)
@@ -158,7 +157,7 @@ def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Call
 
         tensors = [values[name] for name in moving]
         if by_engine:
-            from megatron.core.extensions.transformer_engine import te_checkpoint  # which a patch may have replaced
+            from megatron.core.extensions.transformer_engine import te_checkpoint  # imported late: a patch may have replaced it
             from megatron.core.parallel_state import get_tensor_model_parallel_group
 
             tracker = megatron_random.get_cuda_rng_tracker
@@ -169,11 +168,11 @@ def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Call
 
 
 def _recompute(module: torch.nn.Module, name: str, *, by_engine: bool = False) -> None:
-    """Replace the method ``name`` of ``module`` by its recomputed version."""
+    """Replace the method ``name`` of ``module`` with its recomputed version."""
     method = getattr(module, name)
     if isinstance(method, types.MethodType):
         setattr(module, name, types.MethodType(recomputed(method.__func__, by_engine=by_engine), module))
-    else:  # a region, which reads no module
+    else:  # a region, which has no ``self``
         setattr(module, name, recomputed(method, by_engine=by_engine))
 
 
@@ -184,13 +183,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """Says which regions of a run's layers are compiled and recomputed.
+    """Which regions of a run's layers are compiled and recomputed.
 
     Attributes:
-        backend: the backend that compiles regions; None compiles nothing.
-        recompute: what the backward pass computes again.
-        fp8: the FP8 scopes of trunk layers; None without.
-        linear: whether dense linear layers are replaced by Transformer Engine's.
+        backend: the ``torch.compile`` backend for regions; None compiles nothing.
+        recompute: what the backward pass recomputes.
+        fp8: the FP8 scopes of trunk layers, if any.
+        linear: whether Transformer Engine's linear layers replace the dense ones.
     """
 
     backend: str | None = None
@@ -205,7 +204,7 @@ class RegionPlan:
         """Return the spec of a layer of family ``letter`` under this plan, or ``layer`` itself if nothing is planned.
 
         Raises:
-            ModelError: the layer is no TransformerLayer.
+            ModelError: the layer is not a TransformerLayer.
         """
         if not self:
             return layer
@@ -217,11 +216,11 @@ class RegionPlan:
         """Return the MTP block with its inner layer, of family A, under this plan."""
         if not self:
             return block
-        outside = dataclasses.replace(self, fp8=None)  # an auxiliary head is in no FP8 scope
+        outside = dataclasses.replace(self, fp8=None)  # MTP, an auxiliary head, has no FP8 scope
         return with_inner_layer(block, lambda layer: outside.spec(layer, "A"))
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
-        """Replace linear layers, then regions by compiled ones; wrap in recompute, and around that in an FP8 scope."""
+        """Replace linear layers, then compile regions, wrap in recompute, and wrap that in an FP8 scope."""
         if self.linear:
             done = te_linear.report(te_linear.replace(layer))
             log_single_rank(logger, logging.INFO, f"megacpp-mcore: layer {layer.layer_number}: linear layers: {done}")
@@ -239,13 +238,13 @@ class RegionPlan:
         if self.fp8 is not None and letter in self.fp8.fp8.letters:
             self.fp8.install(layer.mlp.shared_experts if letter == "E" else layer.self_attention, layer.layer_number)
             if letter == "A" and not self.fp8.in_zone(layer.layer_number):
-                layer.self_attention.latents_backend = None  # it would take the weights; the modules run, in FP8
+                layer.self_attention.latents_backend = None  # it would bypass the modules, which run in FP8
 
 
 def with_inner_layer(
     block: MultiTokenPredictionBlockSubmodules, change: Callable[[ModuleSpec], ModuleSpec]
 ) -> MultiTokenPredictionBlockSubmodules:
-    """A copy of the MTP block whose inner layers' specs are what ``change`` makes of them."""
+    """A copy of the MTP block with ``change`` applied to the specs of its inner layers."""
     changed = copy.copy(block)
     changed.layer_specs = []
     for spec in block.layer_specs:
@@ -255,12 +254,12 @@ def with_inner_layer(
 
 
 def _compile(module: torch.nn.Module, backend: str) -> None:
-    """Have ``module`` call the compiled region, if it is one of those that have one."""
+    """Make ``module`` call its compiled region, if it has one."""
     if type(module) is torch.nn.RMSNorm:
         compiled = region("norm", rms_norm, backend, module.normalized_shape[0])
 
         def forward(self: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-            # As rows of one axis: of a batch of 1 the embedding's strides are others than a layer's: another graph.
+            # Flattened: at batch size 1 the embedding's strides differ from a layer's, which would need another graph.
             return compiled(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
@@ -277,7 +276,7 @@ def _has_indexer(core: Any) -> bool:
 
 
 class RegionLayer(TransformerLayer):
-    """A stock layer that its plan changes once it is built; parameters, their names and checkpoints stay stock's."""
+    """A stock layer modified by its plan after construction; parameters, their names and checkpoints stay stock's."""
 
     def __init__(
         self,
@@ -294,10 +293,11 @@ class RegionLayer(TransformerLayer):
 
 
 def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> RegionPlan:
-    """Return the plan that the file of a run asks for, checked against Megatron's own recompute.
+    """Return the plan of the run's configuration file, checked against Megatron's own arguments.
 
     Raises:
-        ModelError: Megatron's arguments ask for the same activations to be recomputed.
+        ModelError: Megatron's recompute arguments cover the same activations, or ``transformer_engine: {linear: true}`` is set
+            without local linear layers.
         LaunchError: regions are to be compiled for a CPU, and there is no C++ compiler.
     """
     if settings is None:
@@ -360,19 +360,19 @@ def warm_up(
     batch: int,
     packed: bool = False,
 ) -> None:
-    """Compile the regions of a run's ``models`` before step 1 if ``policy`` says so, and tell ``say`` what was done or why not.
+    """Compile the regions of a run's ``models`` before step 1 if ``policy`` says so; report through ``say`` either way.
 
     Norm and mixer of one built layer of each kind run forward and backward on random inputs, with recompute as in training.
-    Projections communicate, so every tensor-parallel rank has to call this. E layers and Shared ones, which cannot run without
-    the indices of a Full one, have no region but a norm that the others have, too.
+    Projections communicate, so every tensor-parallel rank has to call this. E layers and Shared A layers are left out: their
+    only region is the norm, which other layers warm up, and a Shared layer cannot run without a Full layer's indices.
 
     Args:
         models: the model chunks of this process, wrapped by Megatron or not.
         policy: what is compiled, and when.
         say: prints a line.
-        rows: rows of the sequence of one micro-batch that a layer of this rank is given (under sequence parallelism, a part).
-        batch: the batch dimension that a layer is given.
-        packed: whether the samples of a micro-batch are packed side by side in one row, which is not warmed up.
+        rows: sequence rows of one micro-batch that a layer of this rank gets (under sequence parallelism, its shard).
+        batch: the batch dimension that a layer gets.
+        packed: whether the samples of a micro-batch are packed into one row, which is not warmed up.
     """
     skipped = f"skipped ({policy.reason}): {policy.why}"
     if packed and (policy.warm_up == EXPLICIT or policy.precompile):
@@ -398,13 +398,13 @@ def warm_up(
 
 
 def _run_layer(layer: RegionLayer, rows: int, batch: int) -> None:
-    """Run norm and mixer both ways without a trace: no gradient of a parameter, no logged loss, no shared indices."""
+    """Run norm and mixer forward and backward without side effects on gradients, logged losses or shared indices."""
     config, core = layer.config, getattr(layer.self_attention, "core_attention", None)
     dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
     device = next(layer.parameters()).device
     hidden_SBD = torch.randn(rows, batch, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
     with contextlib.ExitStack() as stack:
-        for module in layer.modules():  # parameters over the same memory, whose gradients no reduction waits for
+        for module in layer.modules():  # stand-ins share memory but have no DDP hooks
             stand_ins = {
                 name: _stand_in(parameter) for name, parameter in module._parameters.items() if parameter is not None
             }
@@ -413,10 +413,10 @@ def _run_layer(layer: RegionLayer, rows: int, batch: int) -> None:
             stack.callback(core.index_cache.forget, core.layer_number)
             stack.enter_context(
                 mock.patch.object(core, "training", False)
-            )  # the indexer's loss is logged in training alone
-        stack.enter_context(steps.assumed(sys.maxsize))  # keys are selected, as after a dense warm-up of the indexer
+            )  # the indexer's loss is logged only in training
+        stack.enter_context(steps.assumed(sys.maxsize))  # select keys, as after the indexer's dense warm-up
         normed = layer.input_layernorm(hidden_SBD)
-        normed_SBD = normed[0] if isinstance(normed, tuple) else normed  # with the residual
+        normed_SBD = normed[0] if isinstance(normed, tuple) else normed  # (normed, residual)
         output, _ = layer.self_attention(normed_SBD, attention_mask=None)
         output.float().sum().backward()
 
@@ -431,8 +431,8 @@ def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def before_training(policy: CompilePolicy, say: Callable[[str], None]) -> Iterator[None]:
     """Warm up stock Megatron's model before it trains, as ``policy`` says (:func:`warm_up`).
 
-    For the duration ``megatron.training.training.setup_model_and_optimizer`` is wrapped: when it returns, the model is on its
-    device, a checkpoint is loaded, and no step has begun.
+    Inside the context ``megatron.training.training.setup_model_and_optimizer`` is wrapped: when it returns, the model is on its
+    device, any checkpoint is loaded, and no step has begun.
     """
     from megatron.training import training
 

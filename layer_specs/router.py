@@ -1,4 +1,4 @@
-"""The router of an E layer: stock's, with selection, probabilities and the sums of its losses by one function of ours.
+"""The router of an E layer: stock's, with top-k, probabilities and the sums of its losses computed by one op of ours.
 
 Shape legend: S sequence, B batch, T tokens (S × B), D hidden, E experts.
 """
@@ -21,7 +21,7 @@ _LOSS = "seq_aux_loss"
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
-    """What a run asks of its router that only stock's can do, or None."""
+    """The first feature that the run requests of its router and only stock's has, or None."""
     balancing = config.moe_router_load_balancing_type
     balancing = balancing if isinstance(balancing, str) else " ".join(balancing)
     for asked, what in (
@@ -44,10 +44,10 @@ def stock_alone(config: TransformerConfig) -> str | None:
 
 
 class Router(TopKRouter):
-    """Stock's router by another function: parameters, losses, what is logged, and the experts' bias are stock's.
+    """Stock's router on the op ``router``; parameters, losses, logging and the expert bias stay stock's.
 
     Args:
-        route: one of the op ``router`` (:func:`megacpp_mcore.ops.router.reference.route`).
+        route: a backend of the op (:func:`megacpp_mcore.ops.router.reference.route`).
     """
 
     follows_transformer_impl = False  # read for receipts: the dispatcher chooses its function
@@ -57,8 +57,8 @@ class Router(TopKRouter):
         self.route = route
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits ``[S, B, E]`` in fp32, stock's to the last bit."""
-        on_gpu = input.is_cuda and self.weight.is_cuda  # stock brings a weight there that is not
+        """Logits ``[S, B, E]`` in fp32, bit-identical to stock's."""
+        on_gpu = input.is_cuda and self.weight.is_cuda  # stock moves a CPU weight to the GPU
         if on_gpu and input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None:
             logits: torch.Tensor = Gating.apply(input, self.weight, None, torch.float32)
             return logits
@@ -67,7 +67,7 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and routing, both ``[T, E]``, of logits ``[S, B, E]``; a padding mask takes stock's way."""
+        """Probabilities and routing map, both ``[T, E]``, of logits ``[S, B, E]``; with a padding mask, the stock method."""
         if padding_mask is not None:
             return super().routing(logits, padding_mask)
         batch, grad = logits.shape[1], torch.is_grad_enabled()
@@ -83,7 +83,7 @@ class Router(TopKRouter):
         return probs_TE, routed.routing_TE
 
     def _with_z_loss(self, probs_TE: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
-        """``probs_TE``, whose backward pass gives the z-loss its gradient (stock's ``apply_z_loss``)."""
+        """``probs_TE``, with the z-loss attached to its backward pass (stock's ``apply_z_loss``)."""
         config, tokens, ranks = self.config, probs_TE.shape[0], self.tp_cp_group.size()
         mean = squared / tokens
         weight = config.moe_z_loss_coeff / ranks * (tokens * ranks if self.calculate_per_token_loss else 1)
@@ -99,7 +99,7 @@ class Router(TopKRouter):
     def _with_sequence_loss(
         self, probs_TE: torch.Tensor, routed: Routed, batch: int, coefficient: float
     ) -> torch.Tensor:
-        """The same for the loss by sequence (stock's ``_apply_seq_aux_loss``)."""
+        """``probs_TE``, with the sequence-level auxiliary loss attached (stock's ``_apply_seq_aux_loss``)."""
         tokens = probs_TE.shape[0]
         best_BE = reduce_from_tensor_model_parallel_region(routed.best_BE, self.tp_cp_group)
         rows = tokens // batch * self.tp_cp_group.size()
@@ -111,15 +111,15 @@ class Router(TopKRouter):
 
 
 class Gating(RouterGatingLinearFunction):
-    """Stock's product of rows and router in fp32, whose gradients are products of bfloat16, too.
+    """Stock's router GEMM with fp32 output; here the gradient GEMMs also have bf16 operands.
 
-    A gradient in fp32 is the sum of two numbers in bfloat16 to 2^-17 of it: side by side they are one operand, with no copy of
-    the rows in fp32.
+    The fp32 gradient of the logits is split into a sum of two bf16 numbers, accurate to 2^-17; concatenated they are one
+    operand, and no fp32 copy of the rows is needed.
     """
 
     @staticmethod
     def backward(ctx: Any, dlogits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """The gradients of rows ``[S, B, D]`` and router ``[E, D]``."""
+        """Gradients w.r.t. the rows ``[S, B, D]`` and the router weight ``[E, D]``."""
         rows_SBD, weight_ED, _ = ctx.saved_tensors
         rows_TD, dlogits_TE = rows_SBD.flatten(0, -2), dlogits.flatten(0, -2)
         high_TE = dlogits_TE.to(rows_TD.dtype)

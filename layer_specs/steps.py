@@ -1,7 +1,7 @@
-"""Which training step a layer is in, for what changes with the step: the dense warm-up of DSA's indexer.
+"""The current training step, as seen from a layer; the dense warm-up of DSA's indexer depends on it.
 
-Megatron's stock loop says it in its arguments (``curr_iteration``, megatron-core 0.19 ``megatron/training/training.py``); of
-Megatron-Bridge our runner says it (:func:`count_from`), whose ``forward_step`` is given the run's state.
+Megatron's stock loop keeps it in its arguments (``curr_iteration``, megatron-core 0.19 ``megatron/training/training.py``);
+under Megatron-Bridge our runner records it (:func:`count_from`) from the state that ``forward_step`` gets.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ _assumed: int | None = None
 
 
 def ended(training: bool) -> int:
-    """Steps that the run has ended; resumed ones count.
+    """Number of completed steps, including those before a resume.
 
     Args:
-        training: whether a step is under way; otherwise the run evaluates, and the stock loop's number is the last step's.
+        training: whether a training step is running; otherwise the run evaluates, and the stock loop still has the number of
+            the last step.
 
     Raises:
-        ModelError: neither loop says.
+        ModelError: neither loop provides the step.
     """
     if _assumed is not None:
         return _assumed
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if arguments is not None:
-        # Set to 0 before a run loads its checkpoint, whose step is `iteration`.
+        # curr_iteration is 0 until the run has loaded its checkpoint, whose step is `iteration`.
         current = getattr(arguments, "curr_iteration", None)
         return int(arguments.iteration if current is None else max(arguments.iteration, current + (not training)))
     if _of_bridge is None:
@@ -45,7 +46,7 @@ def ended(training: bool) -> int:
 
 @contextlib.contextmanager
 def assumed(number: int) -> Iterator[None]:
-    """While it lasts, :func:`ended` is ``number``: for what runs a layer outside of training."""
+    """Context manager in which :func:`ended` returns ``number``, for code that runs a layer outside of training."""
     global _assumed
     before, _assumed = _assumed, number
     try:
@@ -55,7 +56,7 @@ def assumed(number: int) -> Iterator[None]:
 
 
 def count_from(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-Bridge's ``forward_step(state, …)``, which first notes the step of the run's state."""
+    """Wrap Megatron-Bridge's ``forward_step(state, …)`` to record the step from the run's state first."""
 
     @wraps(forward_step)
     def noted(state: Any, *args: Any, **kwargs: Any) -> Any:

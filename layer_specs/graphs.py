@@ -47,7 +47,7 @@ IMPLEMENTATION = "local"
 """The only supported ``--cuda-graph-impl``, in which each layer decides whether it is captured."""
 
 NOT_REPEATED = ("core_attn", "mlp", "moe", "shared_experts")
-"""The ``--recompute-modules`` that Megatron skips in layers with a CUDA graph (``moe``: in all layers, if the run has graphs)."""
+"""The ``--recompute-modules`` that Megatron skips in layers with a CUDA graph; ``moe`` in all layers, if the run has graphs."""
 
 MTP = "MTP"
 """Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""

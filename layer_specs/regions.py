@@ -157,7 +157,8 @@ def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Call
 
         tensors = [values[name] for name in moving]
         if by_engine:
-            from megatron.core.extensions.transformer_engine import te_checkpoint  # imported late: a patch may have replaced it
+            # Imported late: a patch may have replaced it.
+            from megatron.core.extensions.transformer_engine import te_checkpoint
             from megatron.core.parallel_state import get_tensor_model_parallel_group
 
             tracker = megatron_random.get_cuda_rng_tracker

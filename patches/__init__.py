@@ -37,7 +37,7 @@ def verify() -> None:
 
 
 def status() -> list[dict[str, Any]]:
-    """One JSON-ready record a patch; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.status`."""
+    """One JSON-ready record per patch; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.status`."""
     from megacpp_mcore.patches.machinery.registry import default
 
     return default().status()

@@ -2,7 +2,7 @@
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["checkpoint-hosts"])``.
-Scope: runs and checkpoints whose specs are these two; all others are upstream's.
+Scope: runs and checkpoints that use these two specs; upstream handles all others.
 Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/common/language_module/language_module.py`` and
 ``core/models/gpt/gpt_model.py``.
 """
@@ -21,12 +21,12 @@ from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 GPT_KEYS = "has_keys_of_gpt_model"
-"""The attribute by which a decoder says that its model's checkpoint has the keys of a GPTModel's."""
+"""Attribute of a decoder whose model uses the checkpoint keys of a GPTModel."""
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """As much of a model as the arguments of both hosts say."""
+    """The properties of a model that the arguments of either host determine."""
 
     depth: int
     experts: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Outline:
 
 
 def _outline(args: Any, host: str) -> _Outline:
-    """Read ``args``, of a run or from a checkpoint, whose spec is that of ``host``."""
+    """Read ``args`` of a run or a checkpoint with the spec of ``host``."""
     if host == HYBRID:
         found = hybrid.from_hybrid(args.hybrid_layer_pattern)
         experts = tuple(number for number, letter in enumerate(found.layers, start=1) if letter == "E")
@@ -50,7 +50,7 @@ def _outline(args: Any, host: str) -> _Outline:
 
 
 def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)`` is "as it is"."""
+    """Replacement of ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)``: no conversion."""
 
     @functools.wraps(original)
     def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
@@ -71,8 +71,8 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without_empty_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
 
-    GPTModel drops the extra state of its output layer, which is always empty; for a HybridModel that would be the one key
-    more, which a checkpoint of GPTModel does not have.
+    GPTModel drops the always empty extra state of its output layer; HybridModel does not, and would have that one key more
+    than a GPTModel checkpoint.
     """
 
     @functools.wraps(original)

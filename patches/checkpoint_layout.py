@@ -1,9 +1,9 @@
-"""checkpoint-layout: a checkpoint of our model says which layout its M and R layers have, and another is refused by name.
+"""checkpoint-layout: checkpoints of our model record the layout of their M and R layers; a different one is refused by name.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["checkpoint-layout"])``.
-Scope: distributed checkpoints of GPTModels whose spec is ours (our stack on HybridModel does the same by itself); others are
-upstream's, but for a note in the content metadata that is read from them.
+Scope: distributed checkpoints of GPTModels with our spec (our stack on HybridModel does the same itself). Upstream handles
+others; only their content metadata gets, when read, a note of the folder.
 Provenance: megatron-core 0.19.2 ``core/dist_checkpointing/serialization.py`` and ``core/models/gpt/gpt_model.py``.
 """
 
@@ -18,9 +18,9 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``load_common_state_dict(checkpoint_dir)``: the content metadata says where it was read.
+    """Replacement of ``load_common_state_dict(checkpoint_dir)``: notes the folder in the content metadata.
 
-    Upstream builds the metadata of a save anew. So this is also what tells a load from a save, where both call
+    Upstream creates fresh metadata for each save, so the note also distinguishes a load from a save: both call
     ``sharded_state_dict``.
     """
 

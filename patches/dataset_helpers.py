@@ -1,4 +1,4 @@
-"""dataset-helpers: start-up runs no ``make`` where the compiled dataset helper is there already.
+"""dataset-helpers: start-up runs no ``make`` if the compiled dataset helper already exists.
 
 Activate: applied by the launcher; or ``megacpp_mcore.patches.apply(["dataset-helpers"])``.
 Scope: ``compile_helpers``, and the start-up step of the training loop that calls it on one rank.
@@ -28,10 +28,10 @@ HELPER = "megatron.core.datasets.helpers_cpp"
 
 
 def ready_helper(folder: Path) -> str | None:
-    """Import the compiled helper and return its file, or None when there is none that fits ``folder``'s source.
+    """Import the compiled helper and return its file, or None if none matches the source in ``folder``.
 
-    The wheel brings the compiled helper but no Makefile. A checkout that has compiled none gets the one of another
-    megatron-core on ``sys.path``, if that was compiled from the same source.
+    The wheel ships the compiled helper but no Makefile. A checkout without a compiled helper uses that of another
+    megatron-core on ``sys.path``, if it was compiled from the same source.
 
     Args:
         folder: ``megatron/core/datasets`` of the megatron-core in use.
@@ -56,7 +56,7 @@ def ready_helper(folder: Path) -> str | None:
 
 
 def _outdated(folder: Path) -> bool:
-    """Whether ``make`` in ``folder`` would compile the helper that lies there again, because its source is newer."""
+    """Whether ``make`` in ``folder`` would recompile its helper because the source is newer."""
     libraries = [folder / f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     present = next((library for library in libraries if library.is_file()), None)
     if present is None or not (folder / "Makefile").is_file():

@@ -1,7 +1,7 @@
-"""dsa-graph-safety: the forward and backward pass of DSA can be captured in a CUDA graph.
+"""dsa-graph-safety: makes the forward and backward passes of DSA capturable in a CUDA graph.
 
 Activate: ``megacpp_mcore.patches.apply(["dsa-graph-safety"])``.
-Scope: while the current stream is being captured. Outside of a capture every call goes to the original, with its checks.
+Scope: while the current stream is being captured. Outside a capture every call goes to the original, with its checks.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/{dsa,dsa_layout}.py`` and
 ``core/models/common/embeddings/rope_utils.py``.
 """
@@ -28,8 +28,8 @@ def capturing() -> bool:
 def _loss_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
 
-    Without a row mask stock divides by a number of rows that it copies from the host, which a capture refuses. With a row mask
-    it counts on the device; a mask of ones gives the same number, and the same gradients to the bit.
+    Without a row mask stock divides by a row count that it copies from the host, which a capture forbids. With a row mask it
+    counts on the device; a mask of ones gives the same count, and bit-identical gradients.
     """
 
     @functools.wraps(original)
@@ -45,10 +45,10 @@ def _loss_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaler_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: a scale that nobody has set is 1.
+    """Replacement of ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: the loss scale defaults to 1 in a capture, too.
 
-    Stock then copies a 1 from the host, and keeps it. In a capture a 1 is filled in on the device, and not kept: its memory
-    is the graph's.
+    Stock copies a 1 from the host and stores it. In a capture the 1 is filled on the device and not stored, as its memory
+    belongs to the graph.
     """
 
     @functools.wraps(original)
@@ -68,8 +68,8 @@ def _scaler_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``_validate_nonpacked_cp_uniform_length(sq, skv, cp_size, cp_group, device)``.
 
-    Lengths of other ranks are gathered and read on the host. In a capture they are not, as shapes cannot have changed since
-    the eager warm-up, which checked them; what one rank can tell by itself is still checked.
+    Stock gathers the lengths of other ranks and reads them on the host. A capture skips that, since the eager warm-up has
+    checked these shapes; checks that need only this rank remain.
     """
     signature = inspect.signature(original)
 
@@ -87,8 +87,8 @@ def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
 def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``build_packed_allgather_cp_local_positions(cu_seqlens, cp_size, cp_rank, device, …)``.
 
-    Stock drops empty sequences by boolean indexing, which waits for the GPU. Same positions, but for a batch that
-    holds no token at all: stock gives none, and here there are as many as rows.
+    Stock drops empty sequences by boolean indexing, which syncs with the GPU. The positions are the same, except for a batch
+    without any token: stock returns none, this one per row.
     """
     signature = inspect.signature(original)
 
@@ -115,7 +115,7 @@ def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
 def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
 
-    The same frequencies are picked by row on the device, and the same rotation applied to all rows at once.
+    Here each row's frequencies are gathered on the device, and the same rotation is applied to all rows at once.
     """
     signature = inspect.signature(original)
 

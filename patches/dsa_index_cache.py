@@ -1,17 +1,16 @@
-"""dsa-index-cache: stock DSA shares top-k indices between layers with the right gradients, on a schedule of your choice.
+"""dsa-index-cache: stock DSA shares top-k indices between layers with correct gradients, on a schedule of your choice.
 
-Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model is built. The schedule is the one of
-    ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, with those left alone, ``dsa_index_cache`` in the
-    file that ``MEGACPP_CONFIG`` names: ``{schedule: FSSFSS}`` or ``{full: [0, 3]}``.
+Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model is built. The schedule is set by
+    ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, without these, by ``dsa_index_cache`` in the file
+    named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}`` or ``{full: [0, 3]}``.
 Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's. The logged indexer
     loss becomes the mean over the layers that have one, for every model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
 
-Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute gives a layer copies of
-its tensors, so nothing that is attached to a tensor arrives; it happens between the forward passes of later micro-batches,
-so nothing that is kept by layer number is still the right one; and a token set by a hook of the chunk would have to be
-stored with each checkpoint anyway. The function given to the checkpoint is stored there already, is new for each call, and
-is freed with the autograd graph.
+Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute passes a layer copies of
+its tensors, so attributes of tensors are lost; it runs between the forward passes of later micro-batches, so entries keyed by
+layer number have been overwritten; and a token set by a hook on the chunk would have to be stored with each checkpoint anyway.
+The function passed to the checkpoint is stored there already, is new for each call, and is freed with the autograd graph.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
-"""Attribute of a DSAttention that shares: the IndexCache of its block."""
+"""Attribute of a DSAttention in a sharing block: the block's IndexCache."""
 _HOLDERS = "_megacpp_index_holders"
-"""Attribute of a DSAttention during its forward pass: what stock reads from or writes to, indices and lengths by layer."""
+"""Attribute of a DSAttention during its forward pass: the dicts of indices and lengths by layer that stock reads and writes."""
 SAVED_LOSSES = "megacpp_saved_losses"
-"""Key of the loss tracker: how many losses were added to it, a tensor of one element, so that a graph can capture it."""
+"""Key of the loss tracker: how many losses were added, as a one-element tensor, so that CUDA graphs can update it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +65,10 @@ def _periodic_roles(config: Any, layers: int) -> str:
 
 
 def _asked(config: Any) -> plugin_config.IndexSchedule | None:
-    """The schedule of the file, None when it has none.
+    """The schedule of the configuration file, or None.
 
     Raises:
-        ModelError: upstream's arguments ask for another one.
+        ModelError: upstream's arguments set a schedule as well.
     """
     schedule = plugin_config.index_schedule_from_environment()
     if schedule is not None and _periodic(config):
@@ -81,7 +80,7 @@ def _asked(config: Any) -> plugin_config.IndexSchedule | None:
 
 
 def _trunk_roles(config: Any) -> str | None:
-    """``F`` or ``S`` for every layer of a DSA model's decoder; None when nothing is shared or it is no such model."""
+    """``F`` or ``S`` for every layer of a DSA model's decoder; None without a schedule, and for other models."""
     if config.experimental_attention_variant != "dsa":
         return None
     schedule = _asked(config)
@@ -91,7 +90,7 @@ def _trunk_roles(config: Any) -> str | None:
 
 
 def _refuse_split(config: Any, roles: str) -> None:
-    """Raise ModelError, with the schedule to adopt, where a model chunk would begin with a Shared layer."""
+    """Raise ModelError, naming a schedule that works, if a model chunk would begin with a Shared layer."""
     from megacpp_mcore.arguments.chunks import model_chunks
 
     chunks = model_chunks(config)
@@ -113,23 +112,23 @@ def _trunk_block(block: Any) -> _Block | None:
         return None
     _refuse_split(block.config, roles)
     if SHARED_INDEX in roles:
-        # Layers without an indexer leave holes in one checkpoint tensor for all layers (the field is spelled so upstream).
+        # Layers without an indexer would leave holes in stacked checkpoint tensors (the field's spelling is upstream's).
         block.config.hetereogenous_dist_checkpoint = True
     return _Block(roles, IndexCache(source_layers(tuple(roles))))
 
 
 def _mtp_block(block: Any) -> _Block | None:
-    """MTP layers have numbers, and here a cache, of their own; a schedule from the file is about the trunk alone."""
+    """MTP layers have their own numbering and their own cache; a schedule from the file covers only the trunk."""
     if block.mtp_layer_pattern is not None or _trunk_roles(block.config) is None:
         return None
-    # A repeated layer is one, built once; it has nothing to share with.
+    # A repeated layer is built once, so it has no other layer to share with.
     layers = 1 if block.config.mtp_use_repeated_layer else block.config.mtp_num_layers or 1
     roles = _periodic_roles(block.config, layers) if _periodic(block.config) else FULL_INDEX * layers
     return _Block(roles, IndexCache(source_layers(tuple(roles))))
 
 
 def _build_layers(describe: Callable[[Any], _Block | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Maker of the replacement of a block's ``_build_layers``: it says which block the layers are built for."""
+    """Factory for the replacement of a block's ``_build_layers``, which records the block whose layers are being built."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -146,7 +145,7 @@ def _build_layers(describe: Callable[[Any], _Block | None]) -> Callable[[Callabl
 
 
 def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: it says what would do."""
+    """Replacement of ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: the error names a usable one."""
 
     @functools.wraps(original)
     def _validate_dsa_index_share_pipeline_split(config: Any, local_layer_ids: Any) -> None:
@@ -159,7 +158,7 @@ def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DSAttention.__init__``: the schedule decides who has an indexer."""
+    """Replacement of ``DSAttention.__init__``: the schedule decides which layers have an indexer."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -191,14 +190,14 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_indexer(submodules: Any) -> Any:
-    """The submodules with a placeholder that draws no random numbers in the indexer's place."""
+    """The submodules with the indexer replaced by a placeholder that consumes no random numbers."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     return dataclasses.replace(submodules, indexer=IdentityOp)
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DSAttention.forward``: reads before it, or publishes after it."""
+    """Replacement of ``DSAttention.forward``: reads the cached indices before it, or publishes them after it."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +226,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _holder(which: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Maker of the replacement of the holder of indices (0) or lengths (1): that of the forward pass under way."""
+    """Factory for the replacement of stock's holder of indices (0) or lengths (1): returns the current forward pass's."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -250,13 +249,13 @@ def _checkpoint_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use in place of the other."""
+    """Replacement of ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use instead of ``CheckpointFunction``."""
 
     @functools.wraps(original)
     def te_checkpoint(forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from torch.nn import Module
 
-        # Transformer Engine looks into a module for modules of its own; those that Megatron passes hold no attention.
+        # Transformer Engine inspects a module for its own submodules; the modules Megatron passes contain no attention.
         function = forward_func if isinstance(forward_func, Module) else Recomputed(forward_func)
         return original(function, *args, **kwargs)
 
@@ -277,7 +276,7 @@ def _save_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved_losses() -> Any:
-    """The count of losses in the tracker, made on first use; the tracker must have its values."""
+    """The count of losses in the tracker, created on first use; the tracker must already hold values."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     tracker = DSAIndexerLossLoggingHelper.tracker
@@ -287,9 +286,9 @@ def _saved_losses() -> Any:
 
 
 def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``track_indexer_metrics``: a mean over losses, where upstream divides by all layers.
+    """Replacement of ``track_indexer_metrics``: the mean over recorded losses, where upstream divides by all layers.
 
-    Upstream's ``loss_scale``, one over the number of micro-batches, is in the count of losses already.
+    The count of losses already includes upstream's ``loss_scale``, one over the number of micro-batches.
     """
     signature = inspect.signature(original)
 

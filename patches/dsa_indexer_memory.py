@@ -1,4 +1,4 @@
-"""dsa-indexer-memory: index scores, top-k, the indexer's KL loss and its gradient in chunks of queries.
+"""dsa-indexer-memory: computes index scores, top-k, the indexer's KL loss and its gradient in chunks of queries.
 
 Activate: ``megacpp_mcore.patches.apply(["dsa-indexer-memory"])``.
 Scope: float32 and 16-bit inputs on one device, called without autograd (as stock does) and without autocast; masks of shape
@@ -26,7 +26,7 @@ _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 
 
 def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A factory of replacements: ``run`` on the call's arguments by name; where it returns None, the original."""
+    """Factory for replacements: call ``run`` with the arguments by name, and the original if it returns None."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -45,7 +45,7 @@ def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]
 
 
 def _note(is_ours: bool) -> None:
-    """Note, of every call, whether it ran in chunks; stock does not tell these functions their layer."""
+    """Record for receipts whether a call ran in chunks, without its layer, which stock does not pass."""
     if is_ours:
         observed.note("indexer", "chunked", "the patch dsa-indexer-memory", speed=Speed.COMPILED, requested="chunked")
     else:
@@ -54,7 +54,7 @@ def _note(is_ours: bool) -> None:
 
 
 def _topk(call: SimpleNamespace) -> Any:
-    """``fused_qk_topk_naive``: ``(index_scores, topk_indices)``, the former computed only if somebody reads it."""
+    """``fused_qk_topk_naive``: ``(index_scores, topk_indices)``, the former computed only if it is read."""
     from megacpp_mcore.ops.indexer.chunked import indexer_scores, select
     from megacpp_mcore.ops.indexer.deferred import DeferredScores
 
@@ -85,8 +85,8 @@ def _forward(call: SimpleNamespace) -> Any:
     if parts is None or call.topk < 1:
         return None
     indexer, attention, loss_rule = parts
-    # A call without mask and bounds selects among all keys, and only its loss is causal. An additive mask is in the scores
-    # twice in the loss's forward pass and once in its backward pass; for masks of 0 and -inf that is all the same.
+    # Without mask and bounds stock selects among all keys, and only the loss is causal. It adds an additive mask twice in the
+    # loss's forward pass and once in its backward pass; for masks of 0 and -inf that makes no difference.
     rule = key_rule(call)
     best_BSN, index_BSN = select(indexer, call.topk, rule)
     if call.sparse_loss:
@@ -106,7 +106,7 @@ def _forward(call: SimpleNamespace) -> Any:
 
 
 def _backward(call: SimpleNamespace) -> Any:
-    """``bwd_fused_indexer_loss_naive``: the gradients of q, weights and k."""
+    """``bwd_fused_indexer_loss_naive``: gradients w.r.t. q, weights and k."""
     from megacpp_mcore.ops.indexer.chunked import dense_backward, sparse_backward
 
     parts = _parts(call)
@@ -126,7 +126,7 @@ def _backward(call: SimpleNamespace) -> Any:
 
 
 def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:
-    """The indexer, the attention it learns from, and the rule of the loss; None outside of the scope."""
+    """The indexer, the attention it learns from, and the loss's key rule; None outside the patch's scope."""
     from megacpp_mcore.ops.indexer.chunked import KeyRule
 
     indexer, attention = _indexer(call), _attention(call)
@@ -164,7 +164,7 @@ def _attention(call: SimpleNamespace) -> Attention | None:
 
 
 def _reduce_over(group: Any) -> Callable[[torch.Tensor], None] | None:
-    """Sums in place over the ranks of ``group``; None where there is one rank."""
+    """A function that sums in place over the ranks of ``group``; None for a single rank."""
     if group.size() == 1:
         return None
 
@@ -177,7 +177,7 @@ def _reduce_over(group: Any) -> Callable[[torch.Tensor], None] | None:
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
-    """Whether these are tensors that stock would compute with in float32, on one device and without recording them."""
+    """Whether these are tensors on one device for which stock would compute in float32, without autograd."""
     import torch
 
     device = tensors[0].device
@@ -189,7 +189,7 @@ def _plain(*tensors: torch.Tensor) -> bool:
 
 
 def mask_fits(call: SimpleNamespace) -> bool:
-    """Whether the keys of each query are hidden in a form that is known here (the original refuses most of the others)."""
+    """Whether the keys of each query are masked in a supported form (the original refuses most other forms)."""
     import torch
 
     (num_queries, batch), num_keys, device = call.q.shape[:2], call.k.shape[0], call.q.device
@@ -204,7 +204,7 @@ def mask_fits(call: SimpleNamespace) -> bool:
 
 
 def key_rule(call: SimpleNamespace) -> KeyRule | None:
-    """Which keys may be selected; None: all."""
+    """The keys that may be selected; None: all."""
     from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_varlen_bounds
 
     from megacpp_mcore.ops.indexer.chunked import KeyRule
@@ -223,7 +223,7 @@ def key_rule(call: SimpleNamespace) -> KeyRule | None:
 
 
 def _valid_rows(call: SimpleNamespace) -> torch.Tensor | None:
-    """Which queries count in the loss, float32 ``[b, sq]``; None: all."""
+    """The queries that count in the loss, float32 ``[b, sq]``; None: all."""
     from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_query_valid_rows
 
     num_queries, batch = call.q.shape[:2]

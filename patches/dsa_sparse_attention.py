@@ -1,13 +1,13 @@
-"""dsa-sparse-attention: absorbed DSA attends to its selected keys alone, by this package's kernels where they cover it.
+"""dsa-sparse-attention: absorbed DSA computes attention only over its selected keys, by our kernels where supported.
 
 Activate: ``megacpp_mcore.patches.apply(["dsa-sparse-attention"])``.
-Scope: the fallback of absorbed MLA, where stock has no fused kernel for a call: queries and keys of one dtype, float32 or 16
-bits, on one device; keys hidden by bounds, by position, or by a mask of 0 and −inf, as DSAttention makes them. On a GPU the op
-``sparse_mla`` runs by Triton kernels at the widths that they cover, and elsewhere in plain PyTorch, in chunks of queries.
-Another call goes to the original, and the log says once why.
+Scope: absorbed MLA's fallback for calls without a fused stock kernel: queries and keys of one dtype, float32 or 16 bits, on one
+device; keys masked by bounds, by position, or by a mask of 0 and −inf, as DSAttention does. On a GPU the op ``sparse_mla`` uses
+Triton kernels at the widths that they support, otherwise plain PyTorch, in chunks of queries. Any other call goes to the
+original, and the reason is logged once.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 
-Shape legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys.
+Shape legend: S queries, T keys, B batch, H heads, K query/key dim, V latent value dim, N selected keys.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _obstacle(call: SimpleNamespace) -> str | None:
 
 
 def _as_indexer(call: SimpleNamespace) -> SimpleNamespace:
-    """The call with queries and keys under the names that an indexer's have."""
+    """The call with queries and keys renamed as in indexer calls."""
     return SimpleNamespace(**vars(call), q=call.query, k=call.key)
 
 

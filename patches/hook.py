@@ -1,4 +1,4 @@
-"""What the hook line in a checkout imports; that line stands in files of users, so this module keeps its name."""
+"""Imported by the hook line in a checkout; as users' files contain that line, this module must keep its name."""
 
 from megacpp_mcore.patches.machinery.hook import install
 

@@ -1,9 +1,9 @@
-"""hybrid-flops: the TFLOP/s that the training loop prints come from the audited count of the model that is trained.
+"""hybrid-flops: the training loop's TFLOP/s come from an audited FLOP count of the trained model.
 
 Activate: ``megacpp_mcore.patches.apply(["hybrid-flops"])``.
-Scope: runs with ``--spec megacpp_mcore nam56r`` or ``nam56r_hybrid``, which are counted whole; stock hybrid patterns with
-``D`` or ``+`` layers or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is
-corrected. Packed documents are counted by their own lengths.
+Scope: runs with ``--spec megacpp_mcore nam56r`` or ``nam56r_hybrid``, whose count is replaced; stock hybrid patterns with ``D``
+or ``+`` layers or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is
+corrected. Packed documents are counted by their actual lengths.
 Provenance: megatron-core 0.19.2 ``training/training.py``, ``core/models/hybrid/hybrid_layer_allocation.py``,
 ``core/transformer/experimental_attention_variant/{absorbed_mla,dsa}.py``.
 """
@@ -27,25 +27,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The (query, key) positions that attention lets through: all of a query's document up to it, and what top-k keeps."""
+    """Numbers of (query, key) pairs: causal within documents, and those of them that top-k keeps."""
 
     causal: int
     selected: int
 
 
 class _Documents:
-    """The pairs of an iteration's packed documents, summed beside the two sums that the loop keeps of their lengths.
+    """Attention pairs of an iteration's packed documents, summed alongside the loop's own length statistics.
 
-    Those are of lengths and of their squares, and top-k cuts every document by itself. Evaluation is left out.
+    The loop sums only lengths and squared lengths, which do not suffice: top-k caps each document separately. Evaluation is
+    not counted.
     """
 
     def __init__(self) -> None:
         self._sums: Any = None
         self.pairs: _Pairs | None = None
-        """Of the global batch that the loop counts now; None where it is not packed, or attention selects nothing."""
+        """Pairs of the global batch being counted; None if it is not packed, or attention has no top-k."""
 
     def add(self, cu_seqlens: Any) -> None:
-        """Add a micro-batch, whose documents begin and end at ``cu_seqlens [N + 1]``; nothing leaves the device."""
+        """Add a micro-batch with document boundaries ``cu_seqlens [N + 1]``; without a device sync."""
         import torch
         from megatron.training import get_args
 
@@ -61,7 +62,7 @@ class _Documents:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def close(self) -> None:
-        """End an iteration: sum over data-parallel replicas, each of which has seen its own micro-batches."""
+        """End an iteration: sum over data-parallel replicas, each with its own micro-batches."""
         self.pairs = None
         if self._sums is None:
             return
@@ -102,7 +103,7 @@ def _closed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A global batch as the loop describes it: equal sequences, or packed ones of which it keeps two sums, and we two more."""
+    """A global batch as the loop describes it: equal sequences, or packed ones with the loop's two sums and our two."""
 
     sequences: int
     length: int
@@ -115,17 +116,17 @@ class _Batch:
 
     @property
     def pairs(self) -> _Pairs | None:
-        """Of the packed documents, if they were seen."""
+        """Pairs of the packed documents, if recorded."""
         return _documents.pairs if self.packed else None
 
     def selected_pairs(self, topk: int) -> int:
-        """The pairs that top-k keeps."""
+        """The number of pairs that top-k keeps."""
         known = self.pairs
         return self.sequences * flops.selected_pairs(self.length, topk) if known is None else known.selected
 
     @property
     def squares(self) -> float:
-        """The sum of the sequences' squared lengths."""
+        """Σ L² over the sequences."""
         return self.sequences * self.length**2 if self.packed_squares is None else self.packed_squares
 
     @property
@@ -178,7 +179,7 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Model | None]:
-    """``describe``, asked once for the same object: the loop asks twice a step, with arguments that stay the same."""
+    """``describe`` with its result cached for the last object: the loop calls it twice per step with the same arguments."""
     seen: list[tuple[Any, Model | None]] = []
 
     def model_of(args: Any) -> Model | None:
@@ -190,7 +191,7 @@ def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Mode
 
 
 def _described_model(args: Any) -> Model | None:
-    """The model that ``args`` train through our spec, found as the spec itself finds it; None for another spec or none."""
+    """The model that ``args`` train through our spec, determined as the spec does; None for another spec or none."""
     host = lowering.host_of(getattr(args, "spec", None))
     if host is None:
         return None
@@ -204,7 +205,7 @@ def _described_model(args: Any) -> Model | None:
 
 
 def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
-    """The operations of training of a batch, whose packed documents are counted by their pairs, which work grows with."""
+    """Training FLOPs of a batch; with packed documents linear in their pairs, so three counts determine them."""
     count = functools.partial(_counted, model, batch.sequences, batch.length, vocabulary)
     if batch.pairs is None:
         return count(None)
@@ -214,12 +215,12 @@ def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _counted(model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int] | None) -> int:
-    """Counting layer by layer takes a millisecond, and batches come in few sizes."""
+    """Cached, since counting layer by layer takes a millisecond and batches come in few sizes."""
     return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary, pairs=pairs).total.training
 
 
 def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
-    """The symbol of each MLA (``+``) and sparse (``D``) layer that upstream counts wrongly, and whether it shares indices."""
+    """Symbol of each MLA (``+``) and sparse (``D``) layer that upstream counts wrongly, and whether it reuses indices."""
     if args.hybrid_layer_pattern is None:
         if args.experimental_attention_variant == "dsa":
             yield from (("D", shares) for shares in _sharing_of_gpt(args))
@@ -228,7 +229,7 @@ def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
 
     parsed = parse_hybrid_pattern(args.hybrid_layer_pattern)
     trunk = (parsed.main_pattern or "").replace(Symbols.PIPE, "")
-    # Each depth's layers are numbered from 1 anew.
+    # Layer numbers restart at 1 in each depth.
     for part in (trunk, *[parsed.mtp_pattern or ""] * parsed.mtp_num_depths):
         for number, symbol in enumerate(part, start=1):
             if symbol in "D+":
@@ -236,7 +237,7 @@ def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _sharing_of_gpt(args: Any) -> Iterator[bool]:
-    """Whether each DSA layer of a GPT reuses another's indices: trunk, then MTP layers, numbered from 1 anew."""
+    """Whether each DSA layer of a GPT reuses another's indices: trunk layers, then MTP layers, whose numbers restart at 1."""
     from megacpp_mcore import patches
 
     schedule = plugin_config.index_schedule_from_environment()
@@ -252,7 +253,7 @@ def _sharing_of_gpt(args: Any) -> Iterator[bool]:
 
 
 def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> float:
-    """What upstream's count lacks, or has too much of, in operations of training."""
+    """Training FLOPs to add to upstream's count (negative: to subtract)."""
     mla, heads, hidden = _mla(args) if layers else None, args.num_attention_heads, args.hidden_size
     lacking: float = sum(_core(args, batch, symbol, shares).training for symbol, shares in layers)
     if args.hybrid_layer_pattern is not None:
@@ -262,14 +263,14 @@ def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> flo
             projections = flops.mla_projections(batch.tokens, hidden, heads, mla, query_latent=latent)
             lacking += projections.training * len(layers)
     elif mla is not None:
-        # Upstream has the projections of a GPT, and for each layer a full core of half the square of pairs.
+        # Upstream counts a GPT's projections, and for each layer a full core over half of the squared length.
         widths = mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
         lacking -= 3 * heads * widths * batch.squares * len(layers)
     return lacking
 
 
 def _core(args: Any, batch: _Batch, symbol: str, shares: bool) -> flops.Work:
-    """The core of one ``+`` layer, or the core and, unless it shares another layer's indices, the indexer of a ``D`` one."""
+    """The core of a ``+`` layer, or the core of a ``D`` layer plus its indexer, unless it reuses another layer's indices."""
     mla, heads = _mla(args), args.num_attention_heads
     if symbol == "+":
         return flops.full_core(batch.causal_pairs, heads, mla)
@@ -300,7 +301,7 @@ def _is_periodically_shared(args: Any, number: int) -> bool:
 
 def _mla(args: Any) -> MLA:
     return MLA(
-        q_lora_rank=args.q_lora_rank or 1,  # not read where there is no query latent
+        q_lora_rank=args.q_lora_rank or 1,  # not read without a query latent
         kv_lora_rank=args.kv_lora_rank,
         qk_head_dim=args.qk_head_dim,
         qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,

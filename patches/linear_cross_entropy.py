@@ -1,32 +1,31 @@
-"""linear-cross-entropy: the losses of the main head and of every MTP depth come from hidden states, not from logits.
+"""linear-cross-entropy: the losses of the main head and of every MTP depth are computed without materialising logits.
 
 Activate: applied by our specs on GPUs, unless ``speed_defaults.linear_cross_entropy`` is false; or
 ``megacpp_mcore.patches.apply(["linear-cross-entropy"])``.
-Scope: GPTModel and HybridModel called with labels. The stock path stays, with one line in the log that says why, where
-something else needs the logits or owns their gradient: an inference engine, an ``output_processor``, the configuration
-logger, a loss or logit scale of the model's own, an output layer that is not exactly ColumnParallelLinear (the MXFP8 one,
-say) or has hooks, does not reduce its gradient or defers it (``defer_embedding_wgrad_compute``), a weight that is not a plain
-tensor or belongs to Megatron-FSDP or to sharded rematerialisation (GTP), Transformer Engine's cross-entropy, autocast. Without
-labels there is no loss, and stock runs without a word. Refused is an output layer that gathers its output over several ranks:
-stock's loss counts a gathered logit once for each of them.
+Scope: GPTModel and HybridModel called with labels. The stock path stays, and the reason is logged once, if anything else needs
+the logits or owns their gradient: an inference engine, an ``output_processor``, the configuration logger, a custom loss or
+logit scale of the model, an output layer that is not exactly ColumnParallelLinear (MXFP8, say), has hooks, does not reduce its
+gradient or defers it (``defer_embedding_wgrad_compute``), a weight that is not a plain tensor or belongs to Megatron-FSDP or to
+sharded rematerialisation (GTP), Transformer Engine's cross-entropy, autocast. Without labels there is no loss, and stock runs
+without a log line. An output layer that gathers its output over several ranks is refused: stock's loss would count a gathered
+logit once per rank.
 Provenance: megatron-core 0.19.2 ``core/models/{gpt/gpt_model,hybrid/hybrid_model}.py``,
 ``core/models/common/language_module/language_module.py``, ``core/transformer/multi_token_prediction.py`` and
-``core/tensor_parallel/layers.py``. At other commits upstream
-has a ``LinearCrossEntropyModule`` (kernels for Blackwell) as output layer; 0.19.1 and 0.19.2 have none, and no option for
-one. Where it comes back it is not exactly ColumnParallelLinear, and stays.
+``core/tensor_parallel/layers.py``. Other upstream commits have a ``LinearCrossEntropyModule`` (kernels for Blackwell) as output
+layer; 0.19.1 and 0.19.2 have neither it nor an option for it. Not being exactly ColumnParallelLinear, it would be left alone.
 
-How it works: while one of the two models runs with labels, its output layer returns :class:`LazyLogits`, which remembers
-what the logits would be made of, and ``compute_language_model_loss`` asks that for losses. What stock does with logits on
-the way (muP's scale, MTP's count of right guesses) :class:`LazyLogits` answers; anything else gets an exception.
+How it works: while one of the two models runs with labels, its output layer returns :class:`LazyLogits`, which stores the
+operands of the logits, and ``compute_language_model_loss`` requests the losses from it. :class:`LazyLogits` supports what
+stock does with logits in between (muP's scale, MTP's count of correct predictions); anything else raises an exception.
 
-The op is handed the loss mask by which its losses will be multiplied: for an MTP depth the one that ``process_mtp_loss`` has
-rolled as often as the labels; for the main head the model's own where a stock script trains, whose loss function multiplies by
-it. Any other caller of the model may weigh its losses as it likes, and the op is handed nothing. A stock script whose loss
-function multiplies by something else is stopped by the op's assertion.
+The op gets the loss mask by which its losses will be multiplied: for an MTP depth the one that ``process_mtp_loss`` has rolled
+along with the labels; for the main head, under a stock script, the model's own, which the script's loss function multiplies
+by. Any other caller of the model may weight its losses freely, so the op gets no mask. The op's assertion stops a stock script
+whose loss function multiplies by anything else.
 
-Each head has a call of its own. One for all was measured (``bench run linear_cross_entropy_heads``): 1 % faster, 0.5 of 2.3 GB
-less. It would take the ratio of the main loss to a depth's before the loss function has run, and end the run where that is
-another; a head's own call needs no more than its mask.
+Each head is a separate call. A single call for all heads was measured (``bench run linear_cross_entropy_heads``): 1 % faster,
+0.5 of 2.3 GB less. But it must know the ratio of the main loss to a depth's before the loss function runs, and abort the run if
+that turns out different; a call per head needs only its mask.
 
 Shape legend: S sequence, B batch, H hidden width, V vocabulary of this rank.
 """
@@ -64,10 +63,10 @@ class _Run:
     """A model that is running with labels and is in scope.
 
     Attributes:
-        layer: its output layer, whose logits are to be lazy.
-        labels: what it was called with, ``[B, S]``.
-        loss_mask: what the main head's losses will be multiplied by, ``[B, S]``; None: nobody knows.
-        rolled_mask: the loss mask as MTP has last rolled it; None without one.
+        layer: its output layer, which returns lazy logits.
+        labels: those the model was called with, ``[B, S]``.
+        loss_mask: the factor on the main head's losses, ``[B, S]``; None: unknown.
+        rolled_mask: the loss mask as last rolled by MTP; None without one.
     """
 
     layer: Any
@@ -76,7 +75,7 @@ class _Run:
     rolled_mask: Any
 
     def mask_of(self, labels: Any) -> Any:
-        """What the losses of ``labels`` will be multiplied by: theirs are the model's own, or MTP has rolled both alike."""
+        """The factor on the losses of ``labels``: the model's mask for its own labels, else the mask that MTP has rolled."""
         return self.loss_mask if labels is self.labels else self.rolled_mask
 
 
@@ -84,10 +83,10 @@ _running: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("linear_c
 
 
 class LazyLogits:
-    """Stands for ``scale · (hidden weightᵀ + bias)`` of an output layer, of which only the losses are wanted.
+    """Stands in for an output layer's ``scale · (hidden weightᵀ + bias)`` when only the losses are needed.
 
-    Not a tensor, on purpose: compiled code would take a subclass of one for its memory, and a consumer that is not
-    foreseen must fail and not get other numbers. Under sequence parallelism ``hidden`` is this rank's part of axis 0.
+    Deliberately not a tensor subclass, whose memory compiled code would read: an unforeseen consumer must fail rather than get
+    wrong numbers. Under sequence parallelism ``hidden`` is this rank's shard of axis 0.
     """
 
     def __init__(self, layer: Any, hidden_SBH: torch.Tensor, weight_VH: torch.Tensor, scale: float = 1.0) -> None:
@@ -95,7 +94,7 @@ class LazyLogits:
         self._computed: TokenLosses | None = None
 
     def losses(self, label_SB: torch.Tensor, mask_SB: torch.Tensor | None) -> torch.Tensor:
-        """Cross-entropy of each token, [S, B], which the caller will multiply by the mask, if there is one."""
+        """Cross-entropy per token, [S, B]; the caller has to multiply it by the mask, if one is passed."""
         from megacpp_mcore.ops.linear_cross_entropy.chunked import VocabShards, linear_cross_entropy
 
         group = self._layer.tp_group
@@ -121,7 +120,7 @@ class LazyLogits:
         """The largest logit of each token and its index in V, as [S, B] each, without gradients.
 
         Raises:
-            PatchError: of another axis than the last, or before the loss.
+            PatchError: ``dim`` is not the last axis, or the loss has not been computed yet.
         """
         if dim not in (-1, 2):
             raise PatchError(_misuse(f"max over axis {dim}"))
@@ -138,7 +137,7 @@ class LazyLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """``torch.argmax(logits, dim=-1)``, and nothing else."""
+        """Supports only ``torch.argmax(logits, dim=-1)``."""
         import torch
 
         if func is torch.argmax and len(args) == 1 and dict(kwargs or {}) == {"dim": -1}:
@@ -157,7 +156,7 @@ def _misuse(what: str) -> str:
 
 
 def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
-    """Where stock's fused accumulation would put the weight's gradient, if it is on."""
+    """The buffer to which stock's fused accumulation would add the weight's gradient; None if fusion is off."""
     from megacpp_mcore.ops.main_grad import MainGrad
 
     if not (layer.gradient_accumulation_fusion and hasattr(weight_VH, "main_grad")):
@@ -167,7 +166,7 @@ def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
 
 
 def _placeholder(weight_VH: Any, buffer_VH: torch.Tensor) -> torch.Tensor | None:
-    """Tell the data-parallel hooks that the gradient is in ``main_grad``; a gradient of zeros makes them run."""
+    """Flag to the data-parallel hooks that the gradient is in ``main_grad``; return zeros as gradient, so that they fire."""
     import torch
     from megatron.core.tensor_parallel import layers
 
@@ -212,14 +211,14 @@ def _stock_script_runs() -> bool:
 
 
 def _note(model: Any, observed: str, reason: str) -> None:
-    """Our model brings the patch by itself: where that cannot serve, nobody need have asked for it."""
+    """Record the observed backend; as our model applies the patch itself, the user need not have requested it."""
     by_itself = observed != _OP and hasattr(model.config, checkpoint_layout.KEY)
     requested = backends.AUTO if by_itself else _OP
     backends.note("loss", observed, reason, speed=Speed.COMPILED, requested=requested)
 
 
 def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Why this call has to keep its logits; ``None`` if it need not."""
+    """Why this call needs real logits; ``None`` if it does not."""
     return _of_call(model, arguments) or _of_layer(model.output_layer, arguments) or _of_weight(model)
 
 
@@ -277,7 +276,7 @@ def _of_weight(model: Any) -> str | None:
 
 
 def _say_once(model: Any, obstacle: str) -> None:
-    """One line in the log of the first rank of the pipeline stage."""
+    """Log one line, on the first rank of the pipeline stage."""
     groups = (getattr(model.pg_collection, name, None) for name in ("tp", "dp_cp"))
     if all(group is None or group.rank() == 0 for group in groups):
         _warn(f"linear-cross-entropy: {type(model).__name__} keeps its logits: {obstacle}")
@@ -289,7 +288,7 @@ def _warn(message: str) -> None:
 
 
 def _lazy_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ColumnParallelLinear.forward``: the layer that is awaited returns lazy logits."""
+    """Replacement of ``ColumnParallelLinear.forward``: the running model's output layer returns lazy logits."""
 
     @functools.wraps(original)
     def forward(self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> Any:
@@ -317,7 +316,7 @@ def _lazy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _followed_roll(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``multi_token_prediction.roll_tensor``: notes what becomes of the loss mask of the model that runs."""
+    """Replacement of ``multi_token_prediction.roll_tensor``: tracks the rolled loss mask of the running model."""
 
     @functools.wraps(original)
     def roll_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""mixed-precision-optimizer: parameters of fp32 and of bf16 in one optimizer are saved and loaded each as its own.
+"""mixed-precision-optimizer: an optimizer with both fp32 and bf16 parameters saves and loads each parameter's own state.
 
-The M and R layers keep some parameters in fp32 under ``Float16Module``. Upstream numbers an optimizer's parameters as if all
-of them were of one kind: without ``--use-distributed-optimizer`` it counts the 16-bit ones alone, with it in an order in
-which it then does not put them. Training goes by neither number; saving and loading do. In two formats it also loads into what
-it holds of an fp32 parameter, a view of the model's own, with gradients on, which PyTorch does not allow.
+The M and R layers keep some parameters in fp32 under ``Float16Module``. Upstream numbers an optimizer's parameters as if they
+had one dtype: without ``--use-distributed-optimizer`` it counts only the 16-bit ones, with it the numbers do not match the
+order it then uses. Training does not use these numbers; saving and loading do. In two formats it also loads in place, with
+grad enabled, into views of the model's fp32 parameters, which PyTorch does not allow.
 
-Where upstream leaves the main parameters to the inner optimizer (the precision-aware one, also on the CPU), such an optimizer
-is refused: Transformer Engine's saves an fp32 parameter as it was before the first step; the one on the CPU cannot be built.
+Mixed dtypes are refused if upstream leaves the main parameters to the inner optimizer (the precision-aware one, also on the
+CPU): Transformer Engine's saves fp32 parameters as they were before the first step; the CPU one cannot be built.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["mixed-precision-optimizer"])``.
-Scope: optimizers that hold both kinds; all others are upstream's.
+Scope: optimizers that hold both dtypes; all others are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py`` and ``core/optimizer/distrib_optimizer.py``.
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
 
-    Upstream's runs on a view of the optimizer whose two parallel lists, of model and of main parameters, hold those in fp32
-    too, in the order of the inner optimizer, which is what its numbers mean. An fp32 parameter is its own main parameter, and
-    is in the model's part of the checkpoint: it is left out again of what is saved as a copy in fp32.
+    The original runs on a view of the optimizer whose parallel lists of model and main parameters include the fp32 ones, in the
+    order of the inner optimizer, to which the numbers refer. An fp32 parameter is its own main parameter and is saved with the
+    model, so it is then removed from the fp32 copies to save.
     """
 
     @functools.wraps(original)
@@ -63,13 +63,13 @@ def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[...
 def _model_parameters(
     mains: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], models: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The model's parameter for each of ``mains``: of ``models``, the one that it is a copy of, or itself."""
+    """The model's parameter for each of ``mains``: the one in ``models`` of which it is a copy, or itself."""
     model_of = {id(main): model for main, model in zip(copies, models, strict=True)}
     return [model_of.get(id(main), main) for main in mains]
 
 
 def _is_fp32(parameter: torch.Tensor) -> bool:
-    import torch  # a patch is named and described without it
+    import torch  # late: patches can be listed and described without torch
 
     return parameter.dtype == torch.float32
 
@@ -77,7 +77,7 @@ def _is_fp32(parameter: torch.Tensor) -> bool:
 def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
 
-    Upstream's next step makes each group's main parameters, those of fp32 parameters first; here they are counted so.
+    Upstream's next step creates each group's main parameters, fp32 parameters first; the replacement numbers them that way.
     """
 
     @functools.wraps(original)
@@ -93,7 +93,7 @@ def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of a ``DistributedOptimizer.load_parameter_state_from_…``: without gradients, as upstream's others are."""
+    """Replacement of a ``DistributedOptimizer.load_parameter_state_from_…``: under ``no_grad``, as upstream's other loaders."""
 
     @functools.wraps(original)
     def load_parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., 
     """Replacement of ``DistributedOptimizer._build_model_and_main_param_groups``: refuses mixed groups without main parameters.
 
     Raises:
-        ModelError: main parameters would be the inner optimizer's.
+        ModelError: the inner optimizer would own the main parameters.
     """
 
     @functools.wraps(original)

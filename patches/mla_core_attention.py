@@ -1,29 +1,29 @@
-"""mla-core-attention: head widths that Transformer Engine cannot fuse go to cuDNN or flash; the stock local MLA spec works.
+"""mla-core-attention: MLA head dims that Transformer Engine cannot fuse run on cuDNN or flash; stock's local MLA spec works.
 
 Activate: ``megacpp_mcore.patches.apply(["mla-core-attention"])``.
-Scope: ``MultiLatentAttention`` whose core attention is stock's.
+Scope: ``MultiLatentAttention`` with stock core attention.
 
-* ``TEDotProductAttention``, where Transformer Engine, asked for its choice, says unfused, or FlashAttention 4 (2.20.2 gives
-  4.0.0b36 a causal window with which the output is zero), and nobody asked for that (``--attention-backend`` is auto,
-  ``NVTE_FUSED_ATTN`` is not 0): key and value widths differ, ``sbhd`` layout with a causal or no mask, or causal sequences
-  packed as ``thd``. Where it selects FlashAttention 4, the op's own call of that runs, if it covers the widths; else cuDNN or
-  flash through PyTorch. Stock stays, with one line in the log that says why, for context parallelism, dropout in training,
-  windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or batch-invariant attention, autocast, hooks on
-  the module, and where PyTorch has no kernel either; of packed sequences also for padding between them, a mask besides, and
-  keys with a ``cu_seqlens`` of their own.
-* ``DotProductAttention`` takes ``k_channels`` and ``v_channels``, which it refused, so that ``--multi-latent-attention
-  --transformer-impl local`` builds, and packed sequences. It runs a fused SDPA kernel, or where there is none (on a CPU, say)
-  our chunked reference in float32; either holds no scores of sequence × sequence. Dropout in training, windows and another
-  softmax run stock's own forward. A given mask replaces the causal one, as in stock; a query that sees no key gets 0, where
-  stock gives it the mean of all values.
+* ``TEDotProductAttention``, if Transformer Engine would select its unfused backend, or FlashAttention 4 (2.20.2 passes 4.0.0b36
+  a causal window that makes the output zero), and the run has not requested a backend (``--attention-backend`` is auto,
+  ``NVTE_FUSED_ATTN`` is not 0). Key and value dims differ; the layout is ``sbhd`` with a causal or no mask, or ``thd`` with
+  causal packed sequences. Instead of Transformer Engine's FlashAttention 4 the op's own call of it runs, if it supports the
+  dims; otherwise cuDNN or flash through PyTorch. Stock stays, and the reason is logged once, for context parallelism, dropout
+  in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or batch-invariant attention,
+  autocast, hooks on the module, and if PyTorch has no kernel either; with packed sequences also for padding between them, an
+  additional mask, and keys with their own ``cu_seqlens``.
+* ``DotProductAttention`` accepts ``k_channels`` and ``v_channels``, which stock refuses, so that ``--multi-latent-attention
+  --transformer-impl local`` builds, and packed sequences. It runs a fused SDPA kernel or, without one (on a CPU, say), our
+  chunked reference in float32; neither stores sequence × sequence scores. Dropout in training, windows and another softmax run
+  the stock forward. A mask that is passed replaces the causal one, as in stock; a query without visible keys gets 0, where
+  stock returns the mean of all values.
 
-Packed sequences are read on the device, once a micro-batch for all layers. Rows behind the last one attend to one another.
+Packed sequences are read on the device, once per micro-batch for all layers. Rows after the last one attend to one another.
 
 Provenance: megatron-core 0.19.2 ``core/transformer/{multi_latent_attention,dot_product_attention}.py`` and
 ``core/extensions/transformer_engine.py``; Transformer Engine 2.20.2 ``pytorch/attention/dot_product_attention/utils.py``
 (``get_attention_backend``) and ``dot_product_attention.py`` beside it (``forward``).
 
-Shape legend: S queries, T keys, B batch, H heads of this rank, K query-key width, V value width.
+Shape legend: S queries, T keys, B batch, H heads of this rank, K query/key head dim, V value head dim.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _TE_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 STAYS, UNFUSED, FLASH4 = "stays", "unfused", "flash4"
-"""What Transformer Engine's choice of a backend comes to."""
+"""Classes of Transformer Engine's backend choice."""
 
 
 class Call(NamedTuple):
@@ -65,12 +65,12 @@ class Call(NamedTuple):
     """Megatron's ``PackedSeqParams``, or None."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Query, key and value as the op takes them: packed sequences are a batch of one."""
+        """Query, key and value in the op's layout: packed sequences become a batch of one."""
         given = (self.query, self.key, self.value)
         return given if self.packed is None else tuple(tensor.unsqueeze(1) for tensor in given)
 
     def documents(self) -> dict[str, Any]:
-        """The op's arguments that keep packed sequences apart; the rows behind the last one are another."""
+        """The op's arguments that separate packed sequences; rows after the last sequence form one more."""
         from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens, shared
 
         if self.packed is None:
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Why a call stays stock's, and how loudly to say so."""
+    """Why stock runs a call, and the log level of that reason."""
 
     reason: str
     level: int = logging.WARNING
@@ -116,7 +116,7 @@ def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report(call: Call, backend: str | None, reason: str, speed: Speed, level: int = logging.INFO) -> None:
-    """Log and note once that ``backend`` (None: stock) runs, and why; a warning is of one that is slower than it need be."""
+    """Log and record once which ``backend`` (None: stock) runs and why; a warning marks one that is slower than necessary."""
     core = type(call.core).__name__
     _say_once(level, f"{core} runs {'as stock' if backend is None else backend}: {reason}")
     layer, slower = getattr(call.core, "layer_number", None), level >= logging.WARNING
@@ -131,7 +131,7 @@ def _say_once(level: int, message: str) -> None:
 
 
 def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
-    """What to run in place of ``core``, giving ``[S, B, H, V]`` or why it cannot; None for what is not stock's own."""
+    """The function to run in place of ``core``, returning ``[S, B, H, V]`` or why it cannot; None if ``core`` is not stock."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -140,14 +140,14 @@ def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
         (transformer_engine.TEDotProductAttention, _instead_of_te),
         (DotProductAttention, _instead_of_local),
     ):
-        # Without Transformer Engine the first is no class.
+        # Without Transformer Engine the first one is not a class.
         if isinstance(stock, type) and isinstance(core, stock):
             return run if kind.forward is vars(stock)["forward"] else None
     return None
 
 
 def _common_obstacle(call: Call, extra_kwargs: Mapping[str, Any]) -> str | None:
-    """Why this call has to be stock's, whatever its core attention is; None if it need not."""
+    """Why stock has to run this call, with either core attention; None if it does not."""
     import torch
 
     core, config, axes = call.core, call.core.config, 4 if call.packed is None else 3
@@ -175,13 +175,13 @@ def _common_obstacle(call: Call, extra_kwargs: Mapping[str, Any]) -> str | None:
 
 
 def _packed_obstacle(call: Call, packed: Any) -> str | None:
-    """Why packed sequences have to be stock's; None if they are causal, and ``cu_seqlens_q`` says all there is of them."""
+    """Why stock has to run packed sequences; None if they are causal and ``cu_seqlens_q`` fully describes them."""
     if packed.qkv_format != "thd" or call.attention_mask is not None:
         return f"the sequences are packed as {packed.qkv_format}, or have a mask besides"
     starts, padded = packed.cu_seqlens_q, (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
     if starts is None or packed.cu_seqlens_kv is not starts:
         return "packed keys may be of other sequences than queries, told by another tensor"
-    # As Transformer Engine takes it where pad_between_seqs says nothing.
+    # Transformer Engine's rule if pad_between_seqs is None.
     dense = all(one is None for one in padded) or all(one is starts for one in padded)
     if packed.pad_between_seqs or (packed.pad_between_seqs is None and not dense):
         return "there is padding between packed sequences"
@@ -196,7 +196,7 @@ def _packed_obstacle(call: Call, packed: Any) -> str | None:
 
 
 def _instead_of_te(call: Call) -> torch.Tensor | Kept:
-    """Attention by the op's kernels where Transformer Engine would run unfused; otherwise why not."""
+    """Attention by the op's kernels if Transformer Engine would run unfused or FlashAttention 4; otherwise why not."""
     from megacpp_mcore.ops.mla import sdpa
 
     K, V = call.query.shape[-1], call.value.shape[-1]
@@ -209,7 +209,7 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
     choice, words = _te_selection(_question(call))
     if choice == STAYS:
         return Kept(f"{where} {words}", logging.INFO)
-    # Transformer Engine looks at a mask only where its type says padding or arbitrary.
+    # Transformer Engine reads a mask only if its type is padding or arbitrary.
     tensors, causal, documents = call.tensors(), call.mask_type != "no_mask", call.documents()
     attend = _flash4(K, V, call.query.dtype) if choice == FLASH4 else None
     kernel = "flash4"
@@ -225,11 +225,11 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
 
 @functools.cache
 def _flash4(qk_dim: int, v_dim: int, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
-    """FlashAttention-4 as the op ``mla`` calls it, or None where that is not there or does not cover this."""
+    """FlashAttention-4 as called by the op ``mla``, or None if it is not installed or does not support this call."""
     import torch
 
     needs: dict[str, Any] = {"qk_dim": qk_dim, "v_dim": v_dim, "dtype": dtype, "device": "cuda"}
-    with torch.inference_mode(False), torch.enable_grad():  # it is tried forward and backward before it counts as there
+    with torch.inference_mode(False), torch.enable_grad():  # the probe runs it forward and backward
         try:
             return Dispatcher({"mla": "flash4"}).request("mla", **needs).fn
         except BackendError:
@@ -237,7 +237,7 @@ def _flash4(qk_dim: int, v_dim: int, dtype: torch.dtype) -> Callable[..., torch.
 
 
 def _te_obstacle(call: Call) -> str | None:
-    """Why a call of TEDotProductAttention has to stay there; None if Transformer Engine is to be asked."""
+    """Why a call of TEDotProductAttention has to stay there; None if Transformer Engine's choice decides."""
     from megatron.core.transformer.enums import AttnBackend
 
     core, config = call.core, call.core.config
@@ -269,14 +269,14 @@ def _te_obstacle(call: Call) -> str | None:
 
 
 def _question(call: Call) -> tuple[tuple[str, Any], ...]:
-    """What Transformer Engine's choice of a backend for this call depends on, as its ``AttentionParams`` names it."""
+    """The fields of ``AttentionParams`` on which Transformer Engine's backend choice for this call depends."""
     query, key, value = call.tensors()
     length, batch, heads, width = query.shape
     causal = call.mask_type != "no_mask"
     graph = importlib.import_module("transformer_engine.pytorch.graph")
     asked = {
         "qkv_dtype": query.dtype,
-        # Three tensors of two widths cannot be views of one packed buffer.
+        # Three tensors with two different widths cannot be views of one packed buffer.
         "qkv_layout": "sbhd_sbhd_sbhd",
         "batch_size": batch,
         "num_heads": heads,
@@ -296,7 +296,7 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
     }
     if call.packed is not None:
         longest = call.packed.max_seqlen_q if isinstance(call.packed.max_seqlen_q, int) else length
-        # They differ from batch to batch, and Transformer Engine has cuDNN build a graph to answer.
+        # Rounded: lengths differ between batches, and for each query Transformer Engine lets cuDNN build a graph.
         sequences, longest, tokens = map(_power_of_two, (call.packed.cu_seqlens_q.numel() - 1, longest, length))
         variant = call.core.config.experimental_attention_variant
         asked |= {
@@ -313,13 +313,13 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest that is not less than ``least``, which is 1 or more."""
+    """The smallest power of two >= ``least``, which is at least 1."""
     return 1 << (least - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=256)
 def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[str, str]:
-    """Whether Transformer Engine's core attention stays, and what it selects or why it cannot be asked."""
+    """One of STAYS, UNFUSED and FLASH4, and in words what Transformer Engine selects or why it cannot be queried."""
     try:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
@@ -341,7 +341,7 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[str, str]:
 
 
 def _with_widths(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DotProductAttention.__init__``, which knows one width for query, key and value."""
+    """Replacement of ``DotProductAttention.__init__``, which supports only one width for query, key and value."""
 
     signature = inspect.signature(original)
 
@@ -361,21 +361,21 @@ def _with_widths(original: Callable[..., Any]) -> Callable[..., Any]:
             bound.arguments["softmax_scale"] = k_channels**-0.5
         original(*bound.args, **bound.kwargs)
         self.hidden_size_per_attention_head = k_channels
-        # What the forward method gives its output, and nothing else: H · V.
+        # Used only for the width of the forward method's output: H · V.
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     return __init__
 
 
 def _instead_of_local(call: Call) -> torch.Tensor | Kept:
-    """Attention without scores of S × T by SDPA or the chunked reference; otherwise why stock's forward has to run."""
+    """Attention without S × T scores, by SDPA or the chunked reference; otherwise why the stock forward has to run."""
     from megacpp_mcore.ops.mla import sdpa
     from megacpp_mcore.ops.mla.reference import mla_attention
 
     core, mask, tensors = call.core, call.attention_mask, call.tensors()
     if core.training and core.attention_dropout.p > 0:
         return Kept(f"attention dropout is {core.attention_dropout.p}")
-    # As in FusedScaleMaskSoftmax: a mask that is given is the whole mask, whatever the type.
+    # As in FusedScaleMaskSoftmax: a mask that is passed is the whole mask, whatever its type.
     causal = mask is None and core.attn_mask_type.name == "causal" and len(call.query) > 1
     causal = causal or call.packed is not None
     if causal and len(call.query) != len(call.key):
@@ -389,7 +389,7 @@ def _instead_of_local(call: Call) -> torch.Tensor | Kept:
     )
     how |= {"softmax_scale": scale, **documents}
     if backend is None:
-        # On a CPU there is nothing faster to be passed over.
+        # On a CPU there is no faster alternative.
         level = logging.WARNING if call.query.is_cuda else logging.INFO
         _report(call, "reference", "PyTorch's SDPA has no fused kernel here", Speed.REFERENCE, level)
         return mla_attention(*tensors, **how)

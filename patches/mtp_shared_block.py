@@ -1,8 +1,8 @@
-"""mtp-shared-block: GPTModel's MTP takes the block that the spec names, weighs its depths by a decay, and never waits.
+"""mtp-shared-block: GPTModel's MTP uses the spec's own block, weights depths by a decay, and never syncs with the GPU.
 
 Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["mtp-shared-block"])``.
-Scope: specs that carry an ``mtp`` attribute, and configurations that carry ``mtp_loss_decay``; all others are untouched, but
-    for the shift of packed sequences, which gives the same numbers without waiting for the GPU.
+Scope: specs with an ``mtp`` attribute, and configurations with ``mtp_loss_decay``; all others are untouched, except for the
+    shift of packed sequences, which has the same result without waiting for the GPU.
 Provenance: megatron-core 0.19.2 ``training/models/gpt.py`` and ``core/transformer/multi_token_prediction.py``.
 """
 
@@ -32,7 +32,7 @@ def _block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
 def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
 
-    Upstream weighs every depth λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
+    Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
     scaled, so that the logged losses stay plain means.
     """
     signature = inspect.signature(original)
@@ -51,7 +51,7 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> Callable[..., Any]:
-    """``compute`` for ``depths`` calls, one a depth in order, each with its gradient scaled by that depth's weight."""
+    """``compute`` for ``depths`` calls, one per depth in order, with the gradient of each scaled by that depth's weight."""
     total = sum(decay**k for k in range(depths))
     factors = iter([depths * decay**k / total for k in range(depths)])
 
@@ -64,8 +64,8 @@ def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> 
 def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)``.
 
-    Without context parallelism stock rolls one sequence after the other, whose bounds the host reads: it waits for a GPU twice
-    a sequence, for tokens, positions, labels and mask of every depth. The same entries are rolled at once, on the device.
+    Without context parallelism stock rolls the sequences one by one and reads their bounds on the host: two GPU syncs per
+    sequence, for tokens, positions, labels and mask of every depth. Here they are all rolled at once, on the device.
     """
     signature = inspect.signature(original)
 

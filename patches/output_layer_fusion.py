@@ -1,17 +1,17 @@
 """output-layer-fusion: gradient accumulation fusion of Transformer Engine's layers needs no Apex for the output layer, which
-may have a start of its own.
+may have its own initializer.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["output-layer-fusion"])``.
 Scope: models built with ``gradient_accumulation_fusion`` where ``fused_weight_gradient_mlp_cuda`` cannot be imported.
 Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
 
-Transformer Engine's layers add a weight's gradient into the gradient buffer in the product itself, with kernels of their own.
-The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, whose fusion is Apex's,
-and without Apex it raises where it could do without. One flag is for both. RowParallelLinear, which local models have, does not
-even ask, and fails in the backward pass.
+Transformer Engine's layers accumulate a weight's gradient into the gradient buffer within the GEMM, with their own kernels.
+The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, which uses Apex's kernel
+and raises without Apex, although it could run unfused. One flag controls both. RowParallelLinear, in local models, does not
+even check, and fails in the backward pass.
 
-The output layer is drawn by the function of the configuration that draws all layers. Where that has an attribute
-``for_output_layer``, as a model's start sets it, this layer alone is drawn by it.
+The output layer uses the configuration's ``init_method``, like all layers. If that function has an attribute
+``for_output_layer``, as set by a model's init rule, the output layer uses it instead.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _without_apex(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of a linear layer's ``__init__``: where there is no kernel for it, this layer alone does not fuse."""
+    """Replacement of a linear layer's ``__init__``: without a kernel, only this layer does without fusion."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
         own = getattr(kwargs.get("init_method"), "for_output_layer", None)
-        # What the models build their output layer with, and no layer: that one says whether it is an expert's.
+        # The models build only their output layer with this argument and without ``is_expert``.
         if own is not None and "skip_weight_param_allocation" in kwargs and "is_expert" not in kwargs:
             kwargs["init_method"] = own
         available = importlib.import_module(_LAYERS)._grad_accum_fusion_available
         if available or not config.gradient_accumulation_fusion:
             original(self, *args, config=config, **kwargs)
             return
-        # The configuration is the whole model's, and what is set in it later has to reach this layer: no copy of it.
+        # Not a copy: the configuration is the whole model's, and later changes have to reach this layer.
         config.gradient_accumulation_fusion = False
         try:
             original(self, *args, config=config, **kwargs)

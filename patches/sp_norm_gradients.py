@@ -1,14 +1,14 @@
-"""sp-norm-gradients: a loop without ``finalize_model_grads_func`` gets whole gradients of norms under sequence parallelism.
+"""sp-norm-gradients: a loop without ``finalize_model_grads_func`` gets complete norm gradients under sequence parallelism.
 
-Activate: ``megacpp_mcore.patches.apply(["sp-norm-gradients"])``, before the loop asks for its schedule.
+Activate: ``megacpp_mcore.patches.apply(["sp-norm-gradients"])``, before the loop fetches its schedule.
 Scope: training calls of the three pipeline schedules whose configuration has no ``finalize_model_grads_func``.
 Provenance: megatron-core 0.19.2 ``core/pipeline_parallel/schedules.py`` and ``core/distributed/finalize_model_grads.py``.
 
-Under sequence parallelism each tensor-parallel rank sees a part of the sequence, so that its gradient of a replicated
-parameter (norms, router, biases after a row-parallel product) is a part of the sum. Upstream sums these parts in
-``finalize_model_grads`` and nowhere else. A schedule calls that through ``config.finalize_model_grads_func``, whose default
-is None; ``megatron.training`` sets it, a loop of one's own may not, and for a model without Megatron's
-DistributedDataParallel it could not: ``finalize_model_grads`` needs the wrapper.
+Under sequence parallelism each tensor-parallel rank sees a shard of the sequence, so its gradient of a replicated
+parameter (norms, router, biases after a row-parallel GEMM) is a partial sum. Upstream reduces these only in
+``finalize_model_grads``. A schedule calls that through ``config.finalize_model_grads_func``, whose default
+is None; ``megatron.training`` sets it, a custom loop may not, and for a model without Megatron's
+DistributedDataParallel it cannot: ``finalize_model_grads`` needs the wrapper.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 _COMPLETE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Model chunks, out of their wrappers, whose latest gradients a schedule has summed and nobody has finalized since."""
+"""Unwrapped model chunks whose latest gradients a schedule has reduced and nobody has finalized since."""
 
 
 class _Undistributed:
-    """A model chunk without DistributedDataParallel, as upstream's reduction wants to see it."""
+    """Adapter that presents a model chunk without DistributedDataParallel to upstream's reduction."""
 
     ddp_config = SimpleNamespace(use_megatron_fsdp=False)
 
@@ -40,7 +40,7 @@ class _Undistributed:
 
 
 def _complete_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of a schedule, which takes keywords only."""
+    """Replacement of a schedule, which is keyword-only."""
 
     @functools.wraps(original)
     def schedule(**arguments: Any) -> Any:
@@ -66,7 +66,7 @@ def _complete_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 def _run_and_sum(
     original: Callable[..., Any], arguments: dict[str, Any], chunks: Sequence[Any], config: Any, group: Any
 ) -> Any:
-    """Run the schedule and sum the gradients of this very call over ``group``, aside from those of earlier calls."""
+    """Run the schedule and reduce over ``group`` the gradients of this call only, not those of earlier calls."""
     import torch
 
     if torch.cuda.is_current_stream_capturing():
@@ -77,7 +77,7 @@ def _run_and_sum(
     before = _set_aside(chunks)
     try:
         result = original(**arguments)
-        # Looked up by name: it is the replacement below, which passes on what is not complete yet.
+        # Looked up by name: this is the replacement below, which passes on the chunks not reduced yet.
         reduce = importlib.import_module(_FINALIZE)._allreduce_non_tensor_model_parallel_grads
         reduce([chunk if hasattr(chunk, "ddp_config") else _Undistributed(chunk) for chunk in chunks], config, group)
     finally:
@@ -89,7 +89,7 @@ def _run_and_sum(
 def _reduce_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
 
-    What a schedule has summed already is left out, so that a loop that calls ``finalize_model_grads`` itself after the
+    Skips what a schedule has already reduced, so that a loop that calls ``finalize_model_grads`` itself after the
     schedule gets the same gradients as without the patch.
     """
 
@@ -104,27 +104,27 @@ def _reduce_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _innermost(chunk: Any) -> Any:
-    """``chunk`` out of DistributedDataParallel and Float16Module."""
+    """``chunk`` without its DistributedDataParallel and Float16Module wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _tensor_group(groups: Any) -> Any:
-    """The tensor-parallel group of one model; None for a pipeline of several models, which have a group each."""
+    """The tensor-parallel group of one model; None for a pipeline of several models, each with its own group."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group() if groups is None else getattr(groups, "tp", None)
 
 
 def _reduces_itself(chunk: Any) -> bool:
-    """Whether the gradients are still on their way when a schedule ends, or not whole tensors."""
+    """Whether the gradients are still being reduced when a schedule ends, or are sharded."""
     ddp = getattr(chunk, "ddp_config", None)
     return ddp is not None and (ddp.overlap_grad_reduce or ddp.use_megatron_fsdp)
 
 
 def _candidates(chunks: Sequence[Any]) -> Iterator[Any]:
-    """The gradients that upstream's reduction may touch, and a few more: replicated parameters and all norms."""
+    """Parameters whose gradients upstream's reduction may touch, and a few more: replicated ones and all norms."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             replicated = getattr(parameter, "sequence_parallel", False)
@@ -138,7 +138,7 @@ def _gradient(parameter: Any) -> Any:
 
 
 def _set_aside(chunks: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Zero the candidates' gradients in place; returns each parameter with what its gradient was."""
+    """Zero the candidates' gradients in place; returns each parameter with its previous gradient."""
     before = []
     for parameter in _candidates(chunks):
         gradient = _gradient(parameter)
@@ -149,7 +149,7 @@ def _set_aside(chunks: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _put_back(before: Sequence[tuple[Any, Any]]) -> None:
-    """Add what :func:`_set_aside` has taken to what has come since."""
+    """Add the gradients removed by :func:`_set_aside` to those accumulated since."""
     for parameter, earlier in before:
         _gradient(parameter).add_(earlier)
 
@@ -158,7 +158,7 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
     """Refuse to finalize gradients that contain sums of an earlier call.
 
     Raises:
-        LaunchError: earlier gradients are there still.
+        LaunchError: earlier gradients have not been cleared.
     """
     summed = [chunk for chunk in chunks if _innermost(chunk) in _COMPLETE]
     gradients = [_gradient(parameter) for parameter in _candidates(summed)]

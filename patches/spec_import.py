@@ -1,4 +1,4 @@
-"""spec-import: ``--spec`` takes one dotted word, and a spec that cannot be imported ends the run.
+"""spec-import: ``--spec`` accepts one dotted path, and a spec that cannot be imported ends the run.
 
 Activate: applied by the launcher; or ``megacpp_mcore.patches.apply(["spec-import"])``.
 Scope: every use of ``import_module``: ``--spec`` of the stock scripts, and ModuleSpecs that name their module by path.
@@ -16,10 +16,10 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def spec_words(values: Sequence[str]) -> tuple[str, str]:
-    """The module and the attribute that the words of a spec name: ``["a.b.c"]`` and ``["a.b", "c"]`` are the same.
+    """The module and attribute of a spec's words: ``["a.b.c"]`` and ``["a.b", "c"]`` are equivalent.
 
     Raises:
-        SpecImportError: they name no module and attribute.
+        SpecImportError: the words do not name a module and an attribute.
     """
     words = [values] if isinstance(values, str) else list(values)
     if all(isinstance(word, str) for word in words):
@@ -34,13 +34,13 @@ def spec_words(values: Sequence[str]) -> tuple[str, str]:
 
 
 def import_named(module: str, attribute: str) -> Any:
-    """``attribute`` of ``module``, which is imported; a submodule counts, and so does what the module resolves lazily.
+    """Import ``module`` and return its ``attribute``, which may be a submodule or lazily resolved.
 
     Raises:
-        SpecImportError: with the cause, for whatever goes wrong.
+        SpecImportError: on any failure, with its cause.
     """
     try:
-        # With a fromlist a submodule of that name is imported, too, as upstream does.
+        # As upstream: with a fromlist, a submodule of that name is imported as well.
         return getattr(__import__(module, fromlist=[attribute]), attribute)
     except Exception as error:
         raise SpecImportError(

@@ -1,12 +1,12 @@
-"""torch-adam-resume: the distributed optimizer loads a checkpoint where Adam is PyTorch's own, as it is on a CPU.
+"""torch-adam-resume: the distributed optimizer can load a checkpoint with PyTorch's own Adam, as used on a CPU.
 
-Without Transformer Engine and Apex, upstream's Adam is ``torch.optim.Adam(W)``, which counts its steps in a tensor for each
-parameter. Upstream asks for that count before there is one, gives all parameters one and the same tensor, to which each then
-adds its step, and expects it among what a checkpoint holds for a parameter.
+Without Transformer Engine and Apex, upstream's Adam is ``torch.optim.Adam(W)``, which counts steps in one tensor per parameter.
+Upstream reads that count before it exists, assigns one shared tensor to all parameters, which each of them then increments, and
+expects it in each parameter's checkpoint state.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["torch-adam-resume"])``.
-Scope: ``--use-distributed-optimizer`` over PyTorch's Adam; all other optimizers are upstream's.
+Scope: ``--use-distributed-optimizer`` with PyTorch's Adam; all other optimizers are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py``; PyTorch 2.11 ``torch/optim/adam.py``.
 """
 
@@ -22,8 +22,8 @@ STEP = "step"
 
 
 def _counts_by_itself(optimizer: Any) -> bool:
-    """Whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, on main parameters that are Megatron's."""
-    import torch  # a patch is named and described without it
+    """Whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, without Megatron-FSDP."""
+    import torch  # late: patches can be listed and described without torch
 
     return not optimizer.ddp_config.use_megatron_fsdp and type(optimizer.optimizer) in (
         torch.optim.Adam,
@@ -32,7 +32,7 @@ def _counts_by_itself(optimizer: Any) -> bool:
 
 
 def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer.state_dict()``: before the first step there is the state that Adam starts with."""
+    """Replacement of ``DistributedOptimizer.state_dict()``: before the first step it creates Adam's initial state."""
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
@@ -49,7 +49,7 @@ def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_counts_of_their_own(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter has its own tensor of steps."""
+    """Replacement of ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter gets its own step tensor."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -65,7 +65,7 @@ def _with_counts_of_their_own(original: Callable[..., Any]) -> Callable[..., Any
 def _without_the_count(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
 
-    The count has come with the parameter groups; upstream passes over what is no tensor.
+    The step count is loaded with the parameter groups; upstream skips entries that are not tensors.
     """
 
     @functools.wraps(original)

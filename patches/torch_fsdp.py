@@ -1,12 +1,12 @@
-"""torch-fsdp: FSDP2 (``--use-torch-fsdp2``) takes blocks whose parameters have two dtypes, and blocks that are re-used.
+"""torch-fsdp: FSDP2 (``--use-torch-fsdp2``) supports blocks whose parameters have two dtypes, and blocks called repeatedly.
 
-PyTorch's ``fully_shard`` gathers a block's parameters in one collective, and wants one dtype in it. The few that stay fp32 in a
-bf16 model (biases, decays and scales of a recurrence) are left whole on every replica; their gradients are averaged in one
-all-reduce a step, and the first replica alone counts them in the gradient norm. What multi-token prediction calls once more at
-every depth, its block, the embedding and the output layer, keeps its gathered weights until its backward pass. The output layer
-is gathered with the model itself, so that its weight is a plain tensor in the whole forward pass (``linear-cross-entropy``).
-The optimizer's state can be loaded: torch_dcp loads into tensors that are there, and before the first step there are none. A
-checkpoint in Megatron's ``torch`` format, as whole replicas save it, is copied into the model: stock reads it, and leaves it.
+PyTorch's ``fully_shard`` gathers a block's parameters in one collective, which needs a single dtype. The few that stay fp32 in
+a bf16 model (biases, decays and scales of a recurrence) are replicated instead; their gradients are averaged in one all-reduce
+per step, and only the first replica counts them in the gradient norm. Modules that multi-token prediction calls at every depth
+(its block, the embedding, the output layer) keep their gathered weights until the backward pass. The output layer is gathered
+with the model itself, so that its weight is a plain tensor during the whole forward pass (``linear-cross-entropy``).
+Optimizer state can be loaded: torch_dcp loads into existing tensors, and before the first step there are none. A checkpoint in
+Megatron's ``torch`` format, saved by unsharded replicas, is copied into the model: stock reads it, but does not apply it.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["torch-fsdp"])``.
 Scope: models wrapped by TorchFullyShardedDataParallel.
@@ -64,8 +64,8 @@ def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
         device = self.device_mesh.device_type
         for parameter in whole:
             parameter.data = parameter.data.to(device)
-            parameter.shared = self.process_group.rank() > 0  # Megatron's word for: another rank counts it in the norm
-        module.set_reshard_after_forward(False, recurse=False)  # its weights are the first that the backward pass needs
+            parameter.shared = self.process_group.rank() > 0  # in Megatron: another rank counts it in the norm
+        module.set_reshard_after_forward(False, recurse=False)  # the backward pass needs its weights first
         if config.mtp_num_layers:
             for one in module.modules():
                 if isinstance(one, LanguageModelEmbedding | MultiTokenPredictionBlock):
@@ -90,7 +90,7 @@ def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
             torch.distributed.all_reduce(flat, group=self.process_group)
             flat /= self.process_group.size()
             for parameter, mean in zip(trained, flat.split([one.numel() for one in trained]), strict=True):
-                # Where Megatron's optimizer looks for the gradient of a parameter that is fp32 in a bf16 model.
+                # Megatron's optimizer reads gradients of fp32 parameters in a bf16 model from here.
                 parameter.grad = parameter.main_grad = mean.view_as(parameter)
 
     return finish_grad_sync
@@ -110,7 +110,7 @@ def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
             if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
                 one.init_state_fn(adam, one.config)
                 for group in adam.param_groups:
-                    group.setdefault("step", 0)  # which Transformer Engine's counts there
+                    group.setdefault("step", 0)  # Transformer Engine's Adam counts steps there
                 continue
             for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
                 moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
@@ -123,8 +123,8 @@ def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``TorchFullyShardedDataParallel.load_state_dict``, which does nothing.
 
-    What torch_dcp has loaded is in place. Of a ``torch`` checkpoint Megatron has made replicated DTensors, buffers and
-    parameters that are not cut among them.
+    torch_dcp loads in place. A ``torch`` checkpoint arrives as replicated DTensors, which Megatron creates even for buffers and
+    unsharded parameters.
     """
 
     @functools.wraps(original)

@@ -1,1 +1,1 @@
-"""How the patches in the folder above, a file each, are checked, applied, reverted and put into a checkout."""
+"""How the patches in the parent folder, one per file, are checked, applied, reverted and installed in a checkout."""

@@ -1,4 +1,4 @@
-"""A patched checkout: puts the hook line into a Megatron-LM folder, takes it out again, and says how the folder stands."""
+"""A patched checkout: adds the hook line to a Megatron-LM folder, removes it, and reports the folder's status."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ OTHER_COPY = "hooked by another copy"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a change of a checkout did.
+    """Result of changing a checkout.
 
     Attributes:
-        changed: the patches that were put in or taken out.
-        unchanged: those that already were as asked for.
+        changed: the patches that were added or removed.
+        unchanged: those already in the requested state.
         hooked: the patches that the hook line names now.
-        notices: what could not be checked, or is otherwise worth knowing.
+        notices: what could not be checked, and other remarks.
     """
 
     changed: tuple[str, ...]
@@ -47,16 +47,16 @@ class Outcome:
 
 
 class Checkout:
-    """A folder that holds ``megatron/core``. Reading needs no lock: the one file that changes is replaced in one step.
+    """A folder that contains ``megatron/core``. Reading needs no lock: the one file that changes is replaced atomically.
 
     Args:
         folder: the root of a Megatron-LM checkout.
         registry: the patches; by default those of this package.
-        tree: the files that its modules are found in; by default those of the folder.
+        tree: the files to look up its modules in; by default those of the folder.
 
     Raises:
         CheckoutError: the folder is not Megatron.
-        PatchError: it does not say which version it is.
+        PatchError: the folder states no version.
     """
 
     def __init__(self, folder: str | Path, registry: Registry | None = None, tree: SourceTree | None = None) -> None:
@@ -64,7 +64,7 @@ class Checkout:
         self.registry = default() if registry is None else registry
         self.tree = tree or SourceTree((self.root,))
         _require_megatron(self.root)
-        # Where __init__.py is a symbolic link, what it points to is replaced, and the link stays.
+        # If __init__.py is a symbolic link, its target is replaced, and the link stays.
         self.file = (self.root / HOOKED_FILE).resolve()
         version = self.tree.version()
         if version is None:
@@ -79,7 +79,7 @@ class Checkout:
         """The Megatron that ``import megatron.core`` would find in this process; megatron.core is not imported.
 
         Raises:
-            CheckoutError: there is none.
+            CheckoutError: none is found.
         """
         try:
             spec = importlib.util.find_spec("megatron.core")
@@ -92,10 +92,10 @@ class Checkout:
         return cls(Path(spec.origin).parents[2], registry, process_tree())
 
     def content(self) -> Content:
-        """The hooked file, taken apart.
+        """The hooked file, split into the hook line and the rest.
 
         Raises:
-            PatchError: it cannot be read, or the hook line is damaged.
+            PatchError: the file cannot be read, or the hook line is damaged.
         """
         try:
             return hook_line.take_apart(self.file.read_bytes())
@@ -105,13 +105,13 @@ class Checkout:
             raise PatchError(f"{self.file}: {error}") from error
 
     def apply(self, names: Iterable[str], *, allow_dirty: bool = False) -> Outcome:
-        """Add the named patches to the hook line, or nothing at all.
+        """Add the named patches to the hook line: all of them, or none.
 
-        Files that were modified below ``megatron/`` are refused, as a patch may well be about what they hold; what was
-        modified elsewhere, and that a Python started there cannot import this package, is told in ``notices``.
+        Modified files below ``megatron/`` are refused, as a patch may concern their content. Files modified elsewhere, and a
+        Python that cannot import this package from there, are reported in ``notices``.
 
         Raises:
-            PatchError: with every problem that was found; nothing was changed.
+            PatchError: lists every problem found; nothing was changed.
         """
         wanted = [patch.name for patch in self.registry.select(names)]
         if not wanted:
@@ -130,9 +130,9 @@ class Checkout:
         return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
 
     def revert(self, names: Iterable[str] | None = None) -> Outcome:
-        """Take the named patches out of the hook line; with the last one, or with ``names`` None, the line goes.
+        """Remove the named patches from the hook line; with the last one, or with ``names`` None, the line itself.
 
-        Without its line the file is byte for byte what it was, if nobody else edited it.
+        Without the line the file is byte for byte the original, unless someone else edited it.
 
         Raises:
             PatchError: nothing was changed.
@@ -145,7 +145,7 @@ class Checkout:
             gone = before if names is None else tuple(name for name in names if name in before)
             rest = tuple(name for name in before if name not in gone)
             unchanged = tuple(name for name in names or () if name not in gone)
-            if gone and rest and content.hook:  # writing the line anew takes the records of the copy that wrote it
+            if gone and rest and content.hook:  # rewriting the line needs the patch records of the copy that wrote it
                 self._refuse(self._copy_problems(content.hook))
                 self._write(self._with_line(content.without, rest, content.hook.sha256))
             elif gone:
@@ -154,14 +154,14 @@ class Checkout:
         return Outcome(gone, unchanged, rest, (notice,) if gone and _edited(content) else ())
 
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
-        """One JSON-ready record a patch; changes nothing.
+        """One JSON-ready record per patch; changes nothing.
 
         ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found``, ``version not supported``,
         or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
-        changed target there is the ``diff`` of its file from git's last commit, where git knows one.
+        changed target ``diff`` has the changes of its file since the last git commit, if any.
 
         Raises:
-            PatchError: a name is not known, or the hook line is damaged.
+            PatchError: a name is unknown, or the hook line is damaged.
         """
         content = self.content()
         hooked, other_copy = _names(content), _join(self._copy_problems(content.hook), "; ")
@@ -182,10 +182,10 @@ class Checkout:
         return rows
 
     def verify(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Check that the hook line is whole and right, and that all it needs is there; returns the patches it names.
+        """Check the hook line and everything it depends on; returns the patches it names.
 
         Raises:
-            PatchError: with everything that is not as it should be.
+            PatchError: lists every problem.
         """
         content = self.content()
         hook = content.hook
@@ -211,10 +211,10 @@ class Checkout:
         ]
 
     def export(self, names: Iterable[str] | None = None) -> bytes:
-        """A patch for ``git apply`` that gives, to the byte, what :meth:`apply` gives; for None, what is applied now.
+        """A patch for ``git apply`` with byte-identical result to :meth:`apply`; for None, of what is applied now.
 
         Raises:
-            PatchError: the patches do not fit, there is nothing to export, or there is no git.
+            PatchError: the patches do not fit, there is nothing to export, or git is missing.
         """
         content = self.content()
         wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
@@ -234,7 +234,7 @@ class Checkout:
             raise PatchError(listing(summary or f"nothing was changed in {self.root}", problems))
 
     def _set_problems(self, names: Sequence[str]) -> list[str]:
-        """Everything against having exactly these patches here."""
+        """All problems with having exactly these patches here."""
         return set_problems(self.registry.select(names)) + self.unfit(names)
 
     def _copy_problems(self, hook: HookLine | None) -> list[str]:
@@ -251,7 +251,7 @@ class Checkout:
         ]
 
     def _import_problems(self) -> list[str]:
-        """Whether a fresh Python in the checkout finds this version of the package, as the hook line will want."""
+        """Problems if a fresh Python in the checkout does not find this version of the package, which the hook line imports."""
         command = [sys.executable, "-c", "import megacpp_mcore.patches.hook; print(megacpp_mcore.__version__)"]
         try:
             done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=120, check=False)
@@ -279,7 +279,7 @@ class Checkout:
             )
 
     def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
-        """Refuse what others modified below ``megatron/``, unless allowed; returns what else there is to tell."""
+        """Refuse foreign changes below ``megatron/``, unless allowed; returns notices on others."""
         notices: list[str] = []
         try:
             modified = git.modified(self.root, HOOKED_FILE)
@@ -288,7 +288,7 @@ class Checkout:
                 notices.append(f"modified outside of megatron/, where no patch acts: {_shown(elsewhere)}")
             if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
                 changed.remove(HOOKED_FILE)
-        except git.GitUnavailable as error:  # what the patches replace is checked by its fingerprints all the same
+        except git.GitUnavailable as error:  # fingerprints still check what the patches replace
             notices.append(f"whether files were modified could not be checked: {error}")
             changed = [HOOKED_FILE] if _edited(content) else []
         if not changed:
@@ -302,7 +302,7 @@ class Checkout:
 
     def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
         try:
-            ast.parse(without)  # what is complete Python stays so with one more line, and what is not might swallow it
+            ast.parse(without)  # incomplete Python might swallow the added line
         except (SyntaxError, ValueError) as error:
             raise PatchError(
                 f"{self.file} is not Python that a line can be added to: {error}; nothing was changed: restore it first"
@@ -329,7 +329,7 @@ class Checkout:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One change of this checkout at a time; what a killed one left behind is removed."""
+        """Allow one change of this checkout at a time, and remove leftovers of a killed one."""
         with self._writing(), locked(git.lock_file(self.root)):
             for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
                 leftover.unlink()
@@ -354,7 +354,7 @@ def _names(content: Content) -> tuple[str, ...]:
 
 
 def _edited(content: Content) -> bool:
-    """Whether somebody changed the rest of the file after it was hooked."""
+    """Whether the rest of the file was changed after it was hooked."""
     return content.hook is not None and hashlib.sha256(content.without).hexdigest() != content.hook.sha256
 
 

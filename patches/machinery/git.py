@@ -1,4 +1,4 @@
-"""What git knows of a checkout: which tracked files differ from the last commit, and how; and the patches that git makes."""
+"""Git queries on a checkout: which tracked files differ from the last commit, and how; and patches made by git."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
 
 
 class GitUnavailable(Exception):
-    """Git is not installed, or the folder is nothing that it tracks; the message says which."""
+    """Git is not installed, or does not track the folder; the message says which."""
 
 
 def modified(root: Path, file: str) -> list[str]:
@@ -24,10 +24,10 @@ def modified(root: Path, file: str) -> list[str]:
         file: a file that must be tracked for the answer to mean anything.
 
     Raises:
-        GitUnavailable: it cannot be known.
+        GitUnavailable: git cannot answer.
     """
     _git(root, "ls-files", "--error-unmatch", "--", file)
-    # Not `git diff`, which writes the index anew.
+    # Not `git diff`, which rewrites the index.
     words = ("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", "--ignore-submodules", "--", ".")
     prefix = len(_git(root, "rev-parse", "--show-prefix").rstrip(b"\n"))
     _git(root, "rev-parse", "--verify", "HEAD")
@@ -35,27 +35,27 @@ def modified(root: Path, file: str) -> list[str]:
 
 
 def is_committed(root: Path, file: str, content: bytes) -> bool:
-    """Whether ``content`` would be, to git, the same as ``file`` in the last commit.
+    """Whether git considers ``content`` equal to ``file`` in the last commit.
 
     Raises:
-        GitUnavailable: it cannot be known.
+        GitUnavailable: git cannot answer.
     """
     ours = _git(root, "hash-object", "--stdin", "--path", file, given=content)
     return ours == _git(root, "rev-parse", f"HEAD:./{file}")
 
 
 def difference(root: Path, file: Path) -> str:
-    """What ``file`` has changed since the last commit, as ``git diff`` shows it; empty where it has changed nothing.
+    """Changes of ``file`` since the last commit, as shown by ``git diff``; empty if there are none.
 
     Raises:
-        GitUnavailable: it cannot be known.
+        GitUnavailable: git cannot answer.
     """
     _git(root, "ls-files", "--error-unmatch", "--", str(file))
     return _git(root, "diff", *_PLAIN, "HEAD", "--", str(file)).decode(errors="replace")
 
 
 def patch_between(before: bytes, after: bytes, file: str) -> bytes:
-    """A patch for ``git apply`` that makes ``after`` of the ``before`` of ``file``.
+    """A patch for ``git apply`` that turns ``file`` from ``before`` into ``after``.
 
     Raises:
         GitUnavailable: git cannot be run.
@@ -69,7 +69,7 @@ def patch_between(before: bytes, after: bytes, file: str) -> bytes:
 
 
 def lock_file(root: Path) -> Path:
-    """Where the lock of a checkout goes: git's folder, where no status shows it, or the root of what git does not track."""
+    """Path of a checkout's lock: in git's folder, hidden from ``git status``, or in the root if git does not track it."""
     try:
         return root / os.fsdecode(_git(root, "rev-parse", "--git-path", "megacpp-mcore.lock").rstrip(b"\n"))
     except GitUnavailable:
@@ -77,7 +77,7 @@ def lock_file(root: Path) -> Path:
 
 
 def _git(root: Path, *words: str, given: bytes | None = None, good: Sequence[int] = (0,)) -> bytes:
-    # Variables such as GIT_DIR, which git sets for its hooks, would name another repository; and nothing is written.
+    # Variables such as GIT_DIR, which git sets for its hooks, would select another repository; and nothing is written.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(root), *words]

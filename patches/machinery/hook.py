@@ -1,11 +1,11 @@
-"""What the hook line of a checkout calls: applies the named patches to this process as their targets are imported.
+"""Import hook behind a checkout's hook line: applies the named patches to this process as their targets are imported.
 
-The line is the last one of ``megatron/core/__init__.py``. ``megatron.core`` is complete then, but most of its submodules
-are not imported yet, and ``megatron.training`` may be half imported (it is, when it was what imported ``megatron.core``).
+The line is the last one of ``megatron/core/__init__.py``. By then ``megatron.core`` is complete, but most of its submodules
+are not imported yet, and ``megatron.training`` may be half imported (if it is what imported ``megatron.core``).
 So nothing of Megatron is imported here. :meth:`Hook.install` first checks every patch against the *files*; then each edit
-is put in place, through the one registry of the process, the moment the module that defines its target has run.
+is applied, through the process's one registry, as soon as the module that defines its target has run.
 
-Not wrapt's import hooks: those call at once for a module that ``sys.modules`` holds, half imported or not.
+Not wrapt's import hooks: those fire at once for a module in ``sys.modules``, half imported or not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megacpp_mcore.patches.machinery.sources import SourceTree
 
 
 def install(file: str, names: Sequence[str], *, version: str, seal: str) -> None:
-    """What the line calls; see :meth:`Hook.install`."""
+    """Called by the hook line; see :meth:`Hook.install`."""
     _hook(registry_module.default()).install(file, names, version=version, seal=seal)
 
 
@@ -40,28 +40,28 @@ class Hook:
     """Applies the armed patches of one registry as imports complete.
 
     Args:
-        registry: holds the patches, and their state.
+        registry: the patches and their state.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._watched: set[str] = set()
-        # Modules whose code has run to its end while the import system still calls them unfinished.
+        # Modules whose code has finished while the import system still marks them unfinished.
         self._ran: set[str] = set()
 
     def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
-        """Check all named patches; then arm them, and apply what is imported already.
+        """Check all named patches, arm them, and apply the edits whose modules are already imported.
 
-        A patch that is in place or armed already is left as it is.
+        Patches that are already applied or armed are left alone.
 
         Args:
-            file: the file that the line is in.
+            file: the file that contains the line.
             names: patches.
             version: of the megacpp-mcore that wrote the line.
             seal: of the named records in that copy (:meth:`Registry.seal`).
 
         Raises:
-            PatchError: with every problem; nothing was changed, and the import of ``megatron.core`` fails.
+            PatchError: lists every problem; nothing was changed, and the import of ``megatron.core`` fails.
         """
         self._check_copy(file, names, version, seal)
         known = {row["name"] for row in self._registry.status() if row["state"] != "not applied"}
@@ -79,7 +79,7 @@ class Hook:
             raise PatchError(listing(f"no patch of the hook in {file} was applied", problems))
         self._registry.arm(names, file)
         self._watched |= {module for patch in fresh for module in patch.modules}
-        # It stays there for good, idle when nothing is pending: another thread may be in the middle of the list.
+        # Never removed, only idle when nothing is pending: another thread may be iterating over the list.
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
             atexit.register(self._tell_what_never_came)
@@ -88,7 +88,7 @@ class Hook:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Part of ``sys.meta_path``: finds a module that a patch waits for through the other finders, and watches it run."""
+        """``sys.meta_path`` finder: for a module with pending edits, delegates to the other finders and watches it run."""
         if name not in self._watched:
             return None
         for finder in sys.meta_path:
@@ -99,23 +99,23 @@ class Hook:
         return None
 
     def _watch(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """Have :meth:`_advance` called when the module has run; the module never sees anything but its own loader."""
+        """Call :meth:`_advance` once the module has run; the module itself only ever sees its own loader."""
         loader: Any = spec.loader
         run: Any = getattr(loader, "exec_module", None)
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # it may have been found twice
+            vars(loader).pop("exec_module", None)  # the module may have been found twice
             run(module)
             self._ran.add(module.__name__)
             self._advance()
 
-        # The path-based finders make a loader for each module: the attribute is this one import's alone.
+        # Path-based finders create one loader per module: the attribute affects only this import.
         vars(loader)["exec_module"] = exec_module
 
     def _advance(self) -> None:
-        """Apply all edits of armed patches whose modules have run; on failure take back all that this hook applied.
+        """Apply all edits of armed patches whose modules have run; on failure revert everything this hook applied.
 
-        Nothing is imported under the registry's lock, so that two threads that import a module each do not wait for each other.
+        Nothing is imported under the registry's lock, so that two importing threads cannot deadlock.
         """
         try:
             pending = self._registry.pending.items()
@@ -125,10 +125,10 @@ class Hook:
             self._undo(error)
 
     def _undo(self, error: Exception) -> None:
-        """Revert and disarm everything of this hook, and raise; whoever applied since what was reverted keeps it."""
+        """Revert and disarm everything of this hook, and raise; what others have applied since stays."""
         rows = [row for row in self._registry.status() if row["hook"]]
         in_place = [row["name"] for row in rows if row["state"] in ("applied", "lost")]
-        self._watched.clear()  # nothing more is put beside what is broken, should reverting fail too
+        self._watched.clear()  # apply nothing more, even if reverting fails
         self._registry.revert([row["name"] for row in rows])
         raise PatchError(
             f"a patch of the hook could not be applied ({error}); the patches that the hook had applied were reverted: "
@@ -139,7 +139,7 @@ class Hook:
         return module in sys.modules and (module in self._ran or not _unfinished(module))
 
     def _tell_what_never_came(self) -> None:
-        """At the end of the process: name the patches that are still waiting, so that nobody thinks they were in place."""
+        """At process exit, name the patches still pending, lest anyone think that they were in place."""
         for row in self._registry.status():
             if row["state"] == "armed":
                 missing = ", ".join(row["waits_for"])
@@ -163,11 +163,11 @@ class Hook:
 
 
 def process_tree() -> SourceTree:
-    """The files that this process imports Megatron from."""
+    """The source files from which this process imports Megatron."""
     portions = getattr(sys.modules.get("megatron"), "__path__", ())
     return SourceTree(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
 
 
 def _unfinished(module: str) -> bool:
-    """Whether the import system is still running this module's code (what it keeps on the spec until it has ended)."""
+    """Whether the import system is still running this module's code, according to a flag on its spec."""
     return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))

@@ -1,4 +1,4 @@
-"""The one line that a checkout's ``megatron/core/__init__.py`` gets: its text, and how it goes into bytes and out again."""
+"""The one line added to a checkout's ``megatron/core/__init__.py``: its text, and adding it to and removing it from bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _WHOLE = re.compile(
     re.escape(_CALL) + rf'\[(?P<names>{_NAME}(?:, {_NAME})*)\], version="(?P<version>[\w.+!-]+)", '
     rf'seal="(?P<seal>[0-9a-f]{{16}})"\)  # {MARK}; SHA-256 without it (?P<sha256>[0-9a-f]{{64}}); {re.escape(_UNDO)}'
 )
-# Anything that looks as if it had been our line: it must then be whole.
+# Anything that resembles our line: it must then be intact.
 _SUSPECT = re.compile(rf"megacpp_mcore\.patches\.hook|{MARK}".encode())
 
 
 @dataclass(frozen=True)
 class HookLine:
-    """What the line says.
+    """Content of the hook line.
 
     Attributes:
-        names: the patches, in the order in which they were asked for.
+        names: the patches, in the order of the requests.
         version: of the megacpp-mcore that wrote it.
         seal: of the named records in that copy (:meth:`megacpp_mcore.patches.machinery.registry.Registry.seal`).
         sha256: of the file without the line.
@@ -46,7 +46,7 @@ class HookLine:
 
 @dataclass(frozen=True)
 class Content:
-    """A file taken apart: the bytes without the line, and the line, if there is one."""
+    """A file split into the bytes without the line, and the line, if there is one."""
 
     without: bytes
     hook: HookLine | None
@@ -58,12 +58,12 @@ def add(content: bytes, line: HookLine) -> bytes:
 
 
 def take_apart(content: bytes) -> Content:
-    """Split a file into what it is without our line, and the line; the inverse of :func:`add`.
+    """Split a file into its content without our line, and the line; the inverse of :func:`add`.
 
     Raises:
-        PatchError: there is something of our line that is not whole, or there are two.
+        PatchError: our line is damaged, or occurs twice.
     """
-    lines = content.splitlines(keepends=True)  # of bytes: at \n, \r\n and \r alone, as Python source
+    lines = content.splitlines(keepends=True)  # bytes split only at \n, \r\n and \r, as Python source does
     found = [index for index, text in enumerate(lines) if _SUSPECT.search(text)]
     if not found:
         return Content(content, None)

@@ -1,4 +1,4 @@
-"""What one patch is, in words and in symbols, and what a Megatron tree's files have to say about it."""
+"""The record of one patch (description and edits), and its checks against the files of a Megatron tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 
 NOT_MEASURED = "not measured"
 TESTED_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0, which calls itself 0.19.1, and the wheel; a target may well have one source in both."""
+"""The tag core_v0.19.0, whose version is 0.19.1, and the wheel; most targets have the same source in both."""
 WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
 
 
@@ -23,11 +23,11 @@ class Edit:
     """One changed symbol of a patch.
 
     Attributes:
-        target: dotted path ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
+        target: ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
         fingerprints: megatron-core version (``"0.19.2"``) to the SHA-256 of the target's source in that version.
-        make: called with the original, returns the replacement. For a static or class method it is given the plain
-            function, and the wrapping is put back. It has to build a new object on each call, to import nothing of Megatron
-            while it does (a hook calls it in the middle of imports), and to reach the original through its argument only.
+        make: called with the original, returns the replacement. For a static or class method it gets the plain function, and
+            the result is wrapped accordingly. It must return a new object on each call, import nothing from Megatron (the hook
+            calls it during imports), and access the original only through its argument.
     """
 
     target: str
@@ -36,7 +36,7 @@ class Edit:
 
     @classmethod
     def of(cls, target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
-        """An edit of a target that has one source in all of :data:`TESTED_VERSIONS`."""
+        """An edit of a target whose source is the same in all of :data:`TESTED_VERSIONS`."""
         return cls(target=target, fingerprints=dict.fromkeys(TESTED_VERSIONS, sha256), make=make)
 
     @property
@@ -45,9 +45,9 @@ class Edit:
         return self.target.partition(":")[0]
 
     def expected(self, version: str) -> set[str]:
-        """The fingerprints that are right for ``version``.
+        """The fingerprints accepted for ``version``.
 
-        A version that nobody listed may still have, to the byte, a source that was.
+        An unlisted version is accepted with any listed source, byte for byte.
         """
         known = self.fingerprints
         return {known[version]} if version in known else set(known.values())
@@ -56,7 +56,7 @@ class Edit:
         """The fingerprint of the source ``text``.
 
         Raises:
-            Refusal: ``target changed``, it is not one that is right for ``version``.
+            Refusal: ``target changed``, the fingerprint is not accepted for ``version``.
         """
         found, expected = digest(text), self.expected(version)
         if found not in expected:
@@ -75,9 +75,9 @@ class Problem:
 
     Attributes:
         state: ``version not supported``, ``target not found`` or ``target changed``.
-        message: the same for people.
-        edit: the edit it is about; None when it is about the version.
-        text: the source that was found instead; None when there was none.
+        message: the same, human-readable.
+        edit: the edit concerned; None if the problem is the version.
+        text: the source that was found instead, if any.
     """
 
     state: str
@@ -88,20 +88,20 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """What one patch is, in words and in symbols.
+    """The record of one patch: description and edits.
 
     Attributes:
         name: lower-case words joined by ``-``.
-        fixes: what goes wrong without it.
-        source: upstream issue, or file and version, that the fix is about.
-        megatron_versions: the megatron-core range it is for, as in a requirement (``">=0.19,<0.20"``).
+        fixes: what goes wrong without the patch.
+        source: upstream issue, or file and version, that it fixes.
+        megatron_versions: the supported megatron-core range, as in a requirement (``">=0.19,<0.20"``).
         edits: the symbols it replaces.
-        seam: why it acts at that place and not at another.
+        seam: why it acts at these symbols and not elsewhere.
         leaves_alone: what it deliberately does not touch.
-        retire_when: what has to happen upstream for it to go.
-        cost: what it costs whoever has it on, in time, memory or capability.
-        gain: what it brings, as measured (with a figure), or ``not measured``.
-        conflicts: names of patches it cannot share a process with.
+        retire_when: the upstream change that makes it obsolete.
+        cost: its cost in time, memory or capability.
+        gain: its measured benefit (with a figure), or ``not measured``.
+        conflicts: names of patches that cannot be applied in the same process.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Patch:
             )
 
     def problems(self, tree: SourceTree, version: str) -> list[Problem]:
-        """Everything that keeps this patch from being applied to the Megatron ``version`` whose files are ``tree``."""
+        """Everything that prevents applying this patch to Megatron ``version`` with the files ``tree``."""
         try:
             self.check_version(version)
         except Refusal as refusal:
@@ -155,7 +155,7 @@ class Patch:
 
 
 def set_problems(fresh: Sequence[Patch], there: Sequence[Patch] = ()) -> list[str]:
-    """What keeps ``fresh`` from joining the patches ``there``: conflicts, and targets that two of them change."""
+    """Problems with adding ``fresh`` to the patches ``there``: conflicts, and targets that two patches change."""
     problems = []
     for index, one in enumerate(fresh):
         for other in (*there, *fresh[:index]):
@@ -175,7 +175,7 @@ def _nested(one: str, other: str) -> bool:
 
 
 def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:
-    """What is wrong with one target; one of several definitions (under ``if`` or ``try``) has to be right."""
+    """The problem with one target, if any; of several definitions (under ``if`` or ``try``) one has to match."""
     try:
         texts = tree.texts(edit.target)
     except Refusal as refusal:

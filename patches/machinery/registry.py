@@ -1,4 +1,4 @@
-"""The patch registry: checks the named patches of the folder above, then applies or reverts them as a whole.
+"""The patch registry: checks the named patches of the parent folder, then applies or reverts them as a whole.
 
 One patch lives in one file of that folder and is one module-level record::
 
@@ -15,8 +15,8 @@ One patch lives in one file of that folder and is one module-level record::
         ),
     )
 
-(:mod:`.record` says what each field is); :func:`fingerprint` gives the SHA-256 to put down. Importing this module, or a
-patch's module, changes nothing; only :meth:`Registry.apply` does.
+(fields: :mod:`.record`); :func:`fingerprint` returns the SHA-256 to enter. Importing this module, or a patch's module, changes
+nothing; only :meth:`Registry.apply` does.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from megacpp_mcore.util.nearest import nearest
 logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
-"""Held by whoever changes Megatron's modules, in whatever registry."""
+"""Held while Megatron's modules are being changed, by any registry."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What :meth:`Registry.apply` did: the patches of which it put edits in place, and those where there was none to put."""
+    """Result of :meth:`Registry.apply`: the patches with edits newly put in place, and those without any left to apply."""
 
     applied: tuple[str, ...]
     already: tuple[str, ...]
@@ -70,7 +70,7 @@ def fingerprint(target: str) -> str:
     """The SHA-256 (hex) of the source text of ``target`` (``module:attr`` or ``module:Class.attr``) as installed.
 
     Raises:
-        PatchError: there is no such symbol, or its source cannot be read.
+        PatchError: the symbol does not exist, or its source cannot be read.
     """
     try:
         return digest(source_text(resolve(target)))
@@ -95,7 +95,7 @@ class Registry:
     """A set of patches, and which of their edits are in place in this process.
 
     Args:
-        patches: the records, by names of their own.
+        patches: the records, with unique names.
         version: returns the megatron-core version to check against (called when something is to be applied).
     """
 
@@ -107,14 +107,14 @@ class Registry:
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """All patches, in the order in which they were given."""
+        """All patches, in the order in which they were passed."""
         return tuple(self._patches.values())
 
     def select(self, names: Iterable[str]) -> list[Patch]:
         """The records of ``names``, each once.
 
         Raises:
-            PatchError: there is no such patch; the nearest names are offered.
+            PatchError: no such patch; the message suggests the nearest names.
         """
         if isinstance(names, str):
             raise PatchError(f"expected a list of patch names, found the text {names!r}")
@@ -130,22 +130,22 @@ class Registry:
 
         Range, target, fingerprint and conflicts of every patch are checked, and every replacement is
         built, before the first change. Afterwards each module in ``sys.modules`` that had imported an original by name
-        holds its replacement. References that are not module attributes (a default argument, a ``ModuleSpec`` made
-        earlier, a bound method that was stored) are beyond the reach of any patch: choose a seam that has none.
+        holds its replacement. References that are not module attributes (a default argument, a ``ModuleSpec`` created
+        earlier, a stored bound method) are out of reach of any patch: choose a seam without them.
 
         Args:
-            names: patches; of one that is in place in part, the rest is put in place.
-            imported: says of a module whether it is there; given it, edits of other modules are left for a later call.
+            names: patches; a partly applied one is completed.
+            imported: whether a module is imported; if passed, edits of other modules are left for a later call.
 
         Raises:
-            PatchError: with every problem that was found; nothing is changed.
+            PatchError: lists every problem found; nothing is changed.
         """
         wanted = self.select(names)
-        # Before the lock, as an import may wait for another thread's, which may wait for the lock; or apply patches itself.
+        # Before the lock: an import may wait for another thread that waits for the lock, or may apply patches itself.
         for module in (module for patch in wanted for module in patch.modules if imported is None):
             with contextlib.suppress(
                 Exception
-            ):  # resolve() meets the same error, and says which target wants the module
+            ):  # resolve() hits the same error and names the target
                 importlib.import_module(module)
         with _LOCK:
             fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}
@@ -155,7 +155,7 @@ class Registry:
             exchange(changes, "no patch was applied")
             for change in changes:
                 self._changes.setdefault(change.patch, {})[change.slot.target] = change
-            for name, edits in fresh.items():  # when all are recorded: a handler of the log may raise
+            for name, edits in fresh.items():  # after all are recorded: a log handler may raise
                 targets = ", ".join(edit.target for edit in edits)
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
                 announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
@@ -163,16 +163,16 @@ class Registry:
         return Applied(tuple(fresh), already)
 
     def arm(self, names: Iterable[str], origin: str) -> None:
-        """Note that edits of the named patches are to be applied when their modules have been imported; changes nothing.
+        """Register the named patches for application once their modules have been imported; changes nothing.
 
-        Somebody else (:mod:`megacpp_mcore.patches.machinery.hook`) watches the imports and calls :meth:`apply`.
+        :mod:`megacpp_mcore.patches.machinery.hook` watches the imports and calls :meth:`apply`.
 
         Args:
-            names: patches; those that are applied or armed already are left as they are.
-            origin: what asked for it, for people.
+            names: patches; those already applied or armed are left alone.
+            origin: what requested it, for messages.
 
         Raises:
-            PatchError: a name is not known, or two patches cannot go together.
+            PatchError: a name is unknown, or two patches conflict.
         """
         with _LOCK:
             wanted = self.select(names)
@@ -183,21 +183,21 @@ class Registry:
 
     @property
     def pending(self) -> dict[str, tuple[Edit, ...]]:
-        """The edits of armed patches that are not in place, by patch."""
+        """The edits of armed patches that are not yet in place, by patch."""
         with _LOCK:
             found = {name: self._missing(self._patches[name]) for name in self._armed}
             return {name: edits for name, edits in found.items() if edits}
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Take the named patches (all that are applied, if ``None``) out again, in any order; all of them, or none.
+        """Revert the named patches (``None``: all applied ones), in any order; all of them, or none.
 
-        Every target, and every import of it by name, holds the very object it held before. An armed patch is disarmed.
+        Every target, and every import of it by name, holds its original object again. Armed patches are disarmed.
 
         Returns:
-            The patches that were reverted; a patch that was not applied is not among them.
+            The reverted patches, without those that were not applied.
 
         Raises:
-            PatchError: a name is not known, or a target meanwhile holds something else; nothing is changed.
+            PatchError: a name is unknown, or a target now holds something else; nothing is changed.
         """
         with _LOCK:
             wanted = [patch.name for patch in self.select({**self._changes, **self._armed} if names is None else names)]
@@ -217,7 +217,7 @@ class Registry:
         """Check that every applied patch is in place and that no module holds an original.
 
         Raises:
-            PatchError: with every place where that is not so.
+            PatchError: lists every violation.
         """
         with _LOCK:
             problems = [problem for name in self._changes for problem in self._drift(name)]
@@ -230,18 +230,18 @@ class Registry:
                 raise PatchError(listing("the patches are not in place", problems))
 
     def status(self) -> list[dict[str, Any]]:
-        """One JSON-ready record a patch, for receipts; imports nothing.
+        """One JSON-ready record per patch, for receipts; imports nothing.
 
-        The state is ``applied``; ``lost``, when a target of an applied patch holds something else now; ``armed``, when a
-        hook will apply it as soon as the modules in ``waits_for`` have been imported; or ``not applied``. An applied patch
-        with ``waits_for`` is in place for all that was imported, and will be for these modules too when they are. The
-        ``fingerprints`` are those of the sources that were found in place, by target.
+        The state is ``applied``; ``lost``, if a target of an applied patch now holds something else; ``armed``, if a hook will
+        apply it once the modules in ``waits_for`` have been imported; or ``not applied``. An applied patch with ``waits_for``
+        is in place in all imported modules, and will be in those too once imported. ``fingerprints`` are those of the sources
+        found in place, by target.
         """
         with _LOCK:
             return [self._record(patch) for patch in self._patches.values()]
 
     def seal(self, names: Iterable[str]) -> str:
-        """16 hex digits that change with all that the named records say but their prose: targets, fingerprints, ranges."""
+        """16 hex digits that depend on the named records except their prose: targets, fingerprints, version ranges."""
         records = [
             [patch.name, patch.megatron_versions, patch.conflicts]
             + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
@@ -250,12 +250,12 @@ class Registry:
         return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
 
     def _missing(self, patch: Patch, imported: Callable[[str], bool] | None = None) -> tuple[Edit, ...]:
-        """The patch's edits that are not in place (of the modules that were ``imported``, if that is given)."""
+        """The patch's edits that are not in place (only in modules that are ``imported``, if that is passed)."""
         there = self._changes.get(patch.name, {})
         return tuple(e for e in patch.edits if e.target not in there and (imported is None or imported(e.module)))
 
     def _standing_problems(self, wanted: Sequence[Patch]) -> list[str]:
-        """What those of ``wanted`` that are here have lost, and what keeps the others from joining what is here or armed."""
+        """Problems of ``wanted``: lost targets of applied patches, and conflicts of the others with applied or armed ones."""
         there = [self._patches[name] for name in {**self._changes, **self._armed}]
         lost = [problem for patch in wanted for problem in self._drift(patch.name)]
         return lost + set_problems([patch for patch in wanted if patch not in there], there)
@@ -305,7 +305,7 @@ class Registry:
 
 @functools.cache
 def default() -> Registry:
-    """The registry of this package's own patches, made on the first call."""
+    """The registry of this package's own patches, created on the first call."""
     from megacpp_mcore import patches
 
     files = sorted(module.name for module in pkgutil.iter_modules(patches.__path__))
@@ -314,14 +314,14 @@ def default() -> Registry:
 
 
 def listing(summary: str, problems: Sequence[str]) -> str:
-    """One message of a summary and every problem."""
+    """One message from a summary and all problems."""
     if len(problems) == 1:
         return f"{summary}: {problems[0]}"
     return f"{summary}, {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
 def announce(message: str) -> None:
-    """One line on rank 0: to the log, or to stderr while the log drops what is not a warning."""
+    """Print one line on rank 0: to the log, or to stderr if the log level would drop it."""
     if os.environ.get("RANK", "0") not in ("", "0"):
         return
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():

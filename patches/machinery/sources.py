@@ -1,4 +1,4 @@
-"""The files of a Megatron tree, read without importing them: where a module lies, and the source text of a symbol."""
+"""The files of a Megatron tree, read without importing them: a module's path, and the source text of a symbol."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PACKAGE_INFO = "megatron.core.package_info"
 
 @dataclass(frozen=True)
 class SourceTree:
-    """Python files below some folders, found as the import system finds them: the first folder that has one wins.
+    """Python files below some folders, looked up like the import system: the first folder that has one wins.
 
     Attributes:
-        roots: the folders that top-level packages lie in.
+        roots: the folders that contain top-level packages.
     """
 
     roots: tuple[Path, ...]
@@ -35,7 +35,7 @@ class SourceTree:
         folders: Sequence[Path] = self.roots
         *packages, last = module.split(".")
         for part in packages:
-            # A folder without __init__.py is one portion of a namespace package; a regular package ends the search.
+            # Folders without __init__.py are portions of a namespace package; a regular package ends the search.
             portions = [folder / part for folder in folders if (folder / part).is_dir()]
             regular = [portion for portion in portions if (portion / "__init__.py").is_file()]
             folders = regular[:1] or portions
@@ -49,11 +49,11 @@ class SourceTree:
     def texts(self, target: str) -> list[str]:
         """The source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file order.
 
-        Each text is what ``inspect.getsource`` gives for the imported function or class. There are several where
-        alternatives are defined under ``if`` or ``try``.
+        Each text equals ``inspect.getsource`` of the imported function or class. There are several if alternatives
+        are defined under ``if`` or ``try``.
 
         Raises:
-            Refusal: ``target not found``, or ``target changed`` when the file cannot be read as Python.
+            Refusal: ``target not found``, or ``target changed`` if the file does not parse as Python.
         """
         module, _, path = target.partition(":")
         lines, tree = self._parse(module)
@@ -70,9 +70,9 @@ class SourceTree:
         return found
 
     def version(self) -> str | None:
-        """What the tree's ``megatron/core/package_info.py`` says, without a commit; None when it says nothing readable.
+        """The version in the tree's ``megatron/core/package_info.py``, without the commit; None if it cannot be read.
 
-        It is read and not run: running it starts git.
+        The file is parsed, not run, since running it starts git.
         """
         try:
             _, tree = self._parse(PACKAGE_INFO)
@@ -92,7 +92,7 @@ class SourceTree:
             try:
                 with tokenize.open(self.file(module)) as stream:
                     lines = stream.readlines()
-                # As in linecache, the last line ends in a newline, too.
+                # As in linecache, the last line also ends in a newline.
                 lines[-1:] = [line.removesuffix("\n") + "\n" for line in lines[-1:]]
                 self._parsed[module] = (lines, ast.parse("".join(lines)))
             except (OSError, SyntaxError, ValueError) as error:
@@ -105,7 +105,7 @@ def _defined(owners: Sequence[ast.Module | ast.ClassDef], name: str) -> list[Def
 
 
 def _definitions(body: ast.AST) -> Iterator[Definition]:
-    """Functions and classes of a module or class body, those under ``if`` and ``try`` too, but none of an inner scope."""
+    """Functions and classes of a module or class body, including those under ``if`` and ``try``, without inner scopes."""
     for node in ast.iter_child_nodes(body):
         if isinstance(node, Definition):
             yield node
@@ -114,6 +114,6 @@ def _definitions(body: ast.AST) -> Iterator[Definition]:
 
 
 def _text(lines: Sequence[str], node: Definition) -> str:
-    """The source of ``node`` with its decorators, cut where ``inspect`` cuts it."""
+    """The source of ``node`` with its decorators, with the same extent as in ``inspect``."""
     first = min(part.lineno for part in (node, *node.decorator_list)) - 1
     return "".join(inspect.getblock(lines[first:]))

@@ -1,4 +1,4 @@
-"""Symbols of other packages: find one, read its source, and exchange it at every module that imported it by name."""
+"""Symbols of other packages: find one, read its source, and replace it in every module that imported it by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 from megacpp_mcore.errors import PatchError
 
 MARK = "__megacpp_patch__"
-"""Set on every replacement, so that another copy of this package is recognised."""
+"""Attribute set on every replacement, by which another copy of this package recognises it."""
 
 
 class Refusal(Exception):
-    """Why one target cannot be patched: ``state`` for machines, the message for people."""
+    """Why one target cannot be patched: ``state`` is machine-readable, the message human-readable."""
 
     def __init__(self, state: str, message: str) -> None:
         super().__init__(message)
@@ -30,11 +30,11 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Slot:
-    """A resolved target: where the symbol lives and what is there now."""
+    """A resolved target: the symbol's owner and its current value."""
 
     target: str
-    owners: tuple[Any, ...]  # the module, then the classes on the way; the last one holds the symbol
-    raw: Any  # as stored, that is with staticmethod or classmethod around it
+    owners: tuple[Any, ...]  # the module, then the nested classes; the last one holds the symbol
+    raw: Any  # as stored, including any staticmethod or classmethod wrapper
 
     @property
     def attribute(self) -> str:
@@ -43,13 +43,13 @@ class Slot:
 
     @property
     def value(self) -> Any:
-        """The symbol without the static or class method around it."""
+        """The symbol without a staticmethod or classmethod wrapper."""
         return _unwrapped(self.raw)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One checked edit: the slot with its original, and the replacement as it is stored there."""
+    """One checked edit: the slot with its original, and the replacement to store there."""
 
     patch: str
     slot: Slot
@@ -71,12 +71,12 @@ def resolve(target: str) -> Slot:
     """Import the module of ``module:attr`` or ``module:Class.attr`` and find the function or class in it.
 
     Raises:
-        Refusal: ``target not found``, saying at which step.
+        Refusal: ``target not found``; the message names the failing step.
     """
     module_name, _, path = target.partition(":")
     try:
         owner: Any = importlib.import_module(module_name)
-    except Exception as error:  # a library that a broken driver keeps from loading raises RuntimeError or OSError
+    except Exception as error:  # with a broken driver a library raises RuntimeError or OSError
         reason = f"importing {module_name} failed: {type(error).__name__}: {error}"
         raise Refusal("target not found", f"{target} was not found: {reason}") from error
     *classes, attribute = path.split(".")
@@ -98,7 +98,7 @@ def source_text(slot: Slot) -> str:
     """The source text of the function or class in ``slot``.
 
     Raises:
-        Refusal: ``target changed``, when there is no source to read.
+        Refusal: ``target changed``, the source cannot be read.
     """
     try:
         return inspect.getsource(slot.value)
@@ -107,7 +107,7 @@ def source_text(slot: Slot) -> str:
 
 
 def refuse_wrapped(slot: Slot, text: str) -> None:
-    """Refuse a target that somebody replaced by a ``functools.wraps`` wrapper: ``text`` still is the original's source.
+    """Refuse a target already replaced with a ``functools.wraps`` wrapper, whose ``text`` is still the original's source.
 
     Raises:
         Refusal: ``target already wrapped``.
@@ -123,7 +123,7 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
     if decorators <= {
         "staticmethod",
         "classmethod",
-    }:  # these wrap nothing that stays; any other is upstream's own wrapper
+    }:  # decorators that leave no wrapper behind; any other is upstream's own
         code = getattr(slot.value, "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         state = f"{slot.target} was wrapped by somebody else{place}; take that wrapper away first"
@@ -131,10 +131,10 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
 
 
 def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:
-    """Make the replacement of what is in ``slot``, with the original on its ``__wrapped__``.
+    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``.
 
     Raises:
-        Refusal: ``target changed``, when that fails.
+        Refusal: ``target changed``, building it failed.
     """
     try:
         replacement = make(slot.value)
@@ -148,7 +148,7 @@ def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> 
 
 
 def exchange(changes: Sequence[Change], failure: str, *, back: bool = False) -> None:
-    """Put all replacements (``back``: all originals) in place, imports by name too; on any failure undo what was done.
+    """Put all replacements (``back``: all originals) in place, also in imports by name; on any failure undo everything.
 
     Raises:
         PatchError: ``failure`` and its cause.

@@ -143,9 +143,7 @@ class Registry:
         wanted = self.select(names)
         # Before the lock: an import may wait for another thread that waits for the lock, or may apply patches itself.
         for module in (module for patch in wanted for module in patch.modules if imported is None):
-            with contextlib.suppress(
-                Exception
-            ):  # resolve() hits the same error and names the target
+            with contextlib.suppress(Exception):  # resolve() hits the same error and names the target
                 importlib.import_module(module)
         with _LOCK:
             fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}

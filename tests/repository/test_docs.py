@@ -218,6 +218,12 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
     assert overlaps == {one.name for one in policy.overlap_contract(policy.Run(device="cuda"), None)}
 
 
+def test_the_precision_file_of_the_page_is_the_packages() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", PAGES["fp8.md"], re.MULTILINE | re.DOTALL)
+    ours = yaml.safe_load((ROOT / "megacpp_mcore" / "model" / "fp8_experts.yaml").read_text(encoding="utf-8"))
+    assert ours in [yaml.safe_load(block) for block in blocks]
+
+
 def test_the_figures_of_the_compile_page_are_measured() -> None:
     with (ROOT / "experiments" / "results" / "regional_h200.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["recompute"], row["tax"]) == ("none", "none")]

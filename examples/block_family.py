@@ -1,8 +1,8 @@
-"""A block family outside of the package: gated causal convolutions in the place of NAM56R's R layers.
+"""A block family defined outside the package: gated causal convolutions instead of NAM56R's R layers.
 
-``--spec block_family nam56r_with_convolutions``; ``block_family.sh`` beside this file runs it. A family is a mixer
-(``[S, B, D] -> [S, B, D]``, causal) and a ModuleSpec that puts it into a stock TransformerLayer, which brings norm,
-residual, recompute and checkpoints. The pattern's letter R says where its layers are.
+``--spec block_family nam56r_with_convolutions``; ``block_family.sh`` next to this file runs it. A family is a mixer
+(``[S, B, D] -> [S, B, D]``, causal) and a ModuleSpec that puts it into a stock TransformerLayer, which provides norm,
+residual, recompute and checkpoints. Its layers go where the pattern has the letter R.
 
 Shapes: S sequence, B batch, D hidden, C channels (of this tensor-parallel rank).
 """
@@ -50,7 +50,7 @@ class GatedConvolution(Mixer):
             tp_group=self.tp_group,
         )
         self.out_proj = self.output_projection(parts.row_linear, width)
-        # Cut over tensor parallelism along axis 0, saved and loaded in every layout: Mixer sees to it.
+        # Mixer splits it over tensor parallelism along axis 0, and saves and loads it in any parallel layout.
         self.add_parameter("taps_weight", (width, taps), config.init_method, axis=0)
         self.add_parameter("taps_bias", (width,), torch.nn.init.zeros_, axis=0)
 
@@ -62,7 +62,7 @@ class GatedConvolution(Mixer):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix along the sequence; causal by itself, so that the mask only tells where documents begin."""
+        """Mix along the sequence; inherently causal, so the mask is read only for document boundaries."""
         if inference_context is not None:
             raise ModelError(f"layer {self.layer_number} keeps no state for decoding")
         pairs_SBX, _ = self.in_proj(hidden_SBD)
@@ -78,12 +78,12 @@ def convolution_layer_spec(parts: Parts, taps: int = 8) -> ModuleSpec:
 
 
 def mixer_of(layer: ModuleSpec) -> type | None:
-    """The class in a layer's self-attention slot; None where the slot is empty, as in E layers."""
+    """The class in a layer's self-attention slot; None if the slot is empty, as in E layers."""
     return getattr(layer.submodules.self_attention, "module", None)
 
 
 def nam56r_with_convolutions(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
-    """The layers of ``--spec megacpp_mcore nam56r``, each R layer replaced."""
+    """The layers of ``--spec megacpp_mcore nam56r``, with each R layer replaced."""
     block = nam56r(config, vp_stage)
     parts = parts_for(getattr(config, "transformer", config))
     block.layer_specs = [

@@ -2,10 +2,9 @@
 
     python examples/demo.py [--device cpu|cuda] [--steps 200] [--output runs/demo]
 
-The text is the running Python's own standard library. Training is the stock loop of the megatron-core wheel; what this
-script adds is the progress line, the kill in the middle, the comparison, and one HTML page. Exit status: 0 when
-everything held; 1 when a claim failed (the resumed steps differ, or the score is not good enough); otherwise that of the
-process that failed.
+The text is the running Python's own standard library. Training is the stock loop of the megatron-core wheel; this script
+adds the progress line, the kill in the middle, the comparison, and one HTML page. Exit status: 0 if every check passed; 1 if
+one failed (the resumed steps differ, or the score is not good enough); otherwise that of the process that failed.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ FAMILIES = {"A": "attention (MLA; DSA with index cache)", "M": "Mamba-3", "E": "
 BATCH = 8
 LEARNING_RATE = 4e-3
 MIN_PERCENT_UNDER = 25
-"""The held-out score has to be this far under the unigram entropy of the same bytes."""
+"""The held-out score has to be at least this many percent below the unigram entropy of the same bytes."""
 MAX_GPU_DIFFERENCE = 0.1
-"""Nats by which a repeated step may differ on a GPU; what rounding alone does in ten steps is far less."""
+"""Nats by which a repeated step may differ on a GPU; rounding errors over ten steps are far smaller."""
 CPU_SCORE_TOKENS = 2**17
-"""Held-out tokens that a CPU scores: less than a minute; all of them are four."""
+"""Held-out tokens scored on a CPU, in less than a minute; all of them would take four."""
 LOG_TAIL_LINES = 30
 
 
 class DemoError(Exception):
-    """The demo cannot go on; carries the exit status, and the log whose tail tells why."""
+    """The demo cannot go on; carries the exit status and the log whose tail shows why."""
 
     def __init__(self, message: str, status: int = 1, log: Path | None = None) -> None:
         super().__init__(message)
@@ -77,7 +76,7 @@ class Plan:
 
     @property
     def save_at(self) -> int:
-        """The step of the checkpoint that the second leg goes on from."""
+        """The step of the checkpoint from which the second leg resumes."""
         return self.train_steps // 2
 
     @property
@@ -87,12 +86,12 @@ class Plan:
 
     @property
     def log(self) -> Path:
-        """All that Megatron prints."""
+        """The log of all of Megatron's output."""
         return self.folder / "log.txt"
 
     @property
     def record(self) -> Path:
-        """What both legs record of themselves."""
+        """The recorded steps of both legs."""
         return self.folder / "observe"
 
     @property
@@ -150,12 +149,12 @@ def launch_words(plan: Plan, *options: str) -> list[str]:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in a process group of its own, its output appended to ``log``; nothing of it outlives the context."""
+    """Run a command in its own process group, its output appended to ``log``; no process of it outlives the context."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    threads = min(2, os.cpu_count() or 1)  # layers this small gain 1.3 × by two, little by more
+    threads = min(2, os.cpu_count() or 1)  # layers this small gain 1.3 × from two, little from more
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment.pop(settings.VARIABLE, None)  # a file about some other model
+    environment.pop(settings.VARIABLE, None)  # it may describe another model
     with open(log, "ab") as output:
         process = subprocess.Popen(
             command,
@@ -174,7 +173,7 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL a process, if it still runs, and whatever it started; then reap it."""
-    if process.returncode is None:  # not reaped yet, so that the number of its group cannot be anybody else's
+    if process.returncode is None:  # not reaped yet, so its group id cannot have been reused
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -256,7 +255,7 @@ def clock(seconds: float) -> str:
 
 
 def make_corpus(folder: Path, progress: Progress) -> tuple[str, str]:
-    """Make the corpus, or check the one that is there; returns the prefixes of training and held-out text."""
+    """Build the corpus, or check the existing one; returns the prefixes of training and held-out text."""
     from megacpp_mcore.data.corpus import prepare_stdlib_corpus
 
     prefixes = (str(folder / "stdlib_train"), str(folder / "stdlib_heldout"))
@@ -278,7 +277,7 @@ def make_corpus(folder: Path, progress: Progress) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Keep to themselves the dozen warnings with which Megatron's import tells what is not installed."""
+    """Suppress the dozen warnings about missing packages that importing Megatron prints."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -286,7 +285,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def check_corpus(prefixes: Sequence[str]) -> tuple[bool, str]:
-    """Whether the datasets are there, whole, and this Python's; and if files are there, why they are not usable."""
+    """Whether the datasets exist, are complete and match this Python; and why existing files are unusable."""
     if not any(Path(prefix + ".manifest.json").exists() for prefix in prefixes):
         return False, ""
     try:
@@ -307,14 +306,14 @@ def train(plan: Plan, command: Sequence[str], progress: Progress, kill_after: in
     before = seen = len(recorded(plan))
     with started(command, plan.log) as process:
         while True:
-            ended = has_ended(process)  # asked first, so that the last lines of a process that ends now are read
+            ended = has_ended(process)  # checked first, so that the last lines of a process ending now are still read
             found = recorded(plan)
             for step in found[seen:]:
                 progress.show(step)
             seen, found = len(found), found[before:]
             if ended or (kill_after and found and found[-1].step >= kill_after):
                 break
-            time.sleep(0.25)  # each look reads all steps again, on a core that the training has
+            time.sleep(0.25)  # each poll rereads all steps, on a core that training uses
     found = recorded(plan)[before:]
     code = process.returncode
     if kill_after and (code != -signal.SIGKILL or not found or found[-1].step < kill_after):
@@ -326,12 +325,12 @@ def train(plan: Plan, command: Sequence[str], progress: Progress, kill_after: in
 
 
 def recorded(plan: Plan) -> list[steps.Step]:
-    """The steps of both legs so far; training makes the folder."""
+    """The steps of both legs so far; none until training has created the folder."""
     return steps.read_steps(plan.record) if plan.record.is_dir() else []
 
 
 def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) -> str:
-    """Compare the steps that both legs ran; returns the sentence that says what was found.
+    """Compare the steps that both legs ran; returns a sentence with the result.
 
     Raises:
         DemoError: they differ, or the second leg did not start where it should.
@@ -389,7 +388,7 @@ def median_rate(legs: Sequence[Sequence[steps.Step]]) -> float:
 
 
 def device_words(device: str) -> str:
-    """The device as a reader knows it."""
+    """Human-readable name of the device."""
     if device == "cpu":
         return f"the CPU ({platform.machine()}, {len(os.sched_getaffinity(0))} cores)"
     import torch
@@ -398,7 +397,7 @@ def device_words(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the run was made with."""
+    """Versions of the software that the run used."""
     import importlib.metadata
 
     names = ("megatron-core", "torch", "numpy")
@@ -412,10 +411,10 @@ def versions() -> dict[str, str]:
 
 
 def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> None:
-    """Do everything, and print what was found.
+    """Run the whole demo and print its results.
 
     Raises:
-        DemoError: something failed or a claim did not hold.
+        DemoError: something failed, or a check did not pass.
     """
     began = time.monotonic()
     plan = Plan(new_folder(output), device, train_steps, score_tokens)
@@ -442,7 +441,7 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
 
 
 def new_folder(output: Path) -> Path:
-    """Make ``output/run-N`` with the next free number, so that an earlier run is never overwritten."""
+    """Create ``output/run-N`` with the next free number, so that an earlier run is never overwritten."""
     output.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -463,7 +462,7 @@ def shown(path: Path) -> str:
 def write_page(
     plan: Plan, output: Path, first: list[steps.Step], second: list[steps.Step], repeat: str, found: dict[str, Any]
 ) -> None:
-    """Write the run's page, and the same as ``output/index.html``."""
+    """Write the run's page, and a copy to ``output/index.html``."""
     under = 100 * (1 - found["bits_per_byte"] / found["unigram_bits_per_byte"])
     figures = [
         (f"{found['bits_per_byte']:.3f}", "bits per byte, held out"),
@@ -488,7 +487,7 @@ def write_page(
 
 
 def model_table() -> tuple[str, Sequence[str], list[tuple[str, str, str]]]:
-    """Title, head and rows of the model's layers and parameters by family."""
+    """Title, header and rows of a table of the model's layers and parameters by family."""
     counts = MODEL.parameters()
     rows = [
         (f"{letter}: {name}", str(MODEL.layers.count(letter)), f"{counts[letter]:,}")
@@ -506,7 +505,7 @@ def model_table() -> tuple[str, Sequence[str], list[tuple[str, str, str]]]:
 
 
 def report(plan: Plan, found: dict[str, Any], progress: Progress) -> None:
-    """Print the score; raise DemoError when it is not good enough."""
+    """Print the score; raise DemoError if it is not good enough."""
     reached, unigram = found["bits_per_byte"], found["unigram_bits_per_byte"]
     under = 100 * (1 - reached / unigram)
     progress.say(
@@ -550,7 +549,7 @@ def choose_device(device: str) -> str:
 
 
 def show_failure(error: DemoError) -> None:
-    """Print what failed, and the end of the log that tells why."""
+    """Print what failed, and the end of the log that shows why."""
     sys.stdout.flush()
     if error.log is not None and error.log.exists():
         lines = error.log.read_text(encoding="utf-8", errors="replace").splitlines()

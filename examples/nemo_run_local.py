@@ -14,7 +14,7 @@ from megacpp_mcore.nemo_recipes import nemo_run
 
 
 def main() -> None:
-    """Start the job, show its log, and fail when it fails."""
+    """Start the job, show its log, and fail if the job fails."""
     python, data, *overrides = sys.argv[1:]
     name, script, executor = nemo_run.plan("nam56r_tiny", python, [f"dataset.data_path={data}", *overrides])
     with run.Experiment(name) as experiment:

@@ -2,10 +2,10 @@
 
     python examples/nemo_run_slurm.py --account ME --python PYTHON --data DATA [--dry-run] [KEY=VALUE …]
 
-Run it in an environment with nemo-run (``make nemo-run``). PYTHON and DATA are what the nodes see: the Python with
+Run it in an environment with nemo-run (``make nemo-run``). PYTHON and DATA are paths as seen by the nodes: the Python with
 Megatron-Bridge and this package, or ``python`` in a container, and the prefix of a prepared dataset. NEMORUN_HOME names the
-folder of scripts and logs, which the nodes have to see. The job is submitted and left alone; ``--dry-run`` prints its script
-instead. From another machine, give the executor an ``SSHTunnel``.
+folder of scripts and logs, which the nodes must be able to access. The job is submitted without waiting for it; ``--dry-run``
+prints its script instead. From another machine, pass the executor an ``SSHTunnel``.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from megacpp_mcore.nemo_recipes import nemo_run
 
 
 def executor(options: argparse.Namespace) -> run.SlurmExecutor:
-    """One torchrun a node, with all of the node's GPUs; nothing of this folder is packed for the job."""
+    """One torchrun per node, with all of the node's GPUs; no file of this folder is packaged for the job."""
     return run.SlurmExecutor(
         account=options.account,
         partition=options.partition,

@@ -2,8 +2,8 @@
 
     megacpp-mcore launch -- examples/sample.py --prompt TEXT --sample-tokens N --load CHECKPOINTS MODEL-ARGUMENTS
 
-Every layer keeps what it needs of earlier tokens in Megatron's static inference context: attention its keys, M and R their
-states. Model and checkpoint are stock Megatron's, checked with megatron-core 0.19.2; one process.
+Every layer caches earlier tokens in Megatron's static inference context: attention its keys, M and R their states. Model class
+and checkpoint format are stock Megatron's, checked with megatron-core 0.19.2; one process.
 
 Shapes: B batch (1), S rows of one call, V vocabulary.
 """
@@ -29,8 +29,8 @@ def generate(model: Any, prompt: bytes, count: int, temperature: float, seed: in
         model: a GPTModel in evaluation mode.
         prompt: at least one byte.
         count: how many tokens at most.
-        temperature: divides the logits; 0 takes the likeliest byte.
-        seed: of the draws.
+        temperature: divides the logits; 0 selects the likeliest byte.
+        seed: for sampling.
 
     Raises:
         DataError: the prompt is empty.
@@ -71,7 +71,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Sample as ``sys.argv`` says; the text alone goes to standard output's last lines."""
+    """Sample according to ``sys.argv``; the text is printed last, on lines of its own."""
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})

@@ -3,8 +3,8 @@
     megacpp-mcore launch -- examples/score_heldout.py --heldout PREFIX --score-output FILE --load CHECKPOINTS \
         MODEL-ARGUMENTS
 
-How the text is cut is megacpp_mcore.launch.heldout's to say. Ends of documents are predicted too; their nats are charged to the
-bytes (see megacpp_mcore.data.score). Model, checkpoint and loss are stock Megatron's.
+megacpp_mcore.launch.heldout defines how the text is split. Ends of documents are predicted as well; their nats are counted
+with the bytes (see megacpp_mcore.data.score). Model class, checkpoint format and loss are stock Megatron's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacpp_mcore.util.files import replace
 
 @dataclass(frozen=True)
 class Score:
-    """A model's score beside the unigram entropy of the very bytes it predicted, both in bits per byte."""
+    """A model's score and the unigram entropy of the same bytes, both in bits per byte."""
 
     bits_per_byte: float
     unigram_bits_per_byte: float
@@ -43,7 +43,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Score as ``sys.argv`` says."""
+    """Score according to ``sys.argv``."""
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})

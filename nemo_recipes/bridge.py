@@ -1,8 +1,8 @@
-"""Makes Megatron-Bridge importable, or says exactly why it is not; nothing of Bridge is changed.
+"""Makes Megatron-Bridge importable, or says exactly why it is not; Bridge itself is not changed.
 
-Bridge 0.6.2 asks for Transformer Engine in one line of a module about LoRA layers (``peft/lora_layers.py``), though training
-without it works. Where there is none, :func:`prepare` lets that one module be imported with stand-ins that refuse every use,
-and takes them away again: whoever else asks is told, truly, that there is no Transformer Engine.
+Bridge 0.6.2 imports Transformer Engine in one line of a module about LoRA layers (``peft/lora_layers.py``), though training
+works without it. If it is missing, :func:`prepare` imports that one module with stand-ins that refuse every use, and then
+removes them: for all other imports Transformer Engine is still missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST = {
         "Bridge imports it, and pip takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39",
     ),
 }
-"""What else has to be there: from which version, and what goes wrong otherwise."""
+"""Other required packages: the least version, and what goes wrong otherwise."""
 
 INSTALLATION = "install it with `make bridge`, or as docs/doors.md says"
 
@@ -41,14 +41,14 @@ _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
 
 
 def check() -> None:
-    """Raise LaunchError unless Megatron-Bridge is installed, with what it really needs; imports nothing of it."""
+    """Raise LaunchError unless Megatron-Bridge and its real dependencies are installed; imports nothing of it."""
     found = problem()
     if found is not None:
         raise LaunchError(found)
 
 
 def problem() -> str | None:
-    """What is wrong with the installation of Megatron-Bridge, in a sentence; None if nothing is known to be."""
+    """A sentence on what is wrong with the installation of Megatron-Bridge; None if no problem is known."""
     bridge = host.version("megatron-bridge")
     if bridge is None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
@@ -65,7 +65,7 @@ def problem() -> str | None:
 
 
 def _release(version: str) -> Version:
-    """The release that ``version`` belongs to: a candidate or nightly has what its release will have. 0 if it is none."""
+    """The release that ``version`` belongs to: a candidate or nightly counts as its release. 0 if it is not a version."""
     try:
         return Version(Version(version).base_version)
     except InvalidVersion:
@@ -80,13 +80,13 @@ def _found(module: str) -> bool:
 
 
 def prepare() -> None:
-    """Import Megatron-Bridge and tell it that configurations may name our classes and functions.
+    """Import Megatron-Bridge and allow configurations to name our classes and functions.
 
     Raises:
         LaunchError: Bridge is not installed, or cannot be imported; the message says why.
     """
     check()
-    # Whoever asks later has to hear of a missing Transformer Engine from the real import, so these ask before.
+    # Imported before the stand-ins exist, so that these modules see that Transformer Engine is missing.
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.transformer.moe.moe_utils")
     finder = _LoraLayersFinder() if not _found("transformer_engine") else None
@@ -107,10 +107,10 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def warm_up_off_the_generator() -> Iterator[str]:
-    """For the duration, what the CPU lane does for Megatron's own loop; gives the line that says so.
+    """Context manager with the CPU lane's fix for Megatron's own loop, applied to Bridge; yields the line that reports it.
 
     Bridge has a copy of Megatron's function that runs fused functions once, on random inputs as large as the micro-batch
-    (``training/initialize.py``). On the CPU lane one generator serves them and the weights, which would depend on the batch.
+    (``training/initialize.py``). On the CPU lane the same generator draws the weights, which would depend on the batch.
     """
     import torch
 
@@ -130,7 +130,7 @@ def warm_up_off_the_generator() -> Iterator[str]:
 
 
 class _Refusing(types.ModuleType):
-    """A stand-in for a part of Transformer Engine that raises when anything of it is used."""
+    """A stand-in for a part of Transformer Engine that raises on any use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -141,7 +141,7 @@ class _Refusing(types.ModuleType):
 
 
 class _WithStandIns(importlib.abc.Loader):
-    """Executes a module while ``sys.modules`` holds the stand-ins, and no longer."""
+    """Executes a module with the stand-ins in ``sys.modules``, and removes them afterwards."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
@@ -150,13 +150,13 @@ class _WithStandIns(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # Modules that it imports are to be imported without stand-ins.
+        # The modules that it imports must be imported without stand-ins.
         for name in ("megatron.bridge.peft.adapter_wrapper", "megatron.bridge.peft.lora_merge"):
             importlib.import_module(name)
         names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
         whole, torch_part, ops = (_Refusing(name) for name in names)
         whole.__dict__["pytorch"], torch_part.__dict__["ops"] = torch_part, ops
-        ops.__dict__["Sequential"] = "Sequential"  # as the annotation of what a function returns
+        ops.__dict__["Sequential"] = "Sequential"  # used only as a return annotation
         sys.modules.update(zip(names, (whole, torch_part, ops), strict=True))
         try:
             self._loader.exec_module(module)
@@ -166,7 +166,7 @@ class _WithStandIns(importlib.abc.Loader):
 
 
 class _LoraLayersFinder(importlib.abc.MetaPathFinder):
-    """Finds ``megatron.bridge.peft.lora_layers`` as the others do, to be loaded by :class:`_WithStandIns`."""
+    """Finds ``megatron.bridge.peft.lora_layers`` like the other finders, but loads it with :class:`_WithStandIns`."""
 
     def find_spec(
         self, fullname: str, path: Any = None, target: types.ModuleType | None = None

@@ -1,7 +1,7 @@
 """The recipes as Megatron-Bridge configurations: functions without parameters that return a ``ConfigContainer``.
 
-``pretrain(nam56r_…_config(), forward_step)`` is Bridge's own entry; ``python -m megacpp_mcore.nemo_recipes.run`` only chooses.
-Data is named by the user: ``dataset.data_path`` is empty, and a run without it stops before anything is built.
+``pretrain(nam56r_…_config(), forward_step)`` is Bridge's own entry; ``python -m megacpp_mcore.nemo_recipes.run`` selects one.
+The user names the data: ``dataset.data_path`` is empty, and a run without it stops before anything is built.
 Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written against megatron-bridge 0.6.2.
 """
 
@@ -52,28 +52,28 @@ _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "optimizer": ("timers",),
     }
 )
-"""Section to the fields that a run puts objects of its process in; what is read back finds them empty, as a recipe does."""
+"""Section to the fields in which a run stores objects of its process; saved as None, as they are in a recipe."""
 
 
 @dataclass(kw_only=True)
 class NAM56RConfig(ConfigContainer):
-    """Bridge's configuration, whose checkpoints' ``run_config.yaml`` reads back, and that trains what it was told to load.
+    """Bridge's configuration, with a ``run_config.yaml`` that can be read back, and an error if the checkpoint is missing.
 
-    Bridge writes ``run_config.yaml`` from the configuration of the running process, tokenizer, timers and bound methods
-    included, each as a class to be called without arguments or as an unbound method; ``ConfigContainer.from_yaml`` fails on
-    the tokenizer. And where there is no checkpoint to load, it begins with random weights, without a word
-    (``training/setup.py``, ``_should_load_checkpoint``, before ``exit_on_missing_checkpoint`` is looked at).
+    Bridge writes ``run_config.yaml`` from the configuration of the running process, including tokenizer, timers and bound
+    methods, each as a class to be called without arguments or as an unbound method; ``ConfigContainer.from_yaml`` fails on
+    the tokenizer. And if there is no checkpoint to load, it silently starts from random weights (``training/setup.py``,
+    ``_should_load_checkpoint``, before ``exit_on_missing_checkpoint`` is checked).
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration alone, without objects of the process that runs it."""
+        """The configuration only, without objects of the running process."""
         content: dict[str, Any] = super().to_dict()
         for section, fields in _OF_THE_PROCESS.items():
             content[section].update((field, None) for field in fields if field in content[section])
         return content
 
     def validate(self) -> None:
-        """As Bridge's, which calls it before anything is built.
+        """As Bridge's method, after checking the checkpoint; Bridge calls it before anything is built.
 
         Raises:
             LaunchError: a checkpoint is to be loaded, and there is none.
@@ -82,13 +82,13 @@ class NAM56RConfig(ConfigContainer):
         super().validate()
 
     def check_checkpoint(self) -> None:
-        """Refuse to load a checkpoint that is not there, unless ``checkpoint.exit_on_missing_checkpoint`` is False.
+        """Refuse to load a missing checkpoint, unless ``checkpoint.exit_on_missing_checkpoint`` is False.
 
-        Of ``load`` and ``pretrained_checkpoint`` one is enough, as Bridge takes the other only where the first is missing.
-        Non-persistent checkpoints lie elsewhere; with them Bridge is left to look.
+        Either ``load`` or ``pretrained_checkpoint`` suffices, as Bridge falls back from the first to the other.
+        Non-persistent checkpoints are stored elsewhere and are left to Bridge.
 
         Raises:
-            LaunchError: it is not there.
+            LaunchError: it does not exist.
         """
         wanted = self.checkpoint
         named = {
@@ -113,12 +113,12 @@ def nam56r_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
 
 
 def nam56r_pretrain_8gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r`` on eight H200, experts divided over all of them."""
+    """``nam56r`` on eight H200, with expert parallelism over all of them."""
     return container(recipe("nam56r_pretrain_8gpu_h200_bf16"))
 
 
 def nam56r_pretrain_8gpu_h200_fp8_experts_config() -> ConfigContainer:
-    """``nam56r`` on eight H200, the matrix products of the routed experts in FP8."""
+    """``nam56r`` on eight H200, with the routed experts' GEMMs in FP8."""
     return container(recipe("nam56r_pretrain_8gpu_h200_fp8_experts"))
 
 
@@ -128,7 +128,7 @@ def nam56r_quarter_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
 
 
 def nam56r_quarter_pretrain_1gpu_h200_fp8_experts_config() -> ConfigContainer:
-    """``nam56r_quarter`` on one H200, the matrix products of the routed experts in FP8."""
+    """``nam56r_quarter`` on one H200, with the routed experts' GEMMs in FP8."""
     return container(recipe("nam56r_quarter_pretrain_1gpu_h200_fp8_experts"))
 
 
@@ -138,7 +138,7 @@ def nam56r_tiny_pretrain_1cpu_fp32_config() -> ConfigContainer:
 
 
 def container(chosen: Recipe) -> ConfigContainer:
-    """``chosen`` as Bridge's configuration: what :func:`megacpp_mcore.arguments.lowering.lower` tells a stock script."""
+    """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`."""
     training = chosen.training
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
     if training.plan.file is not None:
@@ -155,7 +155,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         optimizer=OptimizerConfig(
             optimizer="adam",
             lr=training.learning_rate,
-            min_lr=float(f"{training.learning_rate / 10:g}"),  # as the command line has it
+            min_lr=float(f"{training.learning_rate / 10:g}"),  # as on the command line
             weight_decay=0.1,
             adam_beta1=0.9,
             adam_beta2=0.95,
@@ -212,7 +212,7 @@ def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
 
 
 def _tokenizer(chosen: Recipe) -> TokenizerConfig:
-    """The built-in bytes for a model of their vocabulary, and ids as they are for any other."""
+    """The built-in byte tokenizer for a model with its vocabulary, plain token ids for any other."""
     words = tokenizer_words(chosen.model)
     named = {word[2:].replace("-", "_"): value for word, value in zip(words[::2], words[1::2], strict=True)}
     ids = {name: int(value) for name, value in named.items() if name.endswith(("_id", "vocab_size"))}

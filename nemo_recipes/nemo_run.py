@@ -1,8 +1,8 @@
-"""``nemo megacpp pretrain recipe=NAME [python=PATH] [KEY=VALUE …]``: nemo-run starts what ``nemo_recipes.run`` trains.
+"""``nemo megacpp pretrain recipe=NAME [python=PATH] [KEY=VALUE …]``: starts ``nemo_recipes.run`` through nemo-run.
 
-nemo-run only submits; the job is ``python -m torch.distributed.run -m megacpp_mcore.nemo_recipes.run`` of another Python, the
-one with Megatron-Bridge. Neither torch nor Bridge is imported here. Written against nemo-run 0.11.1, whose command finds this
-module by the entry point group ``nemo_run.cli``, and reads the types of :func:`pretrain`, which may not be strings for it.
+nemo-run only submits; the job is ``python -m torch.distributed.run -m megacpp_mcore.nemo_recipes.run`` in another Python, the
+one with Megatron-Bridge. Neither torch nor Bridge is imported here. Written against nemo-run 0.11.1, which finds this module
+through the entry point group ``nemo_run.cli``, and reads the annotations of :func:`pretrain`, which must not be strings.
 """
 
 import inspect
@@ -18,19 +18,19 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 
 RENDEZVOUS_PORT = 29500
-"""Where the hosts of a job on several meet, on the first of them."""
+"""Rendezvous port of a multi-host job, on its first host."""
 
 _RUNNER = "megacpp_mcore.nemo_recipes.run"
 _CHECK = "from megacpp_mcore.nemo_recipes import bridge; import sys; sys.exit(bridge.problem())"
 
 
 def choose(name: str, executor: run.Executor | None = None) -> Recipe:
-    """The recipe called ``name``; the name of a model stands for the first of its recipes that fits ``executor``.
+    """The recipe called ``name``; a model's name selects the first of its recipes that fits ``executor``.
 
-    The first is that of :data:`megacpp_mcore.model.recipes.RECIPES`; without an executor, the first for the fewest processes.
+    The order is that of :data:`megacpp_mcore.model.recipes.RECIPES`; without an executor, the first for the fewest processes.
 
     Raises:
-        ModelError: there is no such recipe; the nearest names are offered.
+        ModelError: unknown recipe; the nearest names are suggested.
         LaunchError: no recipe of the model is for as many processes as the executor starts.
     """
     of_model = sorted((one for one in RECIPES.values() if one.model.name == name), key=lambda one: one.processes)
@@ -49,7 +49,7 @@ def choose(name: str, executor: run.Executor | None = None) -> Recipe:
 
 
 def processes(executor: run.Executor) -> int:
-    """How many processes, one a GPU, ``executor`` is to start on all of its hosts."""
+    """The number of processes, one per GPU, that ``executor`` starts over all its hosts."""
     return int(executor.nnodes() * executor.nproc_per_node())
 
 
@@ -57,7 +57,7 @@ def check_executor(chosen: Recipe, executor: run.Executor) -> None:
     """Refuse an executor that cannot start ``chosen``.
 
     Raises:
-        LaunchError: it is of another class, brings a launcher of its own, or starts another number of processes.
+        LaunchError: unsupported class, a launcher of its own, or the wrong number of processes.
     """
     kind = type(executor).__name__
     if not isinstance(executor, (run.LocalExecutor, run.SlurmExecutor)):
@@ -82,10 +82,10 @@ def check_executor(chosen: Recipe, executor: run.Executor) -> None:
 
 
 def check_python(python: str) -> None:
-    """Refuse a Python of this machine in which the recipes cannot run; it is asked, and imports neither torch nor Bridge.
+    """Refuse a Python on this machine that cannot run the recipes; runs it, without importing torch or Bridge.
 
     Raises:
-        LaunchError: it is no program, or says what is missing.
+        LaunchError: it is not a program, or reports something missing.
     """
     advice = "name the Python of an environment with Megatron-Bridge (`make bridge` prints one) by python="
     if shutil.which(python) is None:
@@ -97,16 +97,16 @@ def check_python(python: str) -> None:
 
 
 def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), python: str = "python") -> run.Script:
-    """What ``executor`` is to run, on each of its hosts: torchrun with the recipe's processes.
+    """The script that ``executor`` runs on each of its hosts: torchrun with the recipe's processes.
 
     Args:
-        chosen: what is trained.
-        executor: where; its words are quoted for a shell where it has one.
-        overrides: ``section.key=value``, as ``nemo_recipes.run`` takes them.
-        python: the Python with Megatron-Bridge, on the machine that trains.
+        chosen: the recipe.
+        executor: where to run; words are quoted if it uses a shell.
+        overrides: ``section.key=value``, as for ``nemo_recipes.run``.
+        python: the Python with Megatron-Bridge, on the training machine.
 
     Raises:
-        LaunchError: an override is not of that form; what :func:`check_executor` refuses.
+        LaunchError: an override has another form, or as :func:`check_executor`.
     """
     check_executor(chosen, executor)
     for override in overrides:
@@ -117,7 +117,7 @@ def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), 
     hosts = executor.nnodes()
     start = ["--nnodes", str(hosts), "--nproc-per-node", str(chosen.processes // hosts)]
     words = ["-m", _RUNNER, "--recipe", chosen.name, *overrides]
-    # Both schedulers fill in macros of the form $name, for which a dollar is written twice; Slurm's joins words with blanks.
+    # Both schedulers expand macros $name, so a dollar is doubled; Slurm's joins words with blanks.
     if isinstance(executor, run.SlurmExecutor):
         quoted: Callable[[str], str] = shlex.quote
         head = f"$${run.SlurmExecutor.HEAD_NODE_IP_VAR}:{RENDEZVOUS_PORT}"
@@ -134,13 +134,13 @@ def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), 
 
 
 class PretrainContext(run.cli.RunContext):
-    """nemo-run's context of a command, which leaves what is not ours (``train.train_iters=20``) to the recipe's runner."""
+    """nemo-run's context of a command, which passes other arguments (``train.train_iters=20``) to the recipe's runner."""
 
     def parse_fn(self, fn: Callable[..., Any], args: list[str], **default_kwargs: Any) -> run.Partial:
-        """Read our arguments as nemo-run does, and keep the others as overrides.
+        """Parse our arguments as nemo-run does, and keep the others as overrides.
 
         Raises:
-            ModelError, LaunchError: what cannot be submitted.
+            ModelError, LaunchError: the job cannot be submitted.
         """
         if self.dryrun:
             self.skip_confirmation = True
@@ -157,10 +157,10 @@ class PretrainContext(run.cli.RunContext):
 def plan(
     name: str, python: str = "python", overrides: Sequence[str] = (), executor: run.Executor | None = None
 ) -> tuple[str, run.Script, run.Executor]:
-    """The recipe's name, what is run and by which executor: this machine when none is given.
+    """The recipe's name, the script to run, and the executor: this machine by default.
 
     Raises:
-        ModelError, LaunchError: what cannot be submitted; nothing has been.
+        ModelError, LaunchError: the job cannot be submitted; nothing has been.
     """
     chosen = choose(name, executor)
     if executor is None:
@@ -190,7 +190,7 @@ def pretrain(ctx: run.cli.RunContext, recipe: str, python: str = "python", overr
 
 
 def check_ended_well(experiment: run.Experiment) -> None:
-    """Raise LaunchError unless every job of ``experiment`` succeeded; nemo-run itself ends well whatever became of them."""
+    """Raise LaunchError unless every job of ``experiment`` succeeded; nemo-run itself exits successfully either way."""
     for job in experiment.jobs:
         if job.state.name != "SUCCEEDED":
             raise LaunchError(f"job {job.id} ended as {job.state.name}; its log is under {job.executor.job_dir}")

@@ -25,27 +25,27 @@ from megacpp_mcore.arguments import lowering
 from megacpp_mcore.layer_specs.nam56r import nam56r
 from megacpp_mcore.model import Layout, Model, flops
 
-# Fields by which a stock run and a model are compared, and that a provider has by another name or not at all.
+# Fields used to compare a stock run with a model that a provider names differently or lacks.
 _NOT_FIELDS = ("heterogeneous_block_specs", "is_hybrid_model")
 
 
 @dataclass
 class NAM56RProvider(MLAModelProvider):
-    """Bridge's MLA provider, whose layers and MTP block come from one spec.
+    """Bridge's MLA provider, with layers and MTP block from one spec.
 
-    Bridge builds an MTP block of stock layers whatever the spec is (``gpt_provider.py``, ``mtp_block_spec``), and forgets
-    ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``): the two methods below differ from
-    Bridge's in nothing else.
+    Bridge builds an MTP block of stock layers whatever the spec is (``gpt_provider.py``, ``mtp_block_spec``), and ignores
+    ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``): ``provide`` and
+    ``provide_distributed_model`` differ from Bridge's only in this.
     """
 
     transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
     heterogeneous_block_specs: bool = False
     is_hybrid_model: bool = False
-    # Bridge has Megatron's quant_recipe, and no name for the file it comes from.
+    # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
     te_precision_config_file: str | None = None
 
     def finalize(self) -> None:
-        """As Bridge's, with what the precision file says."""
+        """As Bridge's method, after reading the precision file."""
         if self.te_precision_config_file is not None:
             self.quant_recipe = load_quantization_recipe(self.te_precision_config_file)
         super().finalize()
@@ -88,7 +88,7 @@ class NAM56RProvider(MLAModelProvider):
         )
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As Bridge's, on the CPU's generator where the configuration says so."""
+        """As Bridge's method, with initialization on the CPU if the configuration says so."""
         kwargs.setdefault("use_cpu_initialization", self.use_cpu_initialization)
         return super().provide_distributed_model(*args, **kwargs)
 
@@ -100,18 +100,18 @@ class NAM56RProvider(MLAModelProvider):
         return int(calculate_padded_vocab_size(*sizes))
 
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
-        """The audited count of training ``batch_size`` sequences, which Bridge's throughput log takes."""
+        """The audited FLOP count of training ``batch_size`` sequences, for Bridge's throughput log."""
         model = lowering.matching_preset((self,))
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
         return step.total.training
 
 
 def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str) -> NAM56RProvider:
-    """The provider of ``model`` cut as ``layout`` says; its vocabulary comes from the run's tokenizer.
+    """The provider of ``model`` under ``layout``; its vocabulary comes from the run's tokenizer.
 
     Args:
         model: what is trained.
-        layout: how it is cut.
+        layout: its parallel layout.
         device: ``cuda`` or ``cpu``.
         transformer_impl: ``transformer_engine`` or ``local``.
     """
@@ -133,18 +133,18 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         expert_tensor_parallel_size=1,
         sequence_parallel=layout.sequence_parallel,
         make_vocab_size_divisible_by=vocabulary_divisor(layout.tensor),
-        # As the stock command says, or leaves unsaid.
+        # As in the stock command, or its defaults.
         attention_softmax_in_fp32=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=transformer_impl != "local",
         cross_entropy_loss_fusion=False,
         deallocate_pipeline_outputs=True,
-        pipeline_dtype=torch.float32,  # which mixed precision makes its own
+        pipeline_dtype=torch.float32,  # overwritten by mixed precision
         rotary_scaling_factor=1.0,
     )
 
 
 def vocabulary_divisor(tensor: int) -> int:
-    """What Megatron multiplies by tensor parallelism and pads the vocabulary to a multiple of: the same model at every cut."""
+    """Megatron's vocabulary divisor, to be multiplied by TP, chosen so that the padded vocabulary is the same at every TP."""
     return 128 // tensor if 128 % tensor == 0 else 128

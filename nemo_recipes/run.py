@@ -1,8 +1,8 @@
-"""``python -m megacpp_mcore.nemo_recipes.run --recipe NAME [KEY=VALUE …]``: chooses a recipe for Bridge's own ``pretrain``.
+"""``python -m megacpp_mcore.nemo_recipes.run --recipe NAME [KEY=VALUE …]``: runs a recipe with Bridge's own ``pretrain``.
 
-Start it with torchrun for more than one process. Nothing of Bridge is changed; this module makes the process ready as the
-launcher does (launch policy, CPU lane, patches, data verified, compile warm-up, the run recorded), and refuses what cannot work
-before Megatron starts.
+Start it with torchrun for more than one process. Bridge itself is not changed; this module prepares the process as the
+launcher does (launch policy, CPU lane, patches, data verification, compile warm-up, recording of the run), and refuses, before
+Megatron starts, whatever cannot work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
 
 PATCHES = ("dataset-helpers",)
-"""What every run needs. The spec applies its own."""
+"""Patches for every run. The spec applies its own."""
 
 
 _LAYOUT: Mapping[str, str] = MappingProxyType(
@@ -44,7 +44,7 @@ _LAYOUT: Mapping[str, str] = MappingProxyType(
         "model.sequence_parallel": "sequence_parallel",
     }
 )
-"""Key of an override to the field of the layout that it changes."""
+"""Override key to the layout field that it changes."""
 
 _STAGES = "model.pipeline_model_parallel_layout"
 
@@ -55,19 +55,19 @@ _PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "precision": ("mixed_precision", "model.bf16", "model.fp16", "model.fp8", "model.te_precision"),
     }
 )
-"""Value of the launch policy to the overrides that make it the user's, by how their keys begin."""
+"""Launch-policy value to the key prefixes of overrides that mark it as set by the user."""
 
 
 def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording | None = None) -> None:
     """Train recipe ``name``, changed by ``overrides`` of the form ``section.key=value`` (Hydra's syntax).
 
     Args:
-        name: what is trained.
-        overrides: what is changed of it.
-        recording: what is recorded of the run, and where.
+        name: of the recipe.
+        overrides: changes to it.
+        recording: what to record of the run, and where.
 
     Raises:
-        LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: what cannot work, before Megatron starts.
+        LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: the run cannot work; before Megatron starts.
     """
     chosen = recipe(name)
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         layout = layout_of(chosen, overrides)
         check_processes(chosen, layout)
         check_stages(chosen, layout, overrides, settings)
-        environment = dict(os.environ)  # the user's, before the lane adds to it
+        environment = dict(os.environ)  # the user's, before the CPU lane modifies it
         on_cpu = chosen.training.device == "cpu"
         if on_cpu:
             stack.enter_context(process.cpu_lane())
@@ -94,7 +94,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         for variable, value in launched.environment().items():
             os.environ[variable] = value
             stack.callback(os.environ.pop, variable, None)
-        policy.check_memory(policy_run(chosen, config))  # starts CUDA, which reads the environment once
+        policy.check_memory(policy_run(chosen, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         process.say(verify_data(config))
         callbacks = _callbacks(config, launched.compile)
@@ -107,10 +107,10 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
 
 
 def _observation(config: Any, recording: launcher.Recording, settings: PluginConfig | None) -> observation.Observation:
-    """What is recorded of the run that ``config`` describes, as of a stock run that saves where it does.
+    """The recording of the run described by ``config``, as for a stock run with the same ``--save``.
 
     Raises:
-        LaunchError: it cannot be.
+        LaunchError: the run cannot be recorded.
     """
     saved = config.checkpoint.save
     chosen = recording.choose([] if saved is None else ["--save", str(saved)], settings)
@@ -123,12 +123,12 @@ def _observation(config: Any, recording: launcher.Recording, settings: PluginCon
 
 
 def _callbacks(config: Any, compile_policy: policy.CompilePolicy) -> Any:
-    """Bridge's callbacks; what is compiled is warmed up once the model is built and its checkpoint loaded."""
+    """Bridge's callbacks; compiled regions are warmed up once the model is built and its checkpoint loaded."""
     from megatron.bridge.training.callbacks import CallbackManager
 
     callbacks = CallbackManager()
     if compile_policy.mode == "regional":
-        # The only moment between a loaded checkpoint and the first step; Bridge names it for warm-ups.
+        # The only event between a loaded checkpoint and the first step, intended by Bridge for warm-ups.
         callbacks.register("on_data_init_start", lambda context: _warm_up(context.model, config, compile_policy))
     return callbacks
 
@@ -153,10 +153,10 @@ def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompileP
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:
-    """The recipe's layout with what ``overrides`` say of it; what is no number or truth value is left to Bridge to refuse.
+    """The recipe's layout with ``overrides`` applied; values that are not numbers or booleans are left for Bridge to refuse.
 
     Raises:
-        ModelError: a layout that contradicts itself.
+        ModelError: the layout is inconsistent.
     """
     changes: dict[str, Any] = {}
     for override in overrides:
@@ -169,10 +169,10 @@ def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:
 
 
 def check_processes(chosen: Recipe, layout: Layout) -> None:
-    """Refuse a number of processes, or of GPUs, that the recipe cut as ``layout`` is not for; replicas of it are welcome.
+    """Refuse a number of processes, or of GPUs, that does not fit the recipe under ``layout``; more replicas are allowed.
 
     Raises:
-        LaunchError: with the number to start.
+        LaunchError: names the number to start.
     """
     started = int(os.environ["WORLD_SIZE"])
     unchanged = layout == chosen.layout
@@ -201,10 +201,10 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
 
 
 def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str], settings: PluginConfig | None) -> None:
-    """Refuse a layout that the model cannot be cut into; stages that an override draws itself are left to the spec.
+    """Refuse a layout that does not fit the model; stages defined by an override are checked by the spec.
 
     Raises:
-        ModelError: naming what does not divide, or the DSA schedule that the stages need.
+        ModelError: names the size that is not divisible, or the DSA schedule that the stages need.
     """
     model = settings.model if settings is not None else chosen.model
     if any(override.startswith(f"{_STAGES}=") for override in overrides):
@@ -214,10 +214,10 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str], setti
 
 
 def check_batches(config: Any, layout: Layout) -> None:
-    """Refuse a global batch that the data-parallel replicas cannot share.
+    """Refuse a global batch that cannot be divided among the data-parallel replicas.
 
     Raises:
-        LaunchError: with the numbers that do not divide.
+        LaunchError: names the numbers.
     """
     replicas = int(os.environ["WORLD_SIZE"]) // (layout.tensor * layout.pipeline)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
@@ -235,7 +235,7 @@ def launch_policy(
     settings: PluginConfig | None,
     environment: Mapping[str, str],
 ) -> policy.LaunchPolicy:
-    """The policy of the run that ``config`` describes, in ``environment``; what an override says is the user's word."""
+    """The launch policy of the run described by ``config``, in ``environment``; overrides count as set by the user."""
     launched = policy.resolve(
         policy_run(chosen, config),
         settings=settings,
@@ -254,7 +254,7 @@ def launch_policy(
 
 
 def policy_run(chosen: Recipe, config: Any) -> policy.Run:
-    """What the launch policy has to know of the run that ``config`` describes, mixed precision included."""
+    """The launch policy's view of the run described by ``config``, mixed precision included."""
     model, ddp, mixed = config.model, config.ddp, _mixed_precision(config)
     precision = next((kind for kind in ("bf16", "fp16") if getattr(mixed or model, kind)), "fp32")
     fp8 = (mixed or model).fp8
@@ -308,13 +308,13 @@ def policy_run(chosen: Recipe, config: Any) -> policy.Run:
 
 
 def _names(modules: Any) -> tuple[str, ...]:
-    """Names of modules, of which Megatron takes a word, a list of words, or one of its enumerations."""
+    """Module names, from any form that Megatron accepts: a word, a list of words, or one of its enumerations."""
     listed = [modules] if isinstance(modules, str) else modules or ()
     return tuple(str(getattr(one, "name", one)) for one in listed)
 
 
 def _mixed_precision(config: Any) -> Any:
-    """The configuration of mixed precision, which may be named by a word; None without."""
+    """The mixed-precision configuration, also if ``config`` only names it; None without."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     mixed = config.mixed_precision
@@ -322,11 +322,11 @@ def _mixed_precision(config: Any) -> Any:
 
 
 def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
-    """The recipe's ``ConfigContainer`` with ``overrides`` applied, its data named, and its model still the one it names.
+    """The recipe's ``ConfigContainer`` with ``overrides`` applied, checked to name data and still to be the recipe's model.
 
     Raises:
-        LaunchError: an override that Bridge cannot read, or whose key there is not (the nearest are offered).
-        ArgumentMismatchError: overrides that make it another model.
+        LaunchError: an override that Bridge cannot parse, or an unknown key (the nearest are suggested).
+        ArgumentMismatchError: the overrides change the model.
         DataError: no data is named.
     """
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
@@ -345,7 +345,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     for key in keys:
         _check_type(key, before[key], _value(config, key))
     _derive(chosen, config, keys)
-    config.model.vocab_size = chosen.model.vocab_size  # which the tokenizer brings later
+    config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
         lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}")
     except ArgumentMismatchError as error:
@@ -357,7 +357,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
 
 
 def _derive(chosen: Recipe, config: Any, keys: Sequence[str]) -> None:
-    """What follows from steps, learning rate, layout and number of processes is as they are, unless it is named itself."""
+    """Set the fields that follow from steps, learning rate, layout and number of processes, unless overridden themselves."""
     from megacpp_mcore.nemo_recipes.nam56r import flag_fields
     from megacpp_mcore.nemo_recipes.provider import vocabulary_divisor
 
@@ -383,20 +383,19 @@ def _derive(chosen: Recipe, config: Any, keys: Sequence[str]) -> None:
 
 
 def check_override(config: Any, override: str) -> None:
-    """Refuse an override that is not ``section.key=value`` of a key that there is; the nearest are offered.
+    """Refuse an override that is not ``section.key=value`` with an existing key; the nearest keys are suggested.
 
-    Hydra's ``+new=…`` and ``~old`` are refused as well: on a configuration made of dataclasses Bridge 0.6.2 drops them without
-    a word.
+    Hydra's ``+new=…`` and ``~old`` are refused as well: on a configuration of dataclasses Bridge 0.6.2 silently drops them.
 
     Raises:
-        LaunchError: it is not of that form, or there is no such key.
+        LaunchError: it has another form, or the key does not exist.
     """
     key, equals, _ = override.partition("=")
     if not equals or key.startswith(("+", "~")):
         raise LaunchError(f"the override {override!r} is not of the form KEY=VALUE, for instance train.train_iters=20")
     holder, path = config, ""
     for part in key.split("."):
-        if not dataclasses.is_dataclass(holder):  # a mapping or a plain value, which Hydra judges
+        if not dataclasses.is_dataclass(holder):  # a mapping or a plain value, which Hydra validates
             return
         names = [field.name for field in dataclasses.fields(holder)]
         if part not in names:
@@ -412,7 +411,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _check_type(key: str, before: Any, after: Any) -> None:
-    """Refuse a value of another type than the recipe's, or a mapping for a whole section: Bridge would store it as it is."""
+    """Refuse a value whose type differs from the recipe's, or a mapping for a section: Bridge would store it unchecked."""
     if "." not in key and isinstance(after, dict):
         raise LaunchError(
             f"{key}={after!r} is a mapping for a whole section; name its fields one by one, as {key}.FIELD=VALUE"
@@ -432,7 +431,7 @@ def data_words(config: Any) -> list[str]:
     Raises:
         DataError: no data is named.
     """
-    from megacpp_mcore.data.arguments import bridge_words  # brings numpy, which --help does without
+    from megacpp_mcore.data.arguments import bridge_words  # late: imports numpy, which --help does not need
 
     tokenizer, words = config.tokenizer, bridge_words(config.dataset)
     if not words:
@@ -449,10 +448,10 @@ def data_words(config: Any) -> list[str]:
 
 
 def verify_data(config: Any) -> str:
-    """Check the datasets of the run against their manifests, on rank 0, and have Megatron cache what it indexes of just these.
+    """Check the run's datasets against their manifests, on rank 0, and give Megatron an index cache specific to these.
 
     Returns:
-        The line that says what was checked.
+        A line that says what was checked.
     """
     from megacpp_mcore.data.arguments import cache_folder, verify_arguments
 
@@ -463,7 +462,7 @@ def verify_data(config: Any) -> str:
 
 
 def _name_end_of_document(config: Any) -> None:
-    """Megatron's tokenizer of plain ids needs the id that ends documents; the dataset's manifest says it."""
+    """Set the end-of-document id, which Megatron's null tokenizer needs, from the dataset's manifest."""
     from megacpp_mcore.data.arguments import dataset_prefixes
     from megacpp_mcore.data.tokenizer import end_of_document
 
@@ -473,7 +472,7 @@ def _name_end_of_document(config: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.nemo_recipes.run", description=__doc__)
     parser.add_argument("--recipe", metavar="NAME", help="what to train")
     parser.add_argument("--list", action="store_true", help="name the recipes")

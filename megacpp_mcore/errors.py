@@ -1,4 +1,4 @@
-"""The errors a user of this package can meet; every message says what was found, what was expected and what to do."""
+"""The errors that users of this package can see; every message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class MegacppError(Exception):
 
 
 class PatternError(MegacppError, ValueError):
-    """A layer pattern holds something the A/M/E/R grammar does not allow."""
+    """A layer pattern contains something that the A/M/E/R grammar does not allow."""
 
 
 class ModelError(MegacppError, ValueError):
-    """A model definition, or its combination with a parallel layout, is not one that can be built."""
+    """A model definition, or its combination with a parallel layout, cannot be built."""
 
 
 class ArgumentMismatchError(MegacppError, ValueError):
@@ -20,7 +20,7 @@ class ArgumentMismatchError(MegacppError, ValueError):
 
 
 class ConfigFileError(MegacppError, ValueError):
-    """The file named by ``MEGACPP_CONFIG`` cannot be read or has a key or value that is not known."""
+    """The file named by ``MEGACPP_CONFIG`` cannot be read, or has an unknown key or value."""
 
 
 class DataError(MegacppError, ValueError):
@@ -28,11 +28,11 @@ class DataError(MegacppError, ValueError):
 
 
 class CheckpointError(MegacppError, ValueError):
-    """A checkpoint cannot be loaded or converted: it is none, or of another layout or format than it has to be."""
+    """A checkpoint cannot be loaded or converted: it is not a checkpoint, or has the wrong layout or format."""
 
 
 class CheckoutError(MegacppError, FileNotFoundError):
-    """A Megatron-LM checkout or one of its scripts is not where it was said to be."""
+    """A Megatron-LM checkout or one of its scripts is not at the given path."""
 
 
 class SpecImportError(MegacppError, ImportError):
@@ -40,7 +40,7 @@ class SpecImportError(MegacppError, ImportError):
 
 
 class LaunchError(MegacppError, RuntimeError):
-    """A launch cannot go on as asked (device, processes, environment)."""
+    """A launch cannot proceed as requested (device, processes, environment)."""
 
 
 class PatchError(MegacppError, RuntimeError):
@@ -52,4 +52,4 @@ class BackendError(MegacppError, RuntimeError):
 
 
 class BenchmarkError(MegacppError, ValueError):
-    """A benchmark cannot be run as asked, or its rows cannot be compared with those of a file."""
+    """A benchmark cannot be run as requested, or its rows cannot be compared with those of a file."""

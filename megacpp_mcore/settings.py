@@ -1,24 +1,24 @@
-"""The one file of options that Megatron has no flag for, named by ``MEGACPP_CONFIG``; every key is checked.
+"""The configuration file named by ``MEGACPP_CONFIG``, with the options that Megatron has no flag for; every key is checked.
 
 Its keys::
 
     model: nam56r_tiny            # a preset's name
     overrides:                    # values of the model that differ from the preset (see megacpp_mcore.model.Model)
       dsa: {schedule: "-FF"}
-    backends:                     # op to backend name; an op that is not named takes "auto"
+    backends:                     # op to backend name; other ops use "auto"
       mamba3: reference
     compile: regional             # or off (the default); see megacpp_mcore.layer_specs.regions
-    recompute: [experts, m]       # what the backward pass computes again (see Recompute)
-    max_documents: 512            # the most documents of a packed row; by default one for 16 tokens, at least 64
+    recompute: [experts, m]       # what the backward pass recomputes (see Recompute)
+    max_documents: 512            # the most documents in a packed row; by default one per 16 tokens, at least 64
     speed_defaults: {expandable_segments: false}     # see SpeedDefaults
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
-    transformer_engine: {attention: false}           # what of it may be used (megacpp_mcore.te.imports.Features)
-    fp8: {recipe: block}                             # dense products in FP8 (megacpp_mcore.te.precision.FP8)
+    transformer_engine: {attention: false}           # which features may be used (megacpp_mcore.te.imports.Features)
+    fp8: {recipe: block}                             # dense GEMMs in FP8 (megacpp_mcore.te.precision.FP8)
 
-or, for a stock DSA model under the patch dsa-index-cache, this one alone::
+or, for a stock DSA model with the patch dsa-index-cache, only this key::
 
-    dsa_index_cache: {schedule: FSSFSS}   # F (Full) or S (Shared) for each layer; tiled when it is shorter
+    dsa_index_cache: {schedule: FSSFSS}   # F (Full) or S (Shared) for each layer; tiled if shorter
     dsa_index_cache: {full: [0, 3]}       # or the ordinals of the Full layers, from 0; all others are Shared
 """
 
@@ -50,22 +50,22 @@ VARIABLE = "MEGACPP_CONFIG"
 
 COMPILE_MODES = ("off", "regional")
 CONSOLES = ("progress", "stock")
-"""What a recorded run may print of its steps."""
+"""Console output of a recorded run's steps."""
 
 _INDEX_CACHE = "dsa_index_cache"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedDefaults:
-    """What a launch does for speed unless it is told not to; each may be given under ``speed_defaults``.
+    """Launch settings for speed; the defaults can be changed under ``speed_defaults``.
 
     Attributes:
-        compile_warmup: whether regions are compiled before step 1, where the compile policy allows it at all.
-        precompile_static: whether the regions of A, M and R layers are compiled before step 1 even where the policy skips the
-            warm-up because of the E layers beside them.
-        expandable_segments: whether the CUDA allocator grows segments, which keeps fragmentation down.
-        cache_root: folder for the caches of compiled kernels (``triton`` and ``inductor`` in it); None: their own places.
-        linear_cross_entropy: whether, on GPUs, the patch of that name takes the place of Megatron's output layer and loss.
+        compile_warmup: whether regions are compiled before step 1, if the compile policy allows it.
+        precompile_static: whether the regions of A, M and R layers are compiled before step 1 even if the policy skips the
+            warm-up because the model has E layers.
+        expandable_segments: whether the CUDA allocator uses expandable segments, which reduce fragmentation.
+        cache_root: folder for the caches of compiled kernels (subfolders ``triton`` and ``inductor``); None: their defaults.
+        linear_cross_entropy: whether, on GPUs, the patch of that name replaces Megatron's output layer and loss.
     """
 
     compile_warmup: bool = True
@@ -77,11 +77,11 @@ class SpeedDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentalTaxes:
-    """What costs speed and is off unless asked for under ``experimental_taxes``.
+    """Options that cost speed; off unless set under ``experimental_taxes``.
 
     Attributes:
-        anomaly_detection: autograd checks every backward result for NaN and says which forward operation it belongs to.
-        blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``), so that an error is where it is said.
+        anomaly_detection: autograd checks every backward result for NaN and names the forward operation it belongs to.
+        blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``), so errors surface where they occur.
     """
 
     anomaly_detection: bool = False
@@ -89,28 +89,28 @@ class ExperimentalTaxes:
 
     @property
     def on(self) -> tuple[str, ...]:
-        """The names of those that are on."""
+        """The names of the options that are on."""
         return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
 
 
 LONGEST_BEAT_S = 10.0
-"""Seconds between two signs of life at most: by so much the time of a death may be wrong."""
+"""Upper limit in seconds on the heartbeat interval, and so on the error of a process's time of death."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observability:
-    """What a run tells about itself; each may be given under ``observability``.
+    """What a run reports and records; set under ``observability``.
 
     Attributes:
-        policy: how the launch policy is printed at the start, ``text`` or ``json`` (one line).
-        recompiles: whether torch logs why it compiles a region again.
-        enabled: whether a run that saves checkpoints is recorded beside them, unless the launch says otherwise.
-        interval: steps between two readings of what is counted on the GPU.
-        heartbeat_s: seconds between two signs of life of a recorded process, at most :data:`LONGEST_BEAT_S`.
-        profile: the first and the last step to profile, such as ``10-14``; None: none.
-        profile_trace: whether the profile's events are kept, too, for a trace viewer.
-        console: what a recorded run prints of its steps: ``progress``, one readable line below Megatron's own, or ``stock``,
-            Megatron's alone.
+        policy: format of the launch policy printed at the start, ``text`` or ``json`` (one line).
+        recompiles: whether torch logs why it recompiles a region.
+        enabled: whether a run that saves checkpoints is recorded next to them, unless the launch says otherwise.
+        interval: steps between readings of the counters on the GPU.
+        heartbeat_s: seconds between heartbeats of a recorded process, at most :data:`LONGEST_BEAT_S`.
+        profile: the first and last step to profile, such as ``10-14``; None: none.
+        profile_trace: whether the profile's events are saved as well, for a trace viewer.
+        console: output of a recorded run's steps: ``progress``, one readable line below Megatron's own, or ``stock``, only
+            Megatron's.
     """
 
     policy: str = "text"
@@ -140,15 +140,15 @@ class PluginConfig:
     """The checked content of the file.
 
     Attributes:
-        path: where it was read from.
-        preset: the name of the preset it starts from.
+        path: the file.
+        preset: name of the preset that the model is based on.
         model: the preset with the overrides applied.
         backends: op name to requested backend name.
         compile: one of :data:`COMPILE_MODES`.
-        recompute: what is computed again in the backward pass.
-        max_documents: the most documents that a packed row may hold; None: as many as its length suggests.
+        recompute: what is recomputed in the backward pass.
+        max_documents: the most documents that a packed row may hold; None: a default from its length.
         speed_defaults, experimental_taxes, observability, transformer_engine, fp8: the groups of those names.
-        given: ``group.key``, or ``compile`` and ``recompute``, of what the file itself says.
+        given: the options set in the file, as ``group.key``, or ``compile`` and ``recompute``.
     """
 
     path: Path
@@ -168,12 +168,12 @@ class PluginConfig:
 
 @dataclass(frozen=True)
 class IndexSchedule:
-    """Which layers of a stock DSA model run their indexer, as the file says it.
+    """Which layers of a stock DSA model run their indexer, according to the file.
 
     Attributes:
-        path: where it was read from.
-        schedule: ``F`` or ``S`` for each layer, tiled when it is shorter; None when the file lists ``full``.
-        full: the ordinals of the Full layers, from 0; None when the file gives a ``schedule``.
+        path: the file.
+        schedule: ``F`` or ``S`` for each layer, tiled if shorter; None if the file sets ``full``.
+        full: the ordinals of the Full layers, from 0; None if the file sets a ``schedule``.
     """
 
     path: Path
@@ -187,7 +187,7 @@ class IndexSchedule:
         """``F`` (Full) or ``S`` (Shared), one for each of ``layers`` layers.
 
         Raises:
-            ConfigFileError: if it is about more layers than that.
+            ConfigFileError: the schedule has more layers than that.
         """
         needed = len(self.schedule) if self.schedule is not None else 1 + max(self.full or (0,))
         if needed > layers:
@@ -201,7 +201,7 @@ class IndexSchedule:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of a node."""
@@ -220,7 +220,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
     """Read and check the file at ``path``.
 
     Raises:
-        ConfigFileError: if it cannot be read, is not YAML, or holds a key or value that is not known.
+        ConfigFileError: the file cannot be read, is not YAML, or has an unknown key or value.
     """
     file = Path(path)
     content = _known(file)
@@ -239,7 +239,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
             raise ConfigFileError(f"{file}: backends.{op} is {backend!r}; expected the name of a backend, or auto")
     try:
         model = with_overrides(preset(name), overrides, where="overrides")
-        Dispatcher(backends)  # refuses names of ops and backends that it does not know
+        Dispatcher(backends)  # refuses unknown ops and backends
     except (ModelError, PatternError, BackendError) as error:
         raise ConfigFileError(f"{file}: {error}") from error
     return PluginConfig(
@@ -262,15 +262,15 @@ def from_environment() -> PluginConfig | None:
 
 
 def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:
-    """Read and check the file at ``path``; None if it is about a model of this package and not about stock DSA.
+    """Read and check the file at ``path``; None if it describes a model of this package rather than stock DSA.
 
     Raises:
-        ConfigFileError: as :func:`load`, and if the schedule is not one.
+        ConfigFileError: as :func:`load`, or the schedule is invalid.
     """
     file = Path(path)
     content = _known(file)
     if set(content) != {_INDEX_CACHE}:
-        load(file)  # refuses one key next to the others
+        load(file)  # refuses dsa_index_cache together with other keys
         return None
     value = content[_INDEX_CACHE]
     if not isinstance(value, Mapping) or set(value) not in ({"schedule"}, {"full"}):
@@ -289,7 +289,7 @@ def index_schedule_from_environment() -> IndexSchedule | None:
 
 
 def _known(file: Path) -> Mapping[str, Any]:
-    """The content of ``file``, a mapping with no other keys than those of :data:`_KEYS`."""
+    """The content of ``file``, a mapping whose keys are all in :data:`_KEYS`."""
     content = _read(file)
     if not isinstance(content, Mapping):
         raise ConfigFileError(f"{file}: found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
@@ -361,7 +361,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     """``10-14`` as the first and the last step to profile.
 
     Raises:
-        LaunchError: it is something else.
+        LaunchError: ``text`` has another form.
     """
     found = re.fullmatch(r"(\d+)-(\d+)", text.strip())
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -377,7 +377,7 @@ def _given(content: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _roles(file: Path, value: Any) -> str:
-    """``value``, checked to be a string of ``F`` and ``S`` that begins with ``F``."""
+    """``value``, checked to be a string of ``F`` and ``S`` starting with ``F``."""
     where = f"{file}: {_INDEX_CACHE}.schedule"
     if not isinstance(value, str) or not value:
         raise ConfigFileError(f"{where} is {value!r}; expected a text of 'F' (Full) and 'S' (Shared), such as FSSFSS")
@@ -393,7 +393,7 @@ def _roles(file: Path, value: Any) -> str:
 
 
 def _ordinals(file: Path, value: Any) -> tuple[int, ...]:
-    """``value``, checked to be ascending ordinals from 0 on."""
+    """``value``, checked to be ascending ordinals starting at 0."""
     ordinals = tuple(value) if isinstance(value, list) else ()
     numbers = all(isinstance(ordinal, int) and not isinstance(ordinal, bool) for ordinal in ordinals)
     if not ordinals or not numbers or ordinals[0] != 0 or list(ordinals) != sorted(set(ordinals)):
@@ -415,13 +415,13 @@ def _read(file: Path) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date or number that is none; brackets without end
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad dates or numbers; endless brackets
         raise ConfigFileError(f"{file}: not valid YAML: {error}") from error
 
 
 def _mapping(file: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = content.get(key)
-    if value is None:  # the key is not there, or nothing follows it
+    if value is None:  # the key is missing or has no value
         return {}
     if not isinstance(value, Mapping):
         raise ConfigFileError(f"{file}: {key!r} is {value!r}; expected a mapping")

@@ -1,1 +1,1 @@
-"""Stock command lines: a model as Megatron's arguments and back, and the forms a command is printed in. Pure Python."""
+"""Stock command lines: a model as Megatron's arguments and back, and the output formats of a command. Pure Python."""

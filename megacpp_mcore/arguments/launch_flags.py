@@ -1,6 +1,6 @@
-"""Stock flags that change a run's speed and not its result: where each is on, and why, for every door. Pure Python.
+"""Stock flags that change a run's speed but not its results: when each is on, and why, for every door. Pure Python.
 
-``lower`` writes them, a Bridge recipe sets the same fields, and the launch policy says of any run which are on and why.
+``lower`` writes them, a Bridge recipe sets the same fields, and the launch policy reports for any run which are on and why.
 Flags and conditions are those of Megatron-LM core_v0.19.0 and megatron-core 0.19.2.
 """
 
@@ -20,9 +20,9 @@ PARAM_GATHER = "overlapped parameter gather"
 MOE_PERMUTE = "MoE permute fusion"
 MANUAL_GC = "manual garbage collection"
 GC_INTERVAL = 100
-"""Steps between two collections: what a step leaves in cycles is small, and a collection of a large process takes 0.1 s."""
+"""Steps between garbage collections: a step leaves little in cycles, and collecting takes 0.1 s in a large process."""
 LOG_INTERVAL = 10
-"""Steps between two lines in the log of a run on several GPUs."""
+"""Steps between log lines of a run on several GPUs."""
 TORCH_FSDP, TORCH_FSDP_FORMAT = "--use-torch-fsdp2", "torch_dcp"
 _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
@@ -39,14 +39,14 @@ _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are cut"),
     }
 )
-"""What a run under FSDP2 has to have, and why."""
+"""Values required of a run under FSDP2, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Properties of a run that decide which flags it gets.
 
-    ``idle_parameters``: why some get no gradient; ``torch_fsdp``: whether FSDP2 cuts weights, gradients and optimizer state.
+    ``idle_parameters``: why some get no gradient; ``torch_fsdp``: whether FSDP2 shards weights, gradients and optimizer state.
     """
 
     device: str
@@ -63,11 +63,11 @@ class LaunchFlag:
     """One stock flag that changes speed and not results.
 
     Attributes:
-        name: what it switches on.
-        words: what switches it on; empty where Megatron has it on.
-        off: what switches it off; empty where Megatron has it off.
-        reason: what it is good for.
-        obstacle: why a run on a machine has to do without it; empty when it has not.
+        name: the feature.
+        words: arguments that switch it on; empty if Megatron's default is on.
+        off: arguments that switch it off; empty if Megatron's default is off.
+        reason: its benefit.
+        obstacle: why a run on a machine cannot use it; empty if it can.
     """
 
     name: str
@@ -143,14 +143,14 @@ FLAGS = (
 
 
 def check_torch_fsdp(run: Mapping[str, Any]) -> None:
-    """Refuse a run under FSDP2 that it would train wrongly, or not at all.
+    """Refuse a run that would train wrongly, or not at all, under FSDP2.
 
     Args:
-        run: what it has, as far as it is known: ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``, and
-            arguments of Megatron by their names.
+        run: its settings as far as known: ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``, and
+            Megatron's arguments by name.
 
     Raises:
-        ModelError: with all that stands against it.
+        ModelError: lists every obstacle.
     """
     found = [
         f"{name} is {value!r}, expected {_UNDER_TORCH_FSDP[name][0]!r} ({_UNDER_TORCH_FSDP[name][1]})"
@@ -167,5 +167,5 @@ def lowered(machine: Machine) -> tuple[str, ...]:
 
 
 def log_interval(machine: Machine) -> int:
-    """Steps between two lines in the log: before each of them all ranks wait for each other and for the loss."""
+    """Steps between log lines; for each line all ranks wait for each other and for the loss."""
     return LOG_INTERVAL if machine.device == "cuda" and machine.processes > 1 else 1

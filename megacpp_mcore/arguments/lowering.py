@@ -1,7 +1,7 @@
-"""Model + layout + training plan -> stock Megatron arguments, and back: a stock run's configuration against the model.
+"""Model + layout + training plan -> stock Megatron arguments, and the reverse: checking a stock run against the model.
 
-One table, :func:`model_arguments`, serves both ways, so that what ``recipe emit`` prints and what a run is checked
-against cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
+One table, :func:`model_arguments`, serves both directions, so that the output of ``recipe emit`` and the checks of a run
+cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.laye
 
 
 def host_of(spec: Sequence[str] | None) -> str | None:
-    """The host of a ``--spec`` value; None for a spec of others."""
+    """The host of a ``--spec`` value; None for other specs."""
     word = ".".join(spec or ())
     return next(
         (host for host, (_, name) in SPECS.items() if word in (f"megacpp_mcore.{name}", f"{_MODULES[host]}.{name}")),
@@ -41,10 +41,10 @@ class Argument:
     """One stock argument that a model requires.
 
     Attributes:
-        words: what goes on the command line; empty when Megatron's default is the right value.
-        field: the field of Megatron's configuration the argument ends in.
+        words: command-line words; empty if Megatron's default is the right value.
+        field: the field of Megatron's configuration that the argument sets.
         expected: the value that field must have.
-        remedy: what to write on the command line when it has not.
+        remedy: what to change on the command line otherwise.
     """
 
     words: tuple[str, ...]
@@ -67,10 +67,10 @@ def _absent(flag: str, field: str, expected: Any) -> Argument:
 
 
 def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
-    """Every stock argument that is part of the model itself, in a fixed order; of HybridModel's pattern, its words alone.
+    """Every stock argument that belongs to the model itself, in a fixed order; of HybridModel's pattern, the fields it sets.
 
     Raises:
-        ModelError: there is no such host.
+        ModelError: unknown host.
     """
     if host not in SPECS:
         raise ModelError(f"the host is {host!r}; expected one of {', '.join(SPECS)}")
@@ -79,7 +79,7 @@ def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
 
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
-    """``arguments`` of GPTModel for HybridModel, without those that its pattern implies."""
+    """``arguments`` of GPTModel for HybridModel, where the pattern sets some fields: these have no words, only a check."""
     sparse = set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}
     by_pattern = "by --hybrid-layer-pattern"
     replaced = {
@@ -105,7 +105,7 @@ def _gpt_arguments(model: Model) -> list[Argument]:
         _option("--max-position-embeddings", model.seq_length, "seq_length"),
         _option("--position-embedding-type", "rope"),
         _option("--rotary-base", int(model.rope_theta)),
-        # By fan-in, the model's own rule replaces what Megatron would draw (layer_specs/initial.py).
+        # With fan-in init, the model's own rule replaces Megatron's (layer_specs/initial.py).
         _absent("--init-method-std", "init_method_std", 0.02)
         if model.start.std is None
         else _option("--init-method-std", model.start.std),
@@ -182,7 +182,7 @@ def _attention_arguments(model: Model) -> list[Argument]:
             _absent("--dsa-indexer-rope-interleaved", "dsa_indexer_rope_interleaved", False),
             _absent("--dsa-indexer-k-norm-epsilon", "dsa_indexer_k_norm_epsilon", None),
             _absent("--dsa-indexer-k-norm-fp32", "dsa_indexer_k_norm_fp32", False),
-            # Upstream's own index sharing and kernels: here the schedule is the model's, and a backend the dispatcher's.
+            # Not upstream's index sharing and kernels: the model sets the schedule, the dispatcher chooses the backend.
             _absent("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 1),
             _absent("--dsa-indexer-skip-topk-offset", "dsa_indexer_skip_topk_offset", 0),
             _absent("--dsa-kernel-backend", "dsa_kernel_backend", "none"),
@@ -224,8 +224,8 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
     """The complete argument list of a stock ``pretrain_gpt.py`` or ``pretrain_hybrid.py`` run, without the script's name.
 
     Raises:
-        ModelError: when the model cannot be cut as ``layout`` says, its experts cannot run in the FP8 that ``training`` asks
-            for, FSDP2 (``--use-torch-fsdp2`` among ``training.extra``) cannot cut it so, or there is no such host.
+        ModelError: ``layout`` does not fit the model, its experts cannot run in the FP8 that ``training`` requests, FSDP2
+            (``--use-torch-fsdp2`` in ``training.extra``) does not support the layout, or the host is unknown.
     """
     model.check_layout(layout)
     if training.plan.file is not None and (why := precision.unfit(model)):
@@ -245,7 +245,7 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
 
 
 def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags.Machine:
-    """The machine that selects a run's :data:`~megacpp_mcore.arguments.launch_flags.FLAGS`."""
+    """The machine properties that determine a run's :data:`~megacpp_mcore.arguments.launch_flags.FLAGS`."""
     processes = max(training.processes, layout.processes)
     return launch_flags.Machine(
         device=training.device,
@@ -253,7 +253,7 @@ def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags
         has_moe="E" in model.layers,
         processes=processes,
         replicas=processes // (layout.tensor * layout.pipeline),
-        # A bucket waits for the gradients of all of its parameters, and Megatron stops when one of them never comes.
+        # A bucket waits for the gradients of all its parameters, and Megatron stops if one of them never arrives.
         idle_parameters="without dsa.loss_coeff nothing trains the indexers"
         if grammar.FULL_INDEX in model.roles and not model.dsa.loss_coeff
         else "",
@@ -277,7 +277,7 @@ def _layout_words(model: Model, layout: Layout) -> list[str]:
         "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
     if layout.tensor > 1 and 128 % layout.tensor == 0:
-        # Megatron pads the vocabulary to a multiple of this times TP: the same model has to have the same padding.
+        # Megatron pads the vocabulary to a multiple of this times TP; the padding must not depend on the layout.
         words += ["--make-vocab-size-divisible-by", str(128 // layout.tensor)]
     return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
 
@@ -291,10 +291,11 @@ def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
 
 
 def warm_up_steps(train_iters: int) -> int:
-    """Steps in which the learning rate rises: a tenth of a run, but 50 at least, or half of a run that is shorter than 100.
+    """Learning-rate warm-up steps: a tenth of the run, but at least 50, or half of a run shorter than 100.
 
-    At a start gradients are ten times what they are 50 steps later (``nam56r_quarter``: 58, then 6), and Adam's mean square,
-    which forgets a step in 20, is of few of them: a rise of 2 steps, a tenth of a run of 20, makes the largest steps there.
+    Gradients start at ten times their size 50 steps later (``nam56r_quarter``: 58, then 6), while Adam's second moment,
+    with a memory of 20 steps, still averages few of them: a warm-up of 2 steps, a tenth of 20, would make the largest updates
+    right there.
     """
     return max(train_iters // 10, min(50, train_iters // 2))
 
@@ -318,7 +319,7 @@ def _training_words(training: Training, machine: launch_flags.Machine) -> list[s
         "--eval-interval", str(training.train_iters),
         "--no-masked-softmax-fusion",
         "--no-bias-dropout-fusion",
-        # --reset-attention-mask is carried out by that mask.
+        # --reset-attention-mask needs that mask.
         *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
         *launch_flags.lowered(machine),
     ]  # fmt: skip
@@ -336,13 +337,13 @@ def _training_words(training: Training, machine: launch_flags.Machine) -> list[s
 
 
 def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list[str]:
-    """Every way in which a run's configuration contradicts ``model``, one sentence each.
+    """Every contradiction between a run's configuration and ``model``, one sentence each.
 
     Args:
         model: what the run is meant to train.
         sources: the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
             then its GPTModelConfig or HybridModelConfig).
-        host: what hosts the model in that run.
+        host: the model's host in that run.
     """
     found = []
     for argument in model_arguments(model, host):
@@ -359,7 +360,7 @@ def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list
 
 
 def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
-    """Mismatches of per-module precision with :data:`precision.EXPERTS_FILE`, and what that file needs of the run."""
+    """Mismatches of per-module precision with :data:`precision.EXPERTS_FILE`, and settings that this file requires."""
     recipe = _first(sources, "quant_recipe", None)
     if recipe is None:
         return []
@@ -370,7 +371,7 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
             f"quant_recipe: found {matchers} with {recipe.configs}, expected what {precision.EXPERTS_FILE} says, FP8 in the "
             f"experts alone (--te-precision-config-file {precision.EXPERTS_FILE}, or leave it out)"
         )
-    # Where any of these is otherwise, stock ignores the file in silence, or runs FP8 that has not been compared with BF16.
+    # With any other value stock silently ignores the file, or runs FP8 that has not been compared with BF16.
     for field, expected, remedy in (
         ("transformer_impl", "transformer_engine", "--transformer-impl transformer_engine"),
         ("bf16", True, "--bf16"),
@@ -385,7 +386,7 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
 
 
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
-    """Mismatch of the vocabulary size, which Megatron's configuration holds padded or not, as the run decides."""
+    """Mismatch of the vocabulary size, which is padded or not in Megatron's configuration, depending on the run."""
     found = _first(sources, "vocab_size", None)
     padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), vocabulary_divisor(sources))
     if found in (model.vocab_size, padded):
@@ -418,10 +419,10 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def check_arguments(model: Model, sources: Sequence[object], origin: str = "", host: str = GPT) -> None:
-    """Refuse a run whose configuration contradicts ``model``, naming all contradictions at once, and ``origin``.
+    """Refuse a run whose configuration contradicts ``model``, listing all contradictions at once, and ``origin``.
 
     Raises:
-        ArgumentMismatchError: with one line a contradiction, and the argument that settles it.
+        ArgumentMismatchError: one line per contradiction, with the argument that resolves it.
     """
     found = mismatches(model, sources, host)
     if found:
@@ -434,10 +435,10 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "", h
 
 
 def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PRESETS, host: str = GPT) -> Model:
-    """The preset a run's configuration describes, for a run that names none.
+    """The preset that matches the configuration of a run that names none.
 
     Raises:
-        ArgumentMismatchError: when no preset fits; the nearest one's contradictions are listed.
+        ArgumentMismatchError: no preset matches; lists the contradictions of the nearest one.
     """
     ranked: Iterable[tuple[int, Model]] = sorted(
         ((len(mismatches(model, sources, host)), model) for model in presets.values()), key=lambda pair: pair[0]

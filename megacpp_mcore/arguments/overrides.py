@@ -1,4 +1,4 @@
-"""``KEY=VALUE`` overrides: parsed by the types of the model's and the run's definitions, validated by the definitions."""
+"""``KEY=VALUE`` overrides: parsed by the field types of model and training plan, and validated by these classes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megacpp_mcore.util.nearest import nearest
 
 
 def read(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values that ``words`` give to keys of the model, and those that they give to keys of the run.
+    """The values in ``words`` for keys of the model, and those for keys of the run.
 
     Raises:
-        ModelError: a word is not KEY=VALUE, its key is not known (nearest names are offered) or given twice, or its value
-            is not of the key's type.
+        ModelError: a word is not KEY=VALUE, its key is unknown (nearest names are suggested) or repeated, or its value is not
+            of the key's type.
     """
     of_model, of_training = dict(schema.plain_keys(Model)), dict(schema.plain_keys(Training))
     found: dict[str, Any] = {}
@@ -28,7 +28,7 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ModelError(f"{word!r} is not of the form KEY=VALUE; write for example {key or 'depth'}=12")
         hints = of_model | of_training
         if key not in hints:
-            # What a user may leave out is the name of the part: topk is both dsa.topk and moe.topk.
+            # A user may have left out the name of the part: topk matches both dsa.topk and moe.topk.
             longer = [name for name in hints if name.endswith(f".{key}")]
             raise ModelError(f"unknown key {key!r} in {word!r}; {nearest(key, hints, longer)}")
         if key in found:
@@ -42,10 +42,10 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def apply(model: Model, values: Mapping[str, Any]) -> Model:
-    """``model`` with ``values`` (dotted keys), all at once.
+    """``model`` with ``values`` (dotted keys), set all at once.
 
     Raises:
-        ModelError, PatternError: the definition refuses the result; the message names the overrides.
+        ModelError, PatternError: the result is not a valid model; the message names the overrides.
     """
     nested: dict[str, Any] = {}
     for key, value in values.items():
@@ -62,7 +62,7 @@ def apply(model: Model, values: Mapping[str, Any]) -> Model:
 
 
 def differences(changed: Any, original: Any) -> dict[str, Any]:
-    """What :func:`megacpp_mcore.model.with_overrides` needs to make ``changed`` of ``original``."""
+    """The overrides with which :func:`megacpp_mcore.model.with_overrides` turns ``original`` into ``changed``."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(original):
         new, old = getattr(changed, field.name), getattr(original, field.name)

@@ -1,7 +1,7 @@
-"""One run of a stock script as a value, environment apart from arguments: written as shell, YAML or sbatch.
+"""One run of a stock script as a value, with environment and arguments separate: rendered as shell, YAML or sbatch.
 
-A shell that runs :func:`as_cli` or :func:`as_slurm` hands the script exactly :attr:`StockCommand.arguments`. The one shell
-variable that an argument may be is :data:`DATA_VARIABLE`; every other word is quoted.
+A shell that runs :func:`as_cli` or :func:`as_slurm` passes the script exactly :attr:`StockCommand.arguments`. The only shell
+variable allowed as an argument is :data:`DATA_VARIABLE`; every other word is quoted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.util import flags
 
 DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
-"""Stands for a dataset's prefix that is not known yet; an unset variable stops the shell."""
+"""Placeholder for a dataset prefix that is not known yet; the shell stops if the variable is unset."""
 
 LAUNCH, WHEEL, BARE = "launch", "wheel", "bare"
 WAYS = (LAUNCH, WHEEL, BARE)
-"""What the processes run: the stock script by ``megacpp-mcore launch``, which checks the run before it starts and prints its
-launch policy; the loop of the installed wheel by the same, without a script; the stock script alone."""
+"""How processes train: the stock script under ``megacpp-mcore launch``, which checks the run before it starts and prints its
+launch policy; the installed wheel's loop, under the same, without a script; the bare stock script."""
 
 _HEAD_NODE = '"${HEAD_NODE:?set it to HOST:PORT of the first node}"'
 _CHECKOUT = '"${MEGATRON_LM:?set it to the folder of a Megatron-LM checkout}"'
@@ -35,12 +35,12 @@ class StockCommand:
     """A run of a stock script: program, environment and arguments.
 
     Attributes:
-        recipe: the name of the model it trains.
+        recipe: name of the model that it trains.
         device: ``cuda`` or ``cpu``.
         via: one of :data:`WAYS`.
         script: the stock script's file name.
         nodes: hosts.
-        processes_per_node: processes of one host, each with a GPU of its own on ``cuda``.
+        processes_per_node: processes per host, each with its own GPU on ``cuda``.
         env: environment variables of every process.
         arguments: the words after the script's name.
 
@@ -64,10 +64,10 @@ class StockCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """Slurm options of a batch job; None leaves one to the cluster, and sbatch judges the others.
+    """Slurm options of a batch job; None leaves an option to the cluster, and sbatch validates the others.
 
     Raises:
-        LaunchError: a value would not survive in a ``#SBATCH`` line.
+        LaunchError: a value cannot be written in a ``#SBATCH`` line.
     """
 
     job_name: str | None = None
@@ -86,16 +86,16 @@ class Slurm:
                 )
 
     def given(self) -> list[tuple[str, Any]]:
-        """sbatch's names of the options that have a value, with the values."""
+        """The options that are set: sbatch's names and the values."""
         pairs = ((option.name.replace("_", "-"), getattr(self, option.name)) for option in fields(self))
         return [(name, value) for name, value in pairs if value is not None]
 
 
 def as_args(command: StockCommand) -> str:
-    """The arguments alone, one word a line, for ``mapfile -t``.
+    """The arguments alone, one word per line, for ``mapfile -t``.
 
     Raises:
-        LaunchError: a word is the dataset's variable, which only a shell resolves, or holds a line break.
+        LaunchError: a word is the dataset variable, which only a shell resolves, or contains a line break.
     """
     if DATA_VARIABLE in command.arguments:
         raise LaunchError(
@@ -109,7 +109,7 @@ def as_args(command: StockCommand) -> str:
 
 
 def as_cli(command: StockCommand) -> str:
-    """One shell command: the environment by ``env``, a variable a line, then the program, then an argument a line.
+    """One shell command: the environment through ``env``, one variable per line, the program, one argument per line.
 
     On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself.
     """
@@ -125,7 +125,7 @@ def as_cli(command: StockCommand) -> str:
 
 
 def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> list[str]:
-    """torchrun, up to the place of the script; ``nodes``, ``job`` and ``head_node`` are shell text."""
+    """torchrun's words before the script; ``nodes``, ``job`` and ``head_node`` are shell text."""
     words = ["torchrun"]
     if nodes != "1":
         words += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", head_node]
@@ -136,7 +136,7 @@ def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> li
 
 
 def _script(command: StockCommand) -> list[str]:
-    """The word of the script, as shell text; none for the wheel's loop. Our launcher finds it in ``MEGATRON_LM`` itself."""
+    """The script's word as shell text; none for the wheel's loop. Our launcher looks it up in ``MEGATRON_LM`` itself."""
     name = shlex.quote(command.script)
     return {LAUNCH: [name], WHEEL: [], BARE: [f"{_CHECKOUT}/{name}"]}[command.via]
 
@@ -152,10 +152,10 @@ def _quoted(word: str) -> str:
 
 
 def as_slurm(command: StockCommand, slurm: Slurm) -> str:
-    """A complete sbatch script: one torchrun a node by srun, which meet at the first node of the job.
+    """A complete sbatch script: srun starts one torchrun per node, with rendezvous on the job's first node.
 
     Raises:
-        LaunchError: the run is one on the CPU.
+        LaunchError: the run is on the CPU.
     """
     if command.device != "cuda":
         raise LaunchError(f"--as slurm writes a job for GPUs, and {command.recipe} runs on the CPU; add --device cuda")
@@ -184,7 +184,7 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
 
 
 def as_yaml(command: StockCommand) -> str:
-    """The run as YAML: ``env`` and ``arguments`` (flag to its value, its list of values, or true) beside the rest."""
+    """The run as YAML, with ``env`` and ``arguments`` as mappings (flag to its value, its list of values, or true)."""
     given = flags.read(command.arguments)
     arguments = {
         flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in given.items()

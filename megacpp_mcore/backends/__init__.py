@@ -1,14 +1,14 @@
 """Backends of every op: candidates, requests, observed choices and their reasons.
 
 =====================  ===============================================================================================
-module                 what it has
+module                 content
 =====================  ===============================================================================================
-:mod:`~.support`       what a candidate covers, as data
-:mod:`~.probes`        what this machine has: Transformer Engine, Triton, Apex, each tried once a process
-:mod:`~.dispatcher`    chooses among candidates and keeps the record
-:mod:`~.candidates`    the implementations of this package, and those of the layers' linears, norms and experts
-:mod:`~.observed`      what patches ran in stock's place, as they ran it
-:mod:`~.table`         all of it for people (``megacpp-mcore doctor --backends``)
+:mod:`~.support`       what a candidate supports, as data
+:mod:`~.probes`        what works on this machine: Transformer Engine, Triton, Apex, each probed once per process
+:mod:`~.dispatcher`    chooses among candidates and records the choices
+:mod:`~.candidates`    the implementations in this package, and those of the layers' linears, norms and experts
+:mod:`~.observed`      what patches actually ran in place of stock
+:mod:`~.table`         all of it as a table (``megacpp-mcore doctor --backends``)
 =====================  ===============================================================================================
 
 None of these imports torch before something is probed or chosen.

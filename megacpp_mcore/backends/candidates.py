@@ -14,14 +14,14 @@ from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
-"""The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
+"""The op that stands for a layer's linears, norms and experts, named after Megatron's flag for it."""
 
 EXPERTS, OWN_EXPERTS = "experts", "megacpp_mcore"
-"""The op that stands for the modules of an E layer's routed experts, and its candidate that runs one of the ops ``routed_mlp``
-and ``grouped_mlp``; ``stock`` is what ``--transformer-impl`` and ``--moe-grouped-gemm`` give."""
+"""The op that stands for the modules of an E layer's routed experts, and its candidate that runs the op ``routed_mlp`` or
+``grouped_mlp``; ``stock`` means the modules selected by ``--transformer-impl`` and ``--moe-grouped-gemm``."""
 
 _REFERENCE = Support(capturable=False)
-"""The references run on anything. No CUDA graph has been tried with them."""
+"""The references support everything. CUDA graphs have not been tried with them."""
 
 _GPU_TRITON = (CUDA, TRITON)
 _EIGHTS = Dim(multiple_of=8)
@@ -32,7 +32,7 @@ _SDPA = Support(
     dims={"qk_dim": _EIGHTS, "v_dim": _EIGHTS},
     deterministic=False,
 )
-"""Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
+"""One of the kernels behind PyTorch's SDPA supports all such widths, masked or not; others are faster where they apply."""
 
 _FLASH4 = Support(
     devices=("cuda",),
@@ -40,32 +40,32 @@ _FLASH4 = Support(
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
     mask=False,
 )
-"""The widths that it was compared with the reference at.
-Its gradients have one order where ``torch.use_deterministic_algorithms`` asks for it."""
+"""The widths at which it was compared with the reference.
+Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
-"""Its fused kernels do not take MLA's widths of 128 and 64 on Hopper, where it runs unfused: ``sdpa`` comes first."""
+"""Its fused kernels do not support MLA's widths 128/64 on Hopper, where it runs unfused: so ``sdpa`` comes first."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
     dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 4)), "state": Dim(one_of=(64, 128))},
 )
-"""The sizes that its kernels are compiled for without a spill, and compared with the reference at."""
+"""The sizes at which its kernels compile without register spills and were compared with the reference."""
 
 _M2RNN_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16",),
     dims={"key_dim": Dim(one_of=(64,)), "value_dim": Dim(one_of=(16,))},
 )
-"""One warp has 16 rows of a state, whose 16 columns are a tensor core's depth. Its factors are cut
-into parts of bf16: other dtypes take the reference."""
+"""One warp holds 16 rows of a state, whose 16 columns are a tensor core's K. Operands are split
+into bf16 parts; other dtypes use the reference."""
 
 _INDEXER_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dims={"dim": Dim(one_of=(64,))})
-"""The width that its kernels are compiled for without a spill, and compared with the reference at; any number of heads."""
+"""The width at which its kernels compile without register spills and were compared with the reference; any number of heads."""
 
 _INDEXER_GRAD_TRITON = dataclasses.replace(_INDEXER_TRITON, dims={"dim": Dim(one_of=(64,)), "heads": Dim(largest=64)})
-"""One program has all heads of a query in its registers."""
+"""One program holds all heads of a query in registers."""
 
 _SPARSE_MLA_TRITON = Support(
     devices=("cuda",),
@@ -73,29 +73,29 @@ _SPARSE_MLA_TRITON = Support(
     dims={"qk_dim": Dim(one_of=(128, 576)), "v_dim": Dim(one_of=(64, 512))},
     together=({"qk_dim": 128, "v_dim": 64}, {"qk_dim": 576, "v_dim": 512}),
 )
-"""The widths that its kernels are compiled for without a spill, and compared with the reference at: NAM56R's and DeepSeek's.
-Any number of heads. Its sums have one order where ``torch.use_deterministic_algorithms`` asks for it, as every door does in
-deterministic mode."""
+"""The widths at which its kernels compile without register spills and were compared with the reference: NAM56R's and
+DeepSeek's. Any number of heads. Sums have a fixed order under ``torch.use_deterministic_algorithms``, which every door sets
+in deterministic mode."""
 
 _EXPERTS_TRITON = Support(
     devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS, "experts": Dim(largest=256)}
 )
-"""PyTorch's grouped product, of which it has two, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
+"""PyTorch's grouped GEMM, which it calls twice, has a kernel only for bfloat16, with rows of multiples of 16 bytes."""
 
 _EXPERTS_FP8 = dataclasses.replace(
     _EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16))
 )
 
 _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), capturable=False)
-"""Its host waits for the rows of each expert. Float32 is multiplied in TF32."""
+"""The host waits for the rows per expert. Float32 GEMMs run in TF32."""
 
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
-"""Of its logits, which a router has in float32. One program has all experts of a token."""
+"""The dtype is that of the logits, float32 in a router. One program holds all experts of a token."""
 
 _RMS_NORM_TRITON = Support(
     devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), dims={"hidden": Dim(largest=8192)}
 )
-"""One program has all values of a row."""
+"""One program holds a whole row."""
 
 _E4M3 = ("float8_e4m3fn",)
 _DEEP_GEMM = Support(
@@ -108,7 +108,7 @@ _MLA_PROJECTION_TRITON = Support(
     dtypes=("bfloat16", "float16"),
     dims=dict.fromkeys(("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim"), Dim(one_of=(64,))),
 )
-"""The widths that its kernels are compiled for without a spill, and compared with the reference at; any number of heads."""
+"""The widths at which its kernels compile without register spills and were compared with the reference; any number of heads."""
 
 
 def own_candidates() -> tuple[Candidate, ...]:
@@ -172,8 +172,8 @@ def own_candidates() -> tuple[Candidate, ...]:
             "megacpp_mcore.ops.rms_norm.triton:rms_norm",
             _GPU_TRITON,
         ),
-        # Before the references of their class, which ``auto`` then passes over. Stock's norm is a class of the layer's parts,
-        # which keeps its own function: the one named here says what that is.
+        # Listed before the references of the same speed class, so that ``auto`` skips those. Stock's norm is a class of the
+        # layer's parts and keeps its own function: the one named here only documents it.
         _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), "megacpp_mcore.ops.rms_norm.reference:rms_norm"),
         _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
         *(
@@ -255,7 +255,7 @@ def own_candidates() -> tuple[Candidate, ...]:
 
 
 def grouped_fp8_candidates() -> tuple[Candidate, ...]:
-    """The implementations of the grouped FP8 product, which no layer of the model asks for yet."""
+    """The implementations of the grouped FP8 GEMM, which no layer of the model requests yet."""
     path = "megacpp_mcore.ops.grouped_fp8"
     kernel = _candidate(
         "grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,)
@@ -268,7 +268,7 @@ def grouped_fp8_candidates() -> tuple[Candidate, ...]:
 
 
 def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
-    """The implementations of a reduced linear cross-entropy, which no layer of the model asks for: it wants each token's."""
+    """The implementations of a reduced linear cross-entropy, which the model does not use: it needs the loss per token."""
     op, path = "linear_cross_entropy", "megacpp_mcore.ops.linear_cross_entropy.reduced"
     vendors = {
         "liger": dataclasses.replace(_REFERENCE, devices=("cuda",), dtypes=("bfloat16", "float16", "float32")),
@@ -297,7 +297,7 @@ def _tried(path: str, name: str) -> ProbeResult:
 def layer_parts_candidates(
     *, transformer_engine: Callable[..., Any], local: Callable[..., Any]
 ) -> tuple[Candidate, ...]:
-    """The two makers of a layer's classes, under the names that ``--transformer-impl`` has for them."""
+    """The two factories for a layer's classes, named as in ``--transformer-impl``."""
     return (
         Candidate(
             name="transformer_engine",

@@ -1,8 +1,8 @@
-"""Chooses a backend for each op of each layer, and records requested and observed.
+"""Chooses a backend for each op of each layer, and records which one was requested and which one runs.
 
-A backend asked for by name runs, or the request fails with the reason. One exception: ``MEGACPP_DISABLE_TE`` turns a
-request for a Transformer Engine backend into the best other one, and the record says so. ``auto`` takes the fastest that
-covers the request; where that is of a slower class than one made for the same device, it says so once and marks the record.
+A backend requested by name runs, or the request fails with the reason. One exception: ``MEGACPP_DISABLE_TE`` turns a
+request for a Transformer Engine backend into the best other one, and the record says so. ``auto`` selects the fastest that
+supports the request; if its speed class is below one made for the same device, a warning is logged once and recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 STOCK = "stock"
-"""The name of the candidate that is Megatron's own module, of the ops that have one."""
+"""The name of the candidate that is Megatron's own module, in ops that have one."""
 
 CHOSEN_ELSEWHERE = {
     "linear": "--transformer-impl",
@@ -34,7 +34,7 @@ CHOSEN_ELSEWHERE = {
     "optimizer": "--optimizer, and by what Megatron can import",
     "cuda_graph": "--cuda-graph-impl",
 }
-"""Ops that receipts name and the dispatcher does not choose for, and what does."""
+"""Ops that receipts name but the dispatcher does not choose for, and what does."""
 
 _warned: set[str] = set()
 
@@ -52,15 +52,15 @@ class Candidate:
     """One implementation of one op.
 
     Attributes:
-        name: what a user asks for, unique within the op.
+        name: the name users request, unique within the op.
         op: the op it implements.
         speed: its class.
         load: imports it and returns the callable.
-        support: what it covers.
+        support: what it supports.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
-        probe: whatever else has to be tried once before it can run.
-        by_name: whether it runs only where it is asked for by name, because it gives up accuracy, or no row
-            says that it is the faster one.
+        probe: an additional check, run once before use.
+        by_name: whether it runs only if requested by name, because it is less accurate, or no benchmark row shows
+            that it is faster.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Resolution:
     """The backend chosen for one request, and why.
 
     Attributes:
-        op, layer: what it is for; the layer is the 1-based global number, or ``None`` outside of layers.
+        op, layer: what it is for; the layer is the 1-based global number, or ``None`` outside layers.
         requested: a candidate's name, or ``auto``.
         observed: the candidate that runs.
         speed: its class.
@@ -113,7 +113,7 @@ class Resolution:
     fn: Callable[..., Any]
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready, as a receipt has it."""
+        """JSON-ready, as in receipts."""
         return {
             "op": self.op,
             "layer": self.layer,
@@ -129,8 +129,8 @@ class Dispatcher:
     """Chooses among candidates and records each choice.
 
     Args:
-        requests: op to the name asked for, as in ``MEGACPP_CONFIG``; ops that it leaves out are ``auto``.
-        candidates: all implementations; those of one op need different names. By default the ones of this package.
+        requests: op to the requested name, as in ``MEGACPP_CONFIG``; missing ops are ``auto``.
+        candidates: all implementations, with unique names per op; by default those of this package.
 
     Raises:
         BackendError: a request names an op or a candidate that does not exist, or two candidates share a name.
@@ -140,7 +140,7 @@ class Dispatcher:
         self, requests: Mapping[str, str] | None = None, candidates: Iterable[Candidate] | None = None
     ) -> None:
         if candidates is None:
-            from megacpp_mcore.backends.candidates import own_candidates  # which is made of this module's classes
+            from megacpp_mcore.backends.candidates import own_candidates  # late: it imports this module
 
             candidates = own_candidates()
         self._candidates: dict[str, dict[str, Candidate]] = {}
@@ -161,13 +161,13 @@ class Dispatcher:
 
         Args:
             op: the op.
-            name: a candidate's name or ``auto``; ``None`` leaves it to the mapping given to the dispatcher.
+            name: a candidate's name or ``auto``; ``None`` leaves it to the dispatcher's ``requests``.
             layer: the 1-based global layer number it is for.
-            needs: what the candidate has to cover (:meth:`megacpp_mcore.backends.support.Support.lacking`).
+            needs: what the candidate has to support (:meth:`megacpp_mcore.backends.support.Support.lacking`).
 
         Raises:
-            BackendError: the op or name is unknown, the named candidate cannot run or does not cover the needs, or
-                nothing covers them; with the reasons.
+            BackendError: the op or name is unknown, the named candidate cannot run or does not support the needs, or no
+                candidate does; with the reasons.
         """
         requested = name or self._requests.get(op, AUTO)
         self._known(op, requested)
@@ -178,15 +178,15 @@ class Dispatcher:
             return self._resolutions[key]
 
     def request_or_stock(self, op: str, why: str | None, **needs: Any) -> Resolution:
-        """Resolve ``op`` as :meth:`request` does, but where the run asks for something that stock alone can do, to stock.
+        """Resolve ``op`` like :meth:`request`, but to stock if the run requests a feature that only stock has.
 
         Args:
             op: one that has the candidate :data:`STOCK`.
-            why: what the run asks for, which is then the reason; None: nothing.
-            needs: as there.
+            why: that feature, which becomes the reason; None: no such feature.
+            needs: as in :meth:`request`.
 
         Raises:
-            BackendError: as there, or another candidate is asked for by name, and such a thing, too.
+            BackendError: as :meth:`request`, or the run requests both another candidate by name and such a feature.
         """
         requested = self._requests.get(op, AUTO)
         if why is None or requested == STOCK:
@@ -202,9 +202,9 @@ class Dispatcher:
             return self._resolutions.setdefault((op, why), made)
 
     def check_named(self) -> None:
-        """Refuse a backend that was asked for by name, and that this machine lacks something for, before anything is built.
+        """Refuse, before anything is built, a backend requested by name whose requirements this machine does not meet.
 
-        What a layer needs of it, and probes that run it, come with the layer.
+        A layer's needs, and probes that run the backend, are checked when the layer is built.
 
         Raises:
             BackendError: as :meth:`request`.
@@ -218,11 +218,11 @@ class Dispatcher:
                     raise self._cannot_run(op, name, "", found.reason)
 
     def is_automatic(self, op: str) -> bool:
-        """Whether no backend of ``op`` was asked for by name."""
+        """Whether no backend of ``op`` was requested by name."""
         return self._requests.get(op, AUTO) == AUTO
 
     def observed_backends(self) -> list[dict[str, Any]]:
-        """One JSON-ready record a resolution so far, in the order in which they were made."""
+        """One JSON-ready record per resolution so far, in order."""
         with self._lock:
             return [made.as_record() for made in self._resolutions.values()]
 
@@ -273,7 +273,7 @@ class Dispatcher:
 
     def _automatic(self, op: str, requested: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
         passed_over: list[str] = []
-        best: Speed | None = None  # of those made for this device, here or not
+        best: Speed | None = None  # among candidates made for this device, usable here or not
         for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
             if candidate.by_name:
                 continue
@@ -303,7 +303,7 @@ class Dispatcher:
 
 
 def _warn_once(message: str) -> None:
-    """Warn once a process: every model chunk has a dispatcher of its own."""
+    """Warn once per process, since every model chunk has its own dispatcher."""
     if message not in _warned:
         _warned.add(message)
         logger.warning(message)

@@ -1,7 +1,7 @@
 """Registry of ops that patches ran in place of stock, for receipts. No torch.
 
-A patch decides call by call, and stock has no slot for its decision: so the note is the only witness. A note costs a few
-microseconds and is kept once, however often it is made.
+A patch decides call by call, and stock has no place to record the decision, so only this note does. A note costs a few
+microseconds; repeated notes are stored once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def note(
     layer: int | None = None,
     slower_than_best: bool = False,
 ) -> None:
-    """Note that ``observed`` ran ``op``, in the fields of :class:`megacpp_mcore.backends.dispatcher.Resolution`."""
+    """Record that ``observed`` ran ``op``; fields as in :class:`megacpp_mcore.backends.dispatcher.Resolution`."""
     key = (op, layer, requested, observed, reason)
     if key not in _notes:
         _notes[key] = {
@@ -38,7 +38,7 @@ def note(
 
 
 def notes() -> list[dict[str, Any]]:
-    """Every note of this process, in the order in which they were first made."""
+    """All notes of this process, in the order of their first occurrence."""
     return list(_notes.values())
 
 

@@ -1,4 +1,4 @@
-"""Probes of this machine's backend requirements, each by a real import, once a process. No torch at import."""
+"""Probes of this machine's backend requirements, each by a real import, once per process. No torch at import."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TRITON = "triton"
 CUDA = "cuda"
 
 APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")
-"""What NVIDIA Apex brings when built from source with its extensions; nothing else that is called apex has them."""
+"""Modules of NVIDIA Apex built from source with its extensions; other packages named apex lack them."""
 
 
 def requirement(name: str) -> ProbeResult:
-    """Whether what is called ``name`` in :data:`REQUIREMENTS` works here; Transformer Engine also if it is not disabled."""
+    """Whether the requirement ``name`` of :data:`REQUIREMENTS` works here; Transformer Engine must also not be disabled."""
     if name == TRANSFORMER_ENGINE and te_disabled():
         return ProbeResult(False, te_disabled())
     return _probed(name)
@@ -40,7 +40,7 @@ def _probed(name: str) -> ProbeResult:
 def apex_parts() -> dict[str, ProbeResult]:
     """Which parts of NVIDIA Apex work here, each by a real import, run once.
 
-    A package of another origin that is called ``apex`` is not imported: without ``amp_C`` its parts are not NVIDIA's.
+    An unrelated package named ``apex`` is not imported: without ``amp_C`` it is not NVIDIA's.
     """
     found = {part: probe_import(part) for part in ("amp_C", "fused_weight_gradient_mlp_cuda")}
     if found["amp_C"].ok:
@@ -51,7 +51,7 @@ def apex_parts() -> dict[str, ProbeResult]:
 
 
 def _triton() -> ProbeResult:
-    """Triton with a driver for this machine, which it builds with a C compiler: Megatron needs no more than the import."""
+    """Whether Triton has a driver for this machine, which it builds with a C compiler; importing it does not show that."""
     imported = probe_import("triton")
     if not imported.ok:
         return imported
@@ -68,7 +68,7 @@ def _cuda() -> ProbeResult:
 
 
 def hopper() -> ProbeResult:
-    """A GPU of compute capability 9.0, for which alone PyTorch 2.11 has grouped FP8 products with scales of rows."""
+    """Whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11."""
     capability = importlib.import_module("torch").cuda.get_device_capability()
     return ProbeResult(
         capability == (9, 0), "" if capability == (9, 0) else f"the GPU is {capability}, not Hopper (9, 0)"
@@ -82,4 +82,4 @@ REQUIREMENTS: Mapping[str, Callable[[], ProbeResult]] = MappingProxyType(
         CUDA: _cuda,
     }
 )
-"""What a candidate may require, by name."""
+"""The requirements that a candidate may have, by name."""

@@ -1,4 +1,4 @@
-"""Coverage of a backend as data, to be matched against a request's needs and printed. No torch."""
+"""What a backend supports, as data that is matched against a request's needs and printed. No torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _OPTIONS = {
     "deterministic": "its gradients can differ from run to run",
     "capturable": "a CUDA graph cannot hold it",
 }
-"""The needs that are yes or no, and why one who cannot is passed over."""
+"""The yes/no needs, each with the reason for skipping a candidate without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dim:
-    """The sizes that one dimension may have."""
+    """The supported sizes of one dimension."""
 
     multiple_of: int = 1
     largest: int | None = None
     one_of: tuple[int, ...] = ()
 
     def lacking(self, name: str, size: int) -> str | None:
-        """Why ``size`` is not covered, or None."""
+        """Why ``size`` is not supported, or None."""
         if self.one_of and size not in self.one_of:
             return f"{name} {size} is none of {', '.join(map(str, self.one_of))}"
         if size % self.multiple_of:
@@ -45,17 +45,17 @@ class Dim:
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """What a candidate covers.
+    """What a candidate supports.
 
     Attributes:
         devices: where it runs, of :data:`DEVICES`.
         dtypes: of its inputs, of :data:`DTYPES`.
-        dims: the sizes of dimensions by the name that requests give them; others may have any.
-        together: combinations of sizes by name: those that a request gives are of one of them. None: any.
-        mask: whether it takes an attention mask.
-        packed: whether it keeps the documents of a packed row (THD) apart.
-        deterministic: whether the same inputs give the same bits, forward and backward.
-        capturable: whether a CUDA graph can hold it.
+        dims: sizes of dimensions, by the names used in requests; other dimensions may have any size.
+        together: allowed combinations of sizes by name, one of which a request has to match; empty: any.
+        mask: whether it supports an attention mask.
+        packed: whether it separates the documents of a packed row (THD).
+        deterministic: whether equal inputs give bit-identical results, forward and backward.
+        capturable: whether a CUDA graph can capture it.
     """
 
     devices: tuple[str, ...] = DEVICES
@@ -72,21 +72,21 @@ class Support:
         return device is None or device in self.devices
 
     def lacking(self, needs: Mapping[str, Any]) -> str | None:
-        """Why ``needs`` are not covered, or None.
+        """Why ``needs`` are not met, or None.
 
         Args:
             needs: ``device``, ``dtype`` (torch's name, with or without its prefix), ``mask``, ``packed``,
                 ``deterministic``, ``capturable`` (whether it is needed), and sizes of dimensions; all may be left out.
 
         Raises:
-            BackendError: a need is none of these.
+            BackendError: unknown need.
         """
         reasons = [self._lacking(name, value) for name, value in needs.items()]
         found = "; ".join(reason for reason in reasons if reason)
         return found or self._apart(needs)
 
     def _apart(self, needs: Mapping[str, Any]) -> str | None:
-        """Why the sizes do not go together, or None."""
+        """Why this combination of sizes is not supported, or None."""
         if not self.together or any(
             all(needs.get(name, size) == size for name, size in one.items()) for one in self.together
         ):

@@ -1,4 +1,4 @@
-"""The candidates of every op for people: what each covers and whether this machine can run it."""
+"""A readable table of every op's candidates: what each supports, and whether this machine can run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "
 
 
 def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
-    """One JSON-ready record a candidate: what it is, what it covers, and whether it can run here (it is probed)."""
+    """One JSON-ready record per candidate: what it is, what it supports, and whether it can run here (by probing it)."""
     found = []
     for candidate in own_candidates() if candidates is None else candidates:
         present = candidate.present()
@@ -32,7 +32,7 @@ def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
 
 
 def text(candidates: Iterable[Candidate] | None = None) -> str:
-    """The records as lines in columns, then the ops that something else chooses for."""
+    """The records as lines in columns, then the ops that the dispatcher does not choose for."""
     head = ("op", "backend", "class", "devices", "dtypes", "dims", "cannot", "here")
     lines = [head, *(_cells(row) for row in rows(candidates))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]

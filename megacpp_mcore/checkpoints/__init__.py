@@ -1,1 +1,1 @@
-"""Checkpoints: the layout that they state, and one rewritten for another DSA schedule."""
+"""Checkpoints: their recorded layout, and rewriting one for another DSA schedule."""

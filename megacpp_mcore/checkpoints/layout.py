@@ -1,7 +1,7 @@
-"""The number of the layout in which a checkpoint holds M and R layers: written with every save, checked before every load.
+"""Layout version of the M and R layers in a checkpoint: written with every save, checked before every load.
 
-It stands in the checkpoint's content metadata, which Megatron keeps for such versions and hands to ``sharded_state_dict``
-before it saves or loads anything, in its own loop as in Megatron-Bridge. Imports no torch.
+It is stored in the checkpoint's content metadata, which Megatron provides for such versions and passes to
+``sharded_state_dict`` before it saves or loads anything, in its own loop and in Megatron-Bridge. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Any
 from megacpp_mcore.errors import CheckpointError
 
 LAYOUT = 2
-"""Each part of a projection by itself, biases and rank mixes with one axis (docs/model.md)."""
+"""Layout 2: each part of a projection saved separately, biases and rank mixes as 1-D tensors (docs/model.md)."""
 KEY = "megacpp_layout"
-"""Its name in the content metadata; a checkpoint without one is in no layout that this version knows."""
+"""Key of the layout in the content metadata; a checkpoint without it has no layout that this version knows."""
 EXPERTS_KEY = "megacpp_experts"
-"""The name there of the backend ``experts`` of the model that was saved; absent, it was ``stock``."""
+"""Key there of the saved model's ``experts`` backend; if absent, ``stock``."""
 LOADED_FROM = "megacpp_loaded_from"
-"""The name under which the patch checkpoint-layout notes there the folder of a checkpoint that is being loaded."""
+"""Key there under which the patch checkpoint-layout notes the folder of a checkpoint being loaded."""
 
 
 def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
     """Mark the metadata of a checkpoint to be saved; check that of one to be loaded.
 
     Args:
-        metadata: what ``sharded_state_dict`` is given; None where it is called for no checkpoint.
-        experts: whose routed experts the model has; None: it has none.
+        metadata: as passed to ``sharded_state_dict``; None if it is not called for a checkpoint.
+        experts: the model's ``experts`` backend; None: it has no experts.
 
     Raises:
-        CheckpointError: the checkpoint to be loaded has no layout, or another; or the state of a distributed optimizer in the
-            order of other experts' parameters; nothing has been loaded.
+        CheckpointError: the checkpoint to be loaded has no layout or a different one, or distributed-optimizer state in the
+            parameter order of a different ``experts`` backend; nothing has been loaded.
     """
     if metadata is None:
         return
@@ -48,7 +48,7 @@ def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
     saved = metadata.get(EXPERTS_KEY, "stock")
     flat = metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
     if experts not in (None, saved) and flat and _loads_optimizer():
-        # Flat buffers of all parameters one after another: ours and stock's are as long, and in another order.
+        # Flat buffers concatenate all parameters: ours and stock's have equal length but different order.
         raise CheckpointError(
             f"the checkpoint {folder} has the distributed optimizer's state in the order of the experts' parameters (backend "
             f"{saved}), which the run, with {experts}, has in another; write backends: {{experts: {saved}}}, or save it so "
@@ -57,7 +57,7 @@ def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
 
 
 def _loads_optimizer() -> bool:
-    """Whether the stock script of this process loads an optimizer's state; where none runs it is not known, and it does."""
+    """Whether this process's stock script loads optimizer state; assumed if there is no stock script."""
     from megatron.training import global_vars
 
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
@@ -65,14 +65,14 @@ def _loads_optimizer() -> bool:
 
 
 def check_version(prefix: str, version: int | None) -> None:
-    """Check a mixer's part of a plain ``state_dict``, as ``--ckpt-format torch`` saves it.
+    """Check a mixer's part of a plain ``state_dict``, as saved by ``--ckpt-format torch``.
 
     Args:
         prefix: of the mixer's keys.
-        version: torch's own number of the module; None where the state was not read from such a file.
+        version: the module version recorded by torch; None if the state was not read from such a file.
 
     Raises:
-        CheckpointError: it is in another layout.
+        CheckpointError: the layout differs.
     """
     if version is not None and version != LAYOUT:
         raise CheckpointError(

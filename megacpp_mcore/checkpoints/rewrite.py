@@ -1,7 +1,6 @@
 """Rewrites a checkpoint in the format torch_dist, one entry at a time, without a model or a process group.
 
-Tensors are read and written one by one, under the names that they are to have; whatever else is in the checkpoint is copied
-as the bytes it is.
+Tensors are read and written one by one, under their new names; everything else in the checkpoint is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from megacpp_mcore.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"
-"""What Megatron-Bridge has in an iteration's folder and, as ``latest_train_state.pt``, beside it."""
+"""Megatron-Bridge's file in an iteration's folder and, as ``latest_train_state.pt``, next to that folder."""
 _METADATA = ".metadata"
 
 _BUCKETS = ".distributed.dp_group_idx_"
-"""In the names of an optimizer state that is saved as Megatron's flat buckets of parameters lie in memory."""
+"""Substring of the names of optimizer state that is saved in the memory layout of Megatron's flat parameter buckets."""
 _RESAVE = (
     "load it in its parallelism and save it as torch_dist (--ckpt-convert-format torch_dist --ckpt-convert-save OLD), then "
     "name OLD/torch_dist"
 )
 
 Changes = Mapping[str, Sequence[str]]
-"""The names under which an entry is written, in place of its own: none, or several."""
+"""The names under which to write an entry instead of its own: none, one or several."""
 
 
 def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
-    """Write the checkpoint ``old`` to the folder ``new``, with the changes that ``plan`` finds; returns the iteration's folder.
+    """Write the checkpoint ``old`` to the folder ``new`` with the changes returned by ``plan``; returns the iteration folder.
 
     Args:
         old: the folder of ``--save``, for its latest checkpoint, or the folder of one iteration.
-        new: not there yet; gets the iteration's folder and the tracker file, as ``--load`` wants them.
-        plan: says of a checkpoint what is to be changed.
+        new: must not exist; gets the iteration's folder and the tracker file, as expected by ``--load``.
+        plan: returns the changes for a checkpoint.
 
     Raises:
-        CheckpointError: ``old`` is no checkpoint, or its optimizer's state is in a format that has lost the parameters'
-            shapes; ``new`` is there, or cannot be written; or as ``plan`` raises it. Nothing is left behind.
+        CheckpointError: ``old`` is not a checkpoint, or its optimizer state is in a format without the parameters' shapes;
+            ``new`` exists or cannot be written; or raised by ``plan``. Nothing is left behind.
     """
     folder = _iteration_folder(old)
     source = Source(folder)
@@ -60,7 +59,7 @@ def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
             raise CheckpointError(f"{path} is there already; name a folder that is not, or remove it")
     try:
         with warnings.catch_warnings():
-            # Of every read and write, that it goes on in one process: as it is meant.
+            # torch warns at every read and write that it runs in a single process, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             _refuse_flat_buckets(source)
             changes = plan(source)
@@ -116,22 +115,22 @@ class Source(checkpoint.FileSystemReader):
     def _metadata(self) -> Metadata:
         try:
             return super().read_metadata()
-        except Exception as error:  # torch unpickles it: anything
+        except Exception as error:  # torch unpickles the metadata, which can raise anything
             raise CheckpointError(
                 f"{self.folder / _METADATA} cannot be read ({error!r}); restore it from a copy, or name another iteration"
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As torch's, once and not with every entry."""
+        """As torch's method, but cached instead of rereading for every entry."""
         return self._metadata
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all entries, tensors and objects."""
+        """The names of all entries, tensors and objects."""
         return tuple(self._metadata.state_dict_metadata)
 
     def outline(self, name: str) -> torch.Tensor | None:
-        """A tensor without its values; None for what is no tensor."""
+        """A tensor of the entry's shape and dtype without its values; None for non-tensors."""
         entry = self._metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             return None
@@ -154,7 +153,7 @@ def _refuse_flat_buckets(source: Source) -> None:
 
 
 class _Lazy(DefaultSavePlanner):
-    """Save planner that reads each entry when it is written; until then there are outlines."""
+    """Save planner that reads each entry only when writing it, and uses outlines until then."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -177,7 +176,7 @@ def _write(target: Path, source: Source, changes: Changes) -> None:
 
 
 def _copy_rest(folder: Path, target: Path) -> None:
-    """Copy what torch did not write: Megatron's marker, Bridge's files, a tokenizer; write the tracker beside ``target``."""
+    """Copy files not written by torch (Megatron's marker, Bridge's files, a tokenizer); write the tracker beside ``target``."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.copytree(path, target / path.name)
@@ -192,7 +191,7 @@ def _copy_rest(folder: Path, target: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The root cause of an error that torch has wrapped, once for reading and once for writing."""
+    """The root cause of an error that torch has wrapped, once in reading and once in writing."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) or repr(error)

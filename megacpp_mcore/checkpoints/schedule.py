@@ -1,7 +1,7 @@
-"""Rewrites a checkpoint for another DSA schedule: indexers of layers that become Shared go, those that become Full get one.
+"""Rewrites a checkpoint for another DSA schedule: layers that become Shared lose their indexer, those that become Full get one.
 
-A layer that becomes Full starts with the indexer that served it, optimizer state included, and so attends to the keys that it
-attended to before. Source of the schedule: index cache, arXiv 2603.12201.
+A layer that becomes Full starts with a copy of the indexer that served it, optimizer state included, and so attends to the same
+keys as before. Source of the schedule: index cache, arXiv 2603.12201.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _INDEXER = re.compile(
 
 @dataclass(frozen=True)
 class Rescheduled:
-    """What :func:`reschedule` wrote.
+    """Result of :func:`reschedule`.
 
     Attributes:
         folder: of the iteration.
-        became_shared: layers whose indexer went, 1-based.
-        became_full: layers that got an indexer, to the layer whose it was.
+        became_shared: layers whose indexer was removed, 1-based.
+        became_full: layers that got an indexer, to the layer it was copied from.
     """
 
     folder: Path
@@ -37,15 +37,15 @@ class Rescheduled:
 
 
 def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled:
-    """Write the checkpoint ``old`` of ``model`` to the folder ``new`` with the indexers that another schedule has.
+    """Write the checkpoint ``old`` of ``model`` to the folder ``new`` with the indexers of another schedule.
 
     Args:
-        old, new: as of :func:`megacpp_mcore.checkpoints.rewrite.rewrite`.
-        model: what was trained, its schedule included.
+        old, new: as in :func:`megacpp_mcore.checkpoints.rewrite.rewrite`.
+        model: the trained model, its schedule included.
         schedule: the new one.
 
     Raises:
-        CheckpointError: the schedule is one of other sparse layers, or ``old`` has other indexers than the model; its
+        CheckpointError: the new schedule has different sparse layers, or the indexers in ``old`` do not match the model; its
             optimizer state is in flat buckets; or as ``rewrite``.
         PatternError: the schedule does not fit the model.
     """

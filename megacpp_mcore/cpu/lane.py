@@ -1,4 +1,4 @@
-"""Puts the CPU lane into this process and takes it out again; which arguments of Megatron a run on it needs."""
+"""Installs the CPU lane in this process and removes it; lists the Megatron arguments that a run on it needs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
     ("--no-rope-fusion",),
     ("--num-workers", "0"),
 )
-"""The Megatron arguments without which a CPU run cannot work, each a flag with its value, if it takes one."""
+"""The Megatron arguments that a CPU run requires, each a flag with its value, if any."""
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", _CONNECTIONS: "1"}
-"""What the lane sets in the environment while it is installed: torch.compile would need a C++ compiler at run time, and Dynamo
-does not trace the stand-ins; on the other one Megatron insists for TP and CP, and it means nothing to a CPU."""
+"""Environment variables set while the lane is installed: torch.compile would need a C++ compiler at run time, and Dynamo does
+not trace the stand-ins; Megatron requires the other one for TP and CP, and on a CPU it has no effect."""
 
 _installed: CpuLane | None = None
 
 
 def missing_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return those of :data:`REQUIRED_ARGUMENTS` that ``arguments`` (Megatron's, without the script) does not hold.
+    """Return those of :data:`REQUIRED_ARGUMENTS` that are missing in ``arguments`` (Megatron's, without the script).
 
-    ``--flag value`` and ``--flag=value`` count; a flag with another value is reported together with what was found.
+    ``--flag value`` and ``--flag=value`` count; a flag with a different value is reported together with that value.
     """
     given = flags.read(arguments)
     missing = []
@@ -53,13 +53,13 @@ def missing_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 class CpuLane(contextlib.ExitStack):
-    """An installed lane, which puts every original back when it is closed or left, in reverse order.
+    """An installed lane, which restores every original when it is closed or exited, in reverse order.
 
-    One that cannot be put back does not keep the others from it; a torch function mode that is still active is such a one.
+    If one cannot be restored, such as a torch function mode that is still active, the others still are.
 
     Attributes:
-        messages: the lines for the launcher to print. Each thing that was replaced is named in one of them: by its own name,
-            or, for the some sixty of ``torch.cuda``, by its module's.
+        messages: lines for the launcher to print, which name everything that was replaced: each by its own name, except some
+            sixty functions of ``torch.cuda``, which are named by module.
         dynamo_was_disabled: whether torch.compile was off before.
     """
 
@@ -69,7 +69,7 @@ class CpuLane(contextlib.ExitStack):
         self.dynamo_was_disabled = bool(disabled_by(os.environ))
 
     def replace(self, message: str, owner: Any, **values: Any) -> None:
-        """Set attributes of ``owner`` (a module or a class) for as long as the lane is there; ``message`` says what for."""
+        """Set attributes of ``owner`` (a module or a class) while the lane is installed; ``message`` says what for."""
         self.enter_context(mock.patch.multiple(owner, create=True, **values))
         if message:
             place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
@@ -99,7 +99,7 @@ def install(connections: str = ENVIRONMENT[_CONNECTIONS]) -> CpuLane:
     lane.callback(_forget)
     try:
         _disable_dynamo(lane, ENVIRONMENT | {_CONNECTIONS: connections})
-        # Imports Megatron before the stand-ins, so that the names of torch.cuda that it copies at import are the originals.
+        # Imports Megatron before the stand-ins, so that the names it copies from torch.cuda at import are the originals.
         from megacpp_mcore.cpu import megatron
 
         torch_cuda.install(lane)
@@ -116,16 +116,16 @@ def _forget() -> None:
 
 
 def answers_here() -> bool:
-    """Whether CUDA devices that this thread names now become the CPU."""
+    """Whether this thread's CUDA devices currently map to the CPU."""
     return isinstance(torch.overrides._get_current_function_mode(), torch_cuda.CpuDeviceMode)
 
 
 def _disable_dynamo(lane: CpuLane, environment: Mapping[str, str]) -> None:
-    """Set the environment, of which Dynamo reads its part when a function is decorated."""
+    """Set the environment variables; Dynamo reads its own when a function is decorated."""
     lane.callback(_set_variables, {name: os.environ.get(name) for name in environment})
     os.environ |= environment
     settings = ", ".join(f"{name}={value}" for name, value in environment.items())
-    if "torch._dynamo.config" in sys.modules:  # imported before: what is compiled by now asks the configuration
+    if "torch._dynamo.config" in sys.modules:  # already imported: functions compiled so far check the configuration
         lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
         settings += ", torch._dynamo.config.disable=True"
     lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
@@ -141,10 +141,9 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def stepping_aside() -> Iterator[None]:
-    """For the duration, no part of an installed lane that Dynamo cannot trace: for functions of CPU tensors alone.
+    """Context manager that suspends the parts of an installed lane that Dynamo cannot trace; for functions of CPU tensors only.
 
-    Does nothing without a lane, nor where another torch function mode is active, and leaves Dynamo disabled where it was so
-    before the lane.
+    Does nothing without a lane, under another torch function mode, or if Dynamo was disabled before the lane.
     """
     if _installed is None or _installed.dynamo_was_disabled or not answers_here():
         yield
@@ -152,7 +151,7 @@ def stepping_aside() -> Iterator[None]:
     from torch._dynamo import config as dynamo
 
     variable = os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    no_gpu = mock.patch.object(torch.cuda, "is_available", bool)  # which says no
+    no_gpu = mock.patch.object(torch.cuda, "is_available", bool)  # bool() is False
     try:
         with no_gpu, dynamo.patch(disable=False), torch.overrides._pop_mode_temporarily():
             yield

@@ -1,4 +1,4 @@
-"""What of Megatron itself the CPU lane replaces; with importing this module Megatron is imported (megatron-core 0.19)."""
+"""The functions of Megatron that the CPU lane replaces; importing this module imports Megatron (megatron-core 0.19)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 
 
 def install(lane: CpuLane) -> None:
-    """Have ``lane`` replace all of it."""
+    """Let ``lane`` replace them."""
     _keep_the_warm_up_off_the_generator(lane)
     _quiet_shared_generator_warning(lane)
     _seed_experts_by_global_index(lane)
-    # Where Transformer Engine is installed the fp32 router would call its GEMM, which takes CUDA tensors only.
+    # With Transformer Engine installed, the fp32 router would call its GEMM, which supports only CUDA tensors.
     lane.replace("is None (the router multiplies with torch)", moe_utils, te_general_gemm=None)
     of_cpus = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
     lane.replace("is of CPUs", torch_fully_sharded_data_parallel, DeviceMesh=of_cpus)
 
 
 def _keep_the_warm_up_off_the_generator(lane: CpuLane) -> None:
-    """Keep the random inputs of Megatron's fused functions, which it runs once to compile them, out of the weights.
+    """Keep the random inputs with which Megatron warms up its fused functions from affecting the initial weights.
 
-    They are as large as micro-batch, sequence and tensor parallelism make them, and drawn after seeding and before the model
-    is built. With a GPU they move only the device's generator; here the two are one, and another micro-batch would be
-    another model (``training/initialize.py``).
+    Their size depends on micro-batch, sequence and tensor parallelism, and they are drawn after seeding, before the model
+    is built. On a GPU they advance only the device's generator; here the two are one, and a different micro-batch would
+    give a different model (``training/initialize.py``).
     """
     message = "does not move the generator (weights do not depend on batches)"
     warm_up = without_moving_the_generator(initialize._warmup_jit_function)
@@ -49,7 +49,7 @@ def _keep_the_warm_up_off_the_generator(lane: CpuLane) -> None:
 
 
 def _quiet_shared_generator_warning(lane: CpuLane) -> None:
-    """Drop the tracker's warning about CPU state changes: the two generators are one here, so every fork would warn."""
+    """Drop the tracker's warning about CPU RNG state changes: the two generators are one here, so every fork would warn."""
     logger = logging.getLogger(_RNG_LOGGER)
 
     def keep(record: logging.LogRecord) -> bool:
@@ -61,11 +61,11 @@ def _quiet_shared_generator_warning(lane: CpuLane) -> None:
 
 
 def _seed_experts_by_global_index(lane: CpuLane) -> None:
-    """Give every expert of a ``SequentialMLP`` a seed of its own, made from its global index.
+    """Seed every expert of a ``SequentialMLP`` by its global index.
 
-    With ``--use-cpu-initialization`` Megatron draws all weights from one stream that is the same on every
-    expert-parallel rank, so that each rank would get the *same* experts. Here a layer draws one number from that
-    stream and each expert is drawn from a generator seeded with it plus the expert's global index: experts differ
+    With ``--use-cpu-initialization`` Megatron draws all weights from one random stream that is the same on every
+    expert-parallel rank, so each rank would get the *same* experts. Here a layer draws one number from that
+    stream, and each expert uses a generator seeded with it plus the expert's global index: experts differ
     from one another, and EP 1 and EP 2 start from the same model (``transformer/moe/experts.py``).
     """
     stock_init = experts.SequentialMLP.__init__

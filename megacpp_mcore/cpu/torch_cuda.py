@@ -1,4 +1,4 @@
-"""What ``torch.cuda``, and torch where it is told of a CUDA device, answer on the CPU lane."""
+"""The CPU lane's stand-ins for ``torch.cuda``, and for torch functions called with a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def install(lane: CpuLane) -> None:
-    """Have ``lane`` replace all of it."""
+    """Let ``lane`` install them."""
     generators = _generator_functions()
     lane.replace("", torch.cuda, **_device_functions(), **_memory_functions(), **generators)
     # Megatron uses both torch.cuda.get_rng_state and torch.cuda.random.get_rng_state.
@@ -43,7 +43,7 @@ def _local_world_size() -> int:
 
 
 class _Stream:
-    """The one stream of the stand-in: what is put on it has already been done."""
+    """The stand-in's only stream: all work on it has already completed."""
 
     cuda_stream = priority = 0
     device = torch.device("cpu")
@@ -56,7 +56,7 @@ class _Stream:
 
 
 class _Event:
-    """A point in wall-clock time, for what measures with ``elapsed_time``."""
+    """A point in wall-clock time, for callers of ``elapsed_time``."""
 
     seconds: float | None = None
     __init__ = wait = synchronize = _nothing
@@ -68,7 +68,7 @@ class _Event:
         return True
 
     def elapsed_time(self, end_event: _Event) -> float:
-        """Return the milliseconds from this event to ``end_event``; unless both were recorded an error, as torch has it."""
+        """Return the milliseconds from this event to ``end_event``; an error, as in torch, unless both were recorded."""
         if self.seconds is None or end_event.seconds is None:
             raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
         return (end_event.seconds - self.seconds) * 1e3
@@ -81,7 +81,7 @@ def _device_functions() -> dict[str, Any]:
     )
     stream = _Stream()
     return dict.fromkeys(("init", "synchronize", "ipc_collect"), _nothing) | {
-        "set_device": lambda device: None,  # an object of its own: Dynamo has a rule for each function of torch
+        "set_device": lambda device: None,  # a separate object: Dynamo has rules for torch's own functions
         "set_stream": lambda stream: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -104,13 +104,13 @@ def _device_functions() -> dict[str, Any]:
 
 def _memory_functions() -> dict[str, Any]:
     def memory_stats(device: Any = None) -> dict[str, int]:
-        stats = {"allocation.all.current": 0, "allocation.all.peak": 0}  # the host's allocator keeps no count of blocks
+        stats = {"allocation.all.current": 0, "allocation.all.peak": 0}  # the host allocator does not count blocks
         for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
             stats |= {f"{kind}.all.current": _resident_bytes(), f"{kind}.all.peak": _peak_resident_bytes()}
         return stats
 
     def empty_cache() -> None:
-        # glibc keeps what was freed between blocks still in use: after some steps several times what the step needs.
+        # glibc retains memory freed between blocks in use: after some steps, several times what a step needs.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
 
@@ -140,7 +140,7 @@ def _generator_functions() -> dict[str, Any]:
     generator = torch.default_generator
 
     def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
-        generator.set_state(new_states[-1])  # the devices of one host share the generator: all states are the same one
+        generator.set_state(new_states[-1])  # the devices of one host share the generator: all states are equal
 
     return {
         **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: generator.manual_seed(int(seed))),
@@ -187,7 +187,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
 
 
 class CpuDeviceMode(TorchFunctionMode):
-    """Sends to the CPU every torch call of this thread that names a CUDA device."""
+    """Redirects to the CPU every torch call of this thread that names a CUDA device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``, or its stand-in, with CUDA devices replaced."""
@@ -214,14 +214,14 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
         with contextlib.nullcontext() if torch.overrides._get_current_function_mode() is mode else mode:
             return stock_backward(*args, **kwargs)
 
-    # A mode is off while it answers a call, and torch.autograd.backward is one: a checkpoint's inner backward pass.
+    # A mode is inactive while it handles a call such as torch.autograd.backward, which a checkpoint's inner backward runs in.
     lane.replace("keeps to that mode, too", torch.autograd, _engine_run_backward=run_backward)
-    # Its argument must be a real stream before a mode is asked.
+    # It requires a real stream before any mode is consulted.
     lane.replace("does nothing", torch.Tensor, record_stream=_nothing)
 
 
 def _accept_any_split_sizes(lane: CpuLane) -> None:
-    """Let ``all_to_all_single`` take its split sizes as arrays or tensors: gloo's binding wants lists of ints."""
+    """Let ``all_to_all_single`` accept split sizes as arrays or tensors: gloo's binding requires lists of ints."""
     stock = torch.distributed.all_to_all_single
 
     def as_list(sizes: Any) -> Any:
@@ -243,7 +243,7 @@ def _accept_any_split_sizes(lane: CpuLane) -> None:
 
 
 def without_moving_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` so that what it draws leaves the CPU generator as it was."""
+    """Wrap ``function`` so that it leaves the state of the CPU generator unchanged."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -254,10 +254,10 @@ def without_moving_the_generator(function: Callable[..., Any]) -> Callable[..., 
 
 
 def _keep_loaders_off_the_generator(lane: CpuLane) -> None:
-    """Keep the draw with which a DataLoader iterator starts from moving the generator that dropout uses.
+    """Keep a new DataLoader iterator's random draw from advancing the generator that dropout uses.
 
-    A resumed run makes its iterators after it has restored the generator, an uninterrupted one before it trains. With
-    a GPU that draw moves only the host's generator; here the two are one, and a resumed run would not repeat.
+    A resumed run creates its iterators after restoring the generator, an uninterrupted one before training. On a GPU
+    that draw advances only the host's generator; here the two are one, and a resumed run would not be reproducible.
     """
     loader = torch.utils.data.DataLoader
     message = "does not move the generator (resumed runs repeat)"

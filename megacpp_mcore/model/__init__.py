@@ -1,15 +1,15 @@
-"""What is trained: NAM56R's definition, how it is cut, in which precision, and what a step costs. No torch, no Megatron.
+"""The model: NAM56R's definition, parallel layout, precision, and the cost of a step. No torch, no Megatron.
 
 ==================  =========================================================
-:mod:`~.definition`  the model: families of layers, sizes, presets
-:mod:`~.pattern`     the letters of the layers, and the schedule of DSA
+:mod:`~.definition`  the model: layer families, sizes, presets
+:mod:`~.pattern`     layer letters, and the DSA schedule
 :mod:`~.hybrid`      the same as Megatron's ``--hybrid-layer-pattern``
 :mod:`~.precision`   which layers compute in which number format
 :mod:`~.training`    what one run adds: machine, data, optimizer
-:mod:`~.recipes`     model, cut and training together, by name
-:mod:`~.parameters`  how many there are, by part and by what a layout cuts
-:mod:`~.memory`      bytes that a rank holds from step to step
-:mod:`~.flops`       operations of a step, counted
+:mod:`~.recipes`     model, layout and training plan together, by name
+:mod:`~.parameters`  parameter counts, by part and by how a layout shards them
+:mod:`~.memory`      bytes of persistent state per rank
+:mod:`~.flops`       FLOPs of a step
 ==================  =========================================================
 """
 

@@ -1,7 +1,7 @@
-"""What NAM56R is: one frozen dataclass tree, its presets, and every check that needs no torch.
+"""The definition of NAM56R: one tree of frozen dataclasses, its presets, and every check that needs no torch.
 
-A :class:`Model` says everything about the mathematics and nothing about the machine; a :class:`Layout` says how it is
-cut over processes. ``check_layout`` brings the two together before anything is allocated.
+A :class:`Model` defines the mathematics, independently of the machine; a :class:`Layout` says how it is sharded over
+processes. ``check_layout`` checks their combination before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacpp_mcore.util.nearest import nearest
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not 0 < value < math.inf:  # NaN fails this, too
+        if not 0 < value < math.inf:  # NaN fails this as well
             raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected a positive, finite number")
 
 
@@ -56,7 +56,7 @@ class MLA:
 
 
 OWN, SERVED = "own", "served"
-"""Whose attention a DSA indexer learns from: that of its own layer, or of all layers it serves."""
+"""The attention a DSA indexer learns from: that of its own layer, or of all layers that it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ class DSA:
     """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
 
     Attributes:
-        schedule: one character an A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` shares its indices.
-        topk: keys a query attends to.
+        schedule: one character per A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` reuses its indices.
+        topk: number of keys that a query attends to.
         loss_coeff: weight of the indexer's KL loss.
-        distill: whose attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
-            serves (multi-layer distillation), or ``own``, its own layer alone. Without Shared layers these are the same.
-        warmup_steps: steps at the start in which sparse layers attend to every causal key, and the indexer of a Full layer
-            learns that attention (DeepSeek-V3.2 report, dense warm-up); 0: none.
+        distill: the attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
+            serves (multi-layer distillation), or ``own``, its own layer only. Without Shared layers these are the same.
+        warmup_steps: initial steps in which sparse layers attend to every causal key, and the indexer of a Full layer learns
+            that attention (DeepSeek-V3.2 report, dense warm-up); 0: none.
     """
 
     schedule: str = "-FSS"
@@ -97,11 +97,11 @@ class Mamba3:
 
     Attributes:
         mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
-        rope_fraction: share of the state that is rotated.
+        rope_fraction: fraction of the state that RoPE rotates.
         a_floor: the decay rate A is at most ``-a_floor``.
-        out_norm: RMSNorm of each head between the scan and the output projection; False is mamba-ssm's module as it is by
-            default, which writes more on the residual than all other layers together (docs/model.md).
-        decay_activation: what makes the raw decay positive: ``softplus``, or ``heavy_tail`` as upstream's newest.
+        out_norm: RMSNorm of each head between the scan and the output projection; False is the default of mamba-ssm's module,
+            which writes more to the residual stream than all other layers together (docs/model.md).
+        decay_activation: activation that makes the raw decay positive: ``softplus``, or ``heavy_tail`` as in newest upstream.
     """
 
     expand: int = 2
@@ -125,7 +125,7 @@ class Mamba3:
 
     @property
     def angles(self) -> int:
-        """Rotation angles a token has: pairs of rotated state entries."""
+        """Rotation angles per token: pairs of rotated state entries."""
         return int(self.state * self.rope_fraction) // 2
 
 
@@ -134,8 +134,8 @@ class M2RNN:
     """M²RNN mixer (arXiv 2603.14360): a matrix-valued non-linear recurrence with one shared query/key head.
 
     Attributes:
-        heads: None takes ``hidden_size // 80`` down to a multiple of 4.
-        checkpoint_every: tokens between the states that are kept for the backward pass.
+        heads: None uses ``hidden_size // 80`` rounded down to a multiple of 4.
+        checkpoint_every: tokens between states saved for the backward pass.
     """
 
     key_dim: int = 64
@@ -155,8 +155,8 @@ class MoE:
     """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU.
 
     Attributes:
-        bias_update_rate: by how much a step moves an expert's bias. DeepSeek-V3's 1e-3 takes some hundred steps to cross the
-            scores' differences, and leaves deep layers with idle experts meanwhile (docs/model.md).
+        bias_update_rate: change of an expert's bias per step. DeepSeek-V3's 1e-3 needs some hundred steps to overcome the
+            differences between scores, and leaves experts in deep layers idle meanwhile (docs/model.md).
     """
 
     experts: int = 16
@@ -178,7 +178,7 @@ class MoE:
 class MTP:
     """Multi-token prediction with one shared block (FastMTP arXiv 2509.18362; DeepSeek-V3 arXiv 2412.19437).
 
-    Depth k's loss weighs ``loss_scale * loss_decay**(k-1) / sum_j loss_decay**(j-1)``; depth 0 turns MTP off.
+    Depth k's loss has weight ``loss_scale * loss_decay**(k-1) / sum_j loss_decay**(j-1)``; depth 0 turns MTP off.
     """
 
     depth: int = 2
@@ -199,13 +199,13 @@ class MTP:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The standard deviations that weights are drawn with (docs/model.md, "The start").
+    """The standard deviations of initial weights (docs/model.md, "The start").
 
     Attributes:
-        std: of every matrix, as Megatron has it, divided by √(2 · depth) in those that write on the residual; None: by fan-in,
-            1 / √(columns), likewise divided.
+        std: of every matrix, as in Megatron, divided by √(2 · depth) in those that write to the residual stream; None: by
+            fan-in, 1 / √(columns), divided likewise.
         embedding_std: of the embedding.
-        head_gain: factor on the output head alone; ``std`` None only.
+        head_gain: factor on the output head; only with ``std`` None.
     """
 
     std: float | None = None
@@ -244,13 +244,13 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        """The least number of processes: every run has a multiple of them."""
+        """The least number of processes: every run uses a multiple of it."""
         return math.lcm(self.tensor, self.expert) * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A hybrid model of A, M, E and R layers. Every value is checked on construction; nothing can change afterwards."""
+    """A hybrid model of A, M, E and R layers; immutable, every value is checked on construction."""
 
     name: str
     pattern: str
@@ -328,10 +328,10 @@ class Model:
         return tuple(number for number, found in enumerate(self.layers, start=1) if found == letter)
 
     def chunks(self, layout: Layout) -> tuple[range, ...]:
-        """The 1-based layer numbers of each model chunk (pipeline or virtual stage), in the order of the layers.
+        """The 1-based layer numbers of each model chunk (pipeline or virtual stage), in layer order.
 
         Raises:
-            ModelError: when the layers cannot be cut that way.
+            ModelError: the layers cannot be split that way.
         """
         stages = grammar.parse(self.pattern).stages
         if len(stages) == 1:
@@ -345,19 +345,19 @@ class Model:
         return tuple(range(end - len(stage) + 1, end + 1) for stage, end in zip(stages, ends, strict=True))
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout this model cannot be cut into.
+        """Refuse a layout that does not fit this model.
 
         Raises:
-            ModelError: naming the number that does not divide, or the promoted DSA schedule the layout needs.
+            ModelError: names the size that is not divisible, or the promoted DSA schedule that the layout needs.
         """
         self.check_cut(layout)
         grammar.check_chunks(self.name, self.roles, self.chunks(layout))
 
     def check_cut(self, layout: Layout) -> None:
-        """Refuse tensor, expert or sequence parallelism this model's sizes do not divide by; pipeline stages are not checked.
+        """Refuse tensor, expert or sequence parallelism by which this model's sizes are not divisible; ignores pipeline stages.
 
         Raises:
-            ModelError: naming the number that does not divide.
+            ModelError: names the size that is not divisible.
         """
         tensor = layout.tensor
         _divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
@@ -374,7 +374,7 @@ class Model:
             shared = self.moe.shared_ffn_hidden_size
             _divides(f"{self.name}: shared expert width", shared, "tensor parallelism", tensor)
         if tensor > 1 and not layout.sequence_parallel and ("A" in self.layers or self.mtp.depth):
-            # megatron-core 0.19: absorbed MLA refuses it, and full MLA trains its latent norms and projections wrongly.
+            # In megatron-core 0.19 absorbed MLA refuses this, and full MLA trains its latent norms and projections wrongly.
             raise ModelError(
                 f"{self.name}: MLA under tensor parallelism ({tensor}) needs sequence parallelism; add --sequence-parallel"
             )
@@ -435,14 +435,14 @@ _PRESETS = {
     )
 }
 PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)
-"""The models this package brings, by name."""
+"""The models that this package defines, by name."""
 
 
 def preset(name: str) -> Model:
     """The preset called ``name``.
 
     Raises:
-        ModelError: when there is none; the message offers the nearest names.
+        ModelError: unknown name; the message suggests the nearest names.
     """
     if name not in PRESETS:
         raise ModelError(f"there is no model {name!r}; {nearest(name, PRESETS)}")
@@ -453,7 +453,7 @@ def with_overrides(model: Model, overrides: Mapping[str, Any], where: str = "mod
     """``model`` with values replaced, e.g. ``{"depth": 12, "dsa": {"schedule": "-FF"}}``.
 
     Raises:
-        ModelError: on a key that is not known (nearest names offered) or a value of the wrong type.
+        ModelError: a key is unknown (nearest names are suggested), or a value has the wrong type.
     """
     try:
         return schema.replace(model, overrides, where)

@@ -1,14 +1,14 @@
-"""NAM56R on Megatron's HybridModel: A/M/E/R patterns to hybrid patterns and back, and who implements each symbol; no torch.
+"""NAM56R on Megatron's HybridModel: A/M/E/R patterns to hybrid patterns and back, and what implements each symbol; no torch.
 
-Grammar of a hybrid pattern, as much of it as NAM56R has a meaning for (megatron-core 0.19,
+The part of the hybrid pattern grammar that NAM56R uses (megatron-core 0.19,
 ``core/models/hybrid/hybrid_layer_allocation.py``)::
 
     pattern = stage *( "|" stage ) *( "/" "+-" )
     stage   = 1*symbol
     symbol  = "+" / "D" / "M" / "E" / "G"
 
-An A layer is ``+`` (full MLA) or ``D`` (sparse). Which sparse layers are Full and which are Shared a hybrid pattern cannot
-say: it stays with the model's DSA schedule. The A of an MTP depth is full MLA and a dense feed-forward part, ``+-``.
+An A layer is ``+`` (full MLA) or ``D`` (sparse). A hybrid pattern cannot express which sparse layers are Full and which are
+Shared: the model's DSA schedule does. The A of an MTP depth is full MLA and a dense feed-forward part, ``+-``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Slot:
     Attributes:
         symbol: the symbol.
         letter: the NAM56R block it hosts.
-        attribute: the field of Megatron's ``HybridStackSubmodules``; None where the block is built without one.
-        stock: what Megatron means by the symbol.
-        native: True when the layer is what Megatron means by the symbol, whoever's kernels run inside; False when our
-            mixer takes the slot of another one.
-        why: the reason, for people.
+        attribute: the field of Megatron's ``HybridStackSubmodules``; None if the block is built without one.
+        stock: Megatron's meaning of the symbol.
+        native: True if the layer is what Megatron means by the symbol, with whichever kernels; False if our mixer occupies
+            the slot of another layer type.
+        why: the reason, human-readable.
     """
 
     symbol: str
@@ -96,7 +96,7 @@ SLOTS = (
         "the names that the GPT host has",
     ),
 )
-"""All symbols that NAM56R uses; :data:`MTP_BLOCK` is two of them, in the MTP part alone."""
+"""All symbols that NAM56R uses; :data:`MTP_BLOCK` consists of two of them, only in the MTP part."""
 
 _TRUNK = {slot.symbol: slot for slot in SLOTS if slot.symbol != MTP_BLOCK}
 _SYMBOLS = {slot.letter: slot.symbol for slot in SLOTS if slot.letter != "A"}
@@ -117,7 +117,7 @@ class Translation:
     """A hybrid pattern parsed as a NAM56R model.
 
     Attributes:
-        pattern: stages and MTP depths in A/M/E/R, every layer written out (a hybrid pattern is never tiled).
+        pattern: stages and MTP depths in A/M/E/R, with every layer written out (a hybrid pattern is never tiled).
         sparse: 1-based numbers of the A layers with sparse attention, Full and Shared alike.
     """
 
@@ -140,12 +140,12 @@ class Translation:
 
 
 def to_hybrid(pattern: Pattern, roles: Sequence[str | None]) -> str:
-    """The hybrid pattern of ``pattern``, whose layers are all written out, with the attention ``roles`` of its layers.
+    """The hybrid pattern of ``pattern``, an untiled pattern whose layers have the attention ``roles``.
 
     ``from_hybrid(to_hybrid(pattern, roles))`` is ``pattern`` and the layers whose role is not full attention.
 
     Raises:
-        PatternError: the roles are not those of the layers, or an MTP depth is not one A.
+        PatternError: the roles do not match the layers, or an MTP depth is not a single A.
     """
     letters = "".join(pattern.stages)
     if len(roles) != len(letters):
@@ -179,10 +179,10 @@ def _symbol(number: int, letter: str, role: str | None) -> str:
 def from_hybrid(text: str) -> Translation:
     """Parse the hybrid pattern ``text`` of a NAM56R model.
 
-    Stricter than Megatron, which takes empty stages, and drops an MTP part without symbols as if it were not there.
+    Stricter than Megatron, which accepts empty stages and ignores an MTP part without symbols.
 
     Raises:
-        PatternError: naming the offending symbol, its 1-based position, and what is allowed.
+        PatternError: names the offending symbol, its 1-based position, and what is allowed.
     """
     if not isinstance(text, str) or not text:
         raise PatternError(f"a hybrid pattern is a text of {_ALLOWED}; found {text!r}")
@@ -210,7 +210,7 @@ def from_hybrid(text: str) -> Translation:
 
 
 def _check_stage(text: str, stage: str, position: int) -> None:
-    """Refuse an empty stage, and symbols that NAM56R has no meaning for; ``position`` is that of its first symbol."""
+    """Refuse an empty stage, and symbols that NAM56R does not use; ``position`` is that of its first symbol."""
     if not stage:
         raise PatternError(
             f"hybrid pattern {text!r}: the pipeline stage at position {position} is empty; write at least one layer there"
@@ -243,7 +243,7 @@ class Plan:
         return self.text.partition("/")[0].replace("|", "")
 
     def describe(self) -> tuple[str, ...]:
-        """One line a symbol: how many layers, native or ours, and why."""
+        """One line per symbol: how many layers, native or ours, and why."""
         counts = {slot.symbol: self.symbols.count(slot.symbol) for slot in self.slots}
         counts[MTP_BLOCK] = self.model.mtp.depth
         return tuple(
@@ -254,10 +254,10 @@ class Plan:
 
 
 def plan(model: Model, layout: Layout | None = None) -> Plan:
-    """The plan of ``model`` cut as ``layout`` says (default: one stage).
+    """The plan of ``model`` under ``layout`` (default: one stage).
 
     Raises:
-        ModelError: the layers cannot be cut that way.
+        ModelError: the layers cannot be split that way.
     """
     chunks = model.chunks(layout or Layout()) if layout or not grammar.parse(model.pattern).staged else _own(model)
     stages = tuple(model.layers[chunk.start - 1 : chunk.stop - 1] for chunk in chunks)
@@ -267,14 +267,14 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
 
 
 def _own(model: Model) -> tuple[range, ...]:
-    """The stages that the model's own pattern marks."""
+    """The stages marked in the model's own pattern."""
     return Translation(grammar.parse(model.pattern), ()).chunks
 
 
 def contradictions(model: Model, text: str | None) -> list[str]:
-    """Every way in which the hybrid pattern ``text`` of a run contradicts ``model``, one sentence each.
+    """Every contradiction between a run's hybrid pattern ``text`` and ``model``, one sentence each.
 
-    Stages are left out: they are the layout's, and looked at with it.
+    Stages are not compared: they belong to the layout and are checked with it.
     """
     where, remedy = (
         "hybrid_layer_pattern",

@@ -1,8 +1,8 @@
-"""What a rank holds from step to step: weights, gradients, fp32 main weights and Adam's moments, in bytes. No torch.
+"""Persistent memory of a rank: weights, gradients, fp32 main weights and Adam's moments, in bytes. No torch.
 
-As Megatron 0.19 has them with Adam in its own dtypes. Gradients lie in buffers that stay; the distributed optimizer cuts main
-weights and moments over the ranks that hold the same weights, FSDP2 cuts all. Parameters that M and R layers keep in fp32 are
-counted as bf16 with a main weight, two bytes more than they take (4 MB of ``nam56r``).
+As in Megatron 0.19 with Adam's default dtypes. Gradient buffers are persistent; the distributed optimizer shards main weights
+and moments over the ranks with the same weights, FSDP2 shards everything. The fp32 parameters of M and R layers are counted as
+bf16 with a main weight, two bytes too many (4 MB in ``nam56r``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megacpp_mcore.model.definition import Layout, Model
 from megacpp_mcore.model.parameters import by_stage
 
 ROOM = 16
-"""One part in so many of a GPU is for activations, workspaces and CUDA itself. Of an 80 GB one that is 5.3 GB: the step of
-``nam56r`` with one micro-batch of 4096 tokens took 4.6 GB above its states (experiments/results/quarter_h200.csv), and CUDA,
-which no count of torch's has, takes half a GB."""
+"""1/ROOM of a GPU is reserved for activations, workspaces and CUDA itself. On an 80 GB GPU that is 5.3 GB: a step of ``nam56r``
+with one micro-batch of 4096 tokens used 4.6 GB on top of its states (experiments/results/quarter_h200.csv), and CUDA, which
+torch does not count, uses half a GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of one rank."""
+    """Bytes on one rank."""
 
     weights: int
     gradients: int
@@ -32,7 +32,7 @@ class States:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return self.weights + self.gradients + self.main_weights + self.moments
 
     def __str__(self) -> str:
@@ -41,10 +41,10 @@ class States:
 
 
 def rank_parameters(model: Model, layout: Layout) -> tuple[int, int]:
-    """Parameters of a rank of the stage with the most: those but routed experts, and routed experts.
+    """Parameters per rank in the largest stage: without routed experts, and of routed experts.
 
     Raises:
-        ModelError: the layers cannot be cut that way.
+        ModelError: the layers cannot be split that way.
     """
     held = [
         (stage.tensor // layout.tensor + stage.whole, stage.expert // layout.expert)
@@ -63,19 +63,19 @@ def states(
     distributed_optimizer: bool = False,
     fsdp: bool = False,
 ) -> States:
-    """What a rank of the stage with the most holds.
+    """Persistent memory of a rank in the largest stage.
 
     Args:
         model: what is trained.
-        layout: how it is cut.
+        layout: its parallel layout.
         processes: of the run.
         precision: dtype of the weights: ``bf16``, ``fp16`` or ``fp32``, which has no main weights.
-        grad_bytes: of one gradient in the buffers.
-        distributed_optimizer: whether optimizer state is cut over replicas.
-        fsdp: whether FSDP2 cuts everything over replicas; gradients then have the dtype of the weights.
+        grad_bytes: bytes per gradient value in the buffers.
+        distributed_optimizer: whether optimizer state is sharded over replicas.
+        fsdp: whether FSDP2 shards everything over replicas; gradients then have the dtype of the weights.
 
     Raises:
-        ModelError: the layers cannot be cut that way.
+        ModelError: the layers cannot be split that way.
     """
     weight, main = (4, 0) if precision == "fp32" else (2, 4)
     gradient = weight if fsdp else grad_bytes
@@ -92,15 +92,15 @@ def states(
 
 
 def fits(held: States, gpu_bytes: int) -> bool:
-    """Whether ``held`` leaves a GPU of ``gpu_bytes`` room for a step."""
+    """Whether ``held`` leaves room for a step on a GPU of ``gpu_bytes``."""
     return held.total <= gpu_bytes - gpu_bytes // ROOM
 
 
 def fitting(model: Model, gpu_bytes: int, processes: int, precision: str) -> Iterator[tuple[int, Layout, States]]:
-    """The layouts that fit on the fewest GPUs of ``gpu_bytes``, ``processes`` or a multiple: how many, the layout, its states.
+    """Layouts that fit on the fewest GPUs of ``gpu_bytes``, ``processes`` or a multiple: number of GPUs, layout, states.
 
-    Optimizer state is cut over replicas. Layouts that cut the model least come first, of these experts before tensors before
-    stages.
+    Optimizer state is sharded over replicas. Layouts that split the model least come first; among them expert before tensor
+    before pipeline parallelism.
     """
     sizes = (1, 2, 4, 8)
     layouts = [

@@ -1,7 +1,7 @@
-"""The one count of a model's parameters: by part, by pipeline stage, and by what a layout cuts. No torch.
+"""Parameter counts of a model: by part, by pipeline stage, and by how a layout shards them. No torch.
 
-Counted from the shapes in the definition, independently of any module; norms before a block belong to it. The vocabulary is
-Megatron's padded one. Balancing biases of the router, which are buffers, and rows that only fill a projection up do not count.
+Computed from the shapes in the definition, independently of any module; the norm before a block belongs to it. The vocabulary
+is Megatron's padded one. The router's balancing biases, which are buffers, and padding rows of projections do not count.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Count:
     """Parameters of a part of a model.
 
     Attributes:
-        tensor: those that are cut over tensor parallelism.
-        expert: those of routed experts, which are cut over expert parallelism.
-        whole: those that every rank of a stage holds. The projections of MLA down to its latents are among them, as
-            Transformer Engine has them; ``--transformer-impl local`` cuts these, too.
+        tensor: those sharded over tensor parallelism.
+        expert: those of routed experts, sharded over expert parallelism.
+        whole: those replicated on every rank of a stage. They include MLA's down-projections to its latents, as with
+            Transformer Engine; ``--transformer-impl local`` shards these as well.
     """
 
     tensor: int = 0
@@ -34,7 +34,7 @@ class Count:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return self.tensor + self.expert + self.whole
 
     def __add__(self, other: Count) -> Count:
@@ -43,7 +43,7 @@ class Count:
         )
 
     def times(self, number: int) -> Count:
-        """As many such parts."""
+        """The count of ``number`` such parts."""
         return Count(tensor=self.tensor * number, expert=self.expert * number, whole=self.whole * number)
 
 
@@ -61,12 +61,12 @@ def by_part(model: Model) -> dict[str, Count]:
 
 
 def by_stage(model: Model, layout: Layout) -> tuple[Count, ...]:
-    """The count of each pipeline stage, its virtual ones together.
+    """The count of each pipeline stage, with its virtual stages added up.
 
-    The first has the embedding, the last the final norm, the output layer, and MTP with an embedding of its own.
+    The first has the embedding, the last the final norm, the output layer, and MTP with its own embedding.
 
     Raises:
-        ModelError: the layers cannot be cut that way.
+        ModelError: the layers cannot be split that way.
     """
     part, chunks = by_part(model), model.chunks(layout)
     kinds = {"A": _mla(model), "M": _mamba(model), "E": _moe(model), "R": _recurrent(model)}

@@ -1,4 +1,4 @@
-"""The A/M/E/R pattern grammar: parse, tile, place DSA and the index cache, split into pipeline chunks; pure Python.
+"""The A/M/E/R pattern grammar: parsing, tiling, DSA and index-cache roles, splitting into pipeline chunks; pure Python.
 
 Grammar (``|`` marks a pipeline-stage boundary, ``/`` starts the pattern of one multi-token-prediction depth)::
 
@@ -30,7 +30,7 @@ ROLES = {
     FULL_INDEX: "sparse attention that runs the indexer and publishes its indices",
     SHARED_INDEX: "sparse attention over the indices of the nearest Full layer below",
 }
-"""What an A layer does, one character a layer in a DSA schedule."""
+"""The role of an A layer: one character per layer in a DSA schedule."""
 
 _ALLOWED = "A, M, E, R, '|' (pipeline-stage boundary) and '/' (start of an MTP pattern)"
 
@@ -40,8 +40,8 @@ class Pattern:
     """A parsed pattern.
 
     Attributes:
-        stages: the letters of each pipeline stage; one entry when the pattern holds no ``|``.
-        mtp: one pattern a multi-token-prediction depth, empty when there is none.
+        stages: the letters of each pipeline stage; one entry if the pattern contains no ``|``.
+        mtp: one pattern per multi-token-prediction depth, empty if there are none.
     """
 
     stages: tuple[str, ...]
@@ -58,10 +58,10 @@ class Pattern:
     def layers(self, depth: int) -> str:
         """The letters of all ``depth`` trunk layers.
 
-        A pattern without ``|`` is tiled by ``i % len(pattern)``; with ``|`` its length has to be the depth.
+        A pattern without ``|`` is tiled by ``i % len(pattern)``; with ``|`` its length must equal the depth.
 
         Raises:
-            PatternError: if the depth is not positive, or a staged pattern has another length.
+            PatternError: the depth is not positive, or a staged pattern's length differs from it.
         """
         letters = "".join(self.stages)
         if depth < 1:
@@ -78,7 +78,7 @@ def parse(text: str) -> Pattern:
     """Parse ``text``; ``str(parse(text)) == text`` for every legal text.
 
     Raises:
-        PatternError: naming the offending character, its 1-based position, and what is allowed there.
+        PatternError: names the offending character, its 1-based position, and what is allowed there.
     """
     if not isinstance(text, str):
         raise PatternError(f"a pattern is a string of {_ALLOWED}; found {type(text).__name__}")
@@ -107,11 +107,11 @@ def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
 
     Args:
         layers: trunk letters, as from :meth:`Pattern.layers`.
-        schedule: one character an A layer (see :data:`ROLES`), tiled over the A layers when it is shorter.
+        schedule: one character per A layer (see :data:`ROLES`), tiled over the A layers if shorter.
 
     Raises:
-        PatternError: on an unknown character, a schedule longer than there are A layers, or a Shared layer that has no
-            Full layer below it.
+        PatternError: unknown character, a schedule longer than the number of A layers, or a Shared layer without a Full layer
+            below it.
     """
     if not schedule:
         raise PatternError(f"the DSA schedule is empty; give one of {', '.join(ROLES)} for each A layer")
@@ -149,7 +149,7 @@ def source_layers(roles: Sequence[str | None]) -> dict[int, int]:
     """Shared layer number to the number of the Full layer whose indices it uses (the nearest below); 1-based.
 
     Raises:
-        PatternError: a Shared layer has no Full one below it.
+        PatternError: a Shared layer has no Full layer below it.
     """
     sources: dict[int, int] = {}
     full = None
@@ -164,12 +164,12 @@ def source_layers(roles: Sequence[str | None]) -> dict[int, int]:
 
 
 def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> tuple[str, tuple[int, ...]]:
-    """The schedule that is legal when each of ``chunks`` (1-based layer numbers) is a model chunk of its own.
+    """The schedule that is valid if each of ``chunks`` (1-based layer numbers) is a separate model chunk.
 
-    A Shared layer that is the first sparse layer of its chunk becomes Full: indices do not travel between chunks.
+    A Shared layer that is the first sparse layer of its chunk becomes Full: indices are not passed between chunks.
 
     Returns:
-        The whole schedule, one character an A layer, and the numbers of the promoted layers (empty: nothing to do).
+        The whole schedule, one character per A layer, and the numbers of the promoted layers (empty: nothing to do).
     """
     promoted = []
     for chunk in chunks:
@@ -186,7 +186,7 @@ def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]
     """Refuse a layout in which the first sparse layer of a model chunk would be Shared.
 
     Raises:
-        ModelError: naming the layers and the promoted schedule to adopt.
+        ModelError: names the layers and the promoted schedule to adopt.
     """
     schedule, promoted = promoted_schedule(roles, chunks)
     if promoted:
@@ -200,10 +200,10 @@ def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]
 
 
 def uniform_chunks(depth: int, pipeline: int, virtual: int = 1) -> tuple[range, ...]:
-    """Layer numbers of each model chunk when ``depth`` layers are split evenly, in the order of the layers.
+    """Layer numbers of each model chunk if ``depth`` layers are split evenly, in layer order.
 
     Raises:
-        ModelError: when they cannot be split evenly.
+        ModelError: they cannot be split evenly.
     """
     parts = pipeline * virtual
     if parts < 1 or depth % parts:

@@ -1,7 +1,7 @@
 """The precision plan of a run in four fields, and stock Megatron's precision file for FP8 experts. Pure Python.
 
-Stock's switch ``--fp8-format`` wraps every layer. Its ``--te-precision-config-file`` names modules instead (megatron-core
-0.19.2, ``megatron/core/quantization`` and ``extensions/transformer_engine.py``), which is what FP8 in the experts alone takes.
+Stock's flag ``--fp8-format`` puts every layer in FP8. Its ``--te-precision-config-file`` selects modules (megatron-core
+0.19.2, ``megatron/core/quantization`` and ``extensions/transformer_engine.py``), as FP8 in the experts alone requires.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import yaml
 from megacpp_mcore.model import Model
 
 EXPERTS_FILE = Path(__file__).resolve().with_name("fp8_experts.yaml")
-"""Names the experts' linear layers and their FP8 recipe; the same for every model, layout and host."""
+"""Precision file that names the experts' linear layers and their FP8 recipe; the same for every model, layout and host."""
 
 ALIGNMENT = 16
-"""What the rows and columns of an operand of an FP8 GEMM have to be a multiple of (Transformer Engine 2.20.2)."""
+"""Rows and columns of FP8 GEMM operands have to be multiples of this (Transformer Engine 2.20.2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class PrecisionPlan:
 
     Attributes:
         model_dtype: ``bf16`` or ``fp32``: parameters, activations, and every product that ``kernel_fp8`` does not name.
-        kernel_fp8: whose matrix products run in FP8, operands quantised inside the kernel's call: ``none`` or ``experts``.
-        dispatch: what a module does that is named there and cannot run so: ``none`` where nothing is named, else ``refuse``.
-        checkpoint_owner: whose function recomputes activations. ``megatron``: block scaling keeps no state from call to
-            call, so that Megatron's repeats what the forward pass did, and a saved checkpoint holds nothing of FP8.
+        kernel_fp8: modules whose GEMMs run in FP8, with operands quantised inside the kernel's call: ``none`` or ``experts``.
+        dispatch: what happens if a module named there cannot run in FP8: ``refuse``; ``none`` if none is named.
+        checkpoint_owner: whose checkpoint function recomputes activations. ``megatron``: block scaling keeps no state between
+            calls, so Megatron's function repeats the forward pass exactly, and saved checkpoints contain no FP8 state.
     """
 
     model_dtype: str
@@ -54,11 +54,11 @@ PLANS: Mapping[str, PrecisionPlan] = MappingProxyType(
         FP8_EXPERTS: PrecisionPlan(model_dtype="bf16", kernel_fp8="experts", dispatch="refuse"),
     }
 )
-"""Every precision of a run by its name."""
+"""All precision plans by name."""
 
 
 def expert_layers(model: Model) -> tuple[int, ...]:
-    """The numbers (from 1) of the layers whose experts may run in FP8: E layers that are not the model's first or last."""
+    """The 1-based numbers of the layers whose experts may run in FP8: E layers other than the model's first and last."""
     return tuple(
         number
         for number, letter in enumerate(model.layers, 1)
@@ -67,7 +67,7 @@ def expert_layers(model: Model) -> tuple[int, ...]:
 
 
 def in_bf16_zone(number: int, depth: int) -> bool:
-    """Whether layer ``number`` (from 1) of ``depth`` stays in BF16 in every plan: the first, and the last."""
+    """Whether layer ``number`` (1-based) of ``depth`` stays in BF16 in every plan: the first and the last do."""
     return number in (1, depth)
 
 

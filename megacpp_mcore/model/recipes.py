@@ -1,6 +1,6 @@
 """The recipes: a model, its layout and its training plan under one name, the same for every door. Pure Python.
 
-``nemo_recipes`` makes Megatron-Bridge configurations of them, ``megacpp-mcore recipe emit`` a stock command line.
+``nemo_recipes`` turns them into Megatron-Bridge configurations, ``megacpp-mcore recipe emit`` into a stock command line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megacpp_mcore.util.nearest import nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One run, but for its data.
+    """One run, except for its data.
 
     Attributes:
         name: ``<model>_pretrain_<processes><device>_<machine>_<precision>``, as Megatron-Bridge names recipes.
         model: what is trained.
-        layout: how it is cut.
-        training: machine, number of processes, precision and optimizer; data and tokenizer are named when it is run.
+        layout: its parallel layout.
+        training: machine, number of processes, precision and optimizer; data and tokenizer are set when it is run.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Recipe:
 
     @property
     def processes(self) -> int:
-        """How many it is for, one a GPU."""
+        """The number of processes, one per GPU."""
         return self.training.processes
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ def recipe(name: str) -> Recipe:
     """The recipe called ``name``.
 
     Raises:
-        ModelError: there is none; the nearest names are offered.
+        ModelError: unknown name; the nearest ones are suggested.
     """
     if name not in RECIPES:
         raise ModelError(f"there is no recipe {name!r}; {nearest(name, RECIPES)}")

@@ -19,10 +19,10 @@ class Recompute:
     """Families whose activations the backward pass recomputes; each is off unless listed.
 
     Attributes:
-        a: the attention of A layers, that of the MTP block included: projections, norms of the latents, core attention.
+        a: the attention of A layers and of the MTP block: projections, latent norms, core attention.
         m: the Mamba-3 mixer of M layers.
         r: the M²RNN mixer of R layers.
-        experts: the expert GEMMs and their activation, not the routing, its communication or the shared expert.
+        experts: the expert GEMMs and their activation, not routing, communication or the shared expert.
     """
 
     a: bool = False
@@ -32,7 +32,7 @@ class Recompute:
 
     @property
     def on(self) -> tuple[str, ...]:
-        """The names of those that are on."""
+        """The names of the families that are on."""
         return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
 
 
@@ -46,10 +46,10 @@ class Training:
         transformer_impl: ``transformer_engine`` or ``local`` (Megatron's PyTorch layers); the CPU lane is always local.
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
-        processes: of the whole run, one a GPU; fewer than the layout needs are as many as that.
-        train_iters: steps. The learning rate rises at first (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then
-            decays to a tenth (cosine).
-        extra: further stock words, appended as they are.
+        processes: of the whole run, one per GPU; at least as many as the layout needs are used.
+        train_iters: steps. The learning rate warms up (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then decays
+            to a tenth (cosine).
+        extra: further stock words, appended unchanged.
     """
 
     device: str = "cuda"
@@ -76,7 +76,7 @@ class Training:
         for name in ("micro_batch_size", "global_batch_size", "processes", "train_iters", "seed"):
             if getattr(self, name) < 1:
                 raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
-        if self.seed >= 2**32:  # numpy's generators, which shuffle Megatron's datasets, take no larger one
+        if self.seed >= 2**32:  # the limit of numpy's generators, which shuffle Megatron's datasets
             raise ModelError(f"Training.seed is {self.seed}; expected less than 2**32")
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
@@ -90,5 +90,5 @@ class Training:
 
     @property
     def plan(self) -> PrecisionPlan:
-        """What :attr:`precision` stands for."""
+        """The plan named by :attr:`precision`."""
         return precision.PLANS[self.precision]

@@ -1,1 +1,1 @@
-"""What every part of the package uses and no part owns: files, flags, type checks, nearest names. Standard library only."""
+"""Utilities shared by all parts of the package: files, flags, type checks, nearest names. Standard library only."""

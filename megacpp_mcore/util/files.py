@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and locks between processes."""
+"""Atomically replaced files, and locks between processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 StrPath = str | os.PathLike[str]
 TEMPORARY = ".megacpp-"
-"""What the name of a file that is about to replace another has after that one's, before the process id and ``~``."""
+"""Infix of temporary file names: the target's name, this, the process id, ``~``."""
 
 
 def flush_to_disk(path: StrPath) -> None:
@@ -22,18 +22,18 @@ def flush_to_disk(path: StrPath) -> None:
 
 
 def replace(path: StrPath, content: bytes, like: os.stat_result | None = None) -> None:
-    """Replace the file at ``path`` by one that holds ``content``: a reader, also after a crash, sees the old or the new one.
+    """Replace the file at ``path`` with ``content`` atomically: a reader, even after a crash, sees the old or the new file.
 
     Args:
-        path: what is replaced, or made.
-        content: all of the new file.
-        like: the status of a file whose mode (and owner, where that is allowed) the new one takes.
+        path: the file to replace or create.
+        content: of the whole new file.
+        like: the status of a file whose mode (and owner, if permitted) the new one gets.
 
     Raises:
-        OSError: the folder cannot be written; the file is as it was.
+        OSError: the folder cannot be written; the file is unchanged.
     """
-    # The process id keeps two writers of one path, such as the ranks of a host, out of each other's way. What a killed process
-    # leaves has a name that version control ignores.
+    # The process id separates concurrent writers of one path, such as the ranks of a host. Version control ignores the names
+    # of files left by a killed process.
     temporary = Path(f"{os.fspath(path)}{TEMPORARY}{os.getpid()}~")
     try:
         with open(temporary, "wb") as stream:
@@ -50,29 +50,29 @@ def replace(path: StrPath, content: bytes, like: os.stat_result | None = None) -
 
 
 def _take_after(descriptor: int, like: os.stat_result) -> None:
-    """Give an open file the mode of another, its owner where this process may, and a later time."""
+    """Give an open file the mode of another, its owner if permitted, and a later modification time."""
     if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-        with suppress(PermissionError):  # only root may give a file away
+        with suppress(PermissionError):  # only root may change the owner
             os.fchown(descriptor, like.st_uid, like.st_gid)
     os.fchmod(descriptor, like.st_mode & 0o7777)
-    # Python takes a .pyc for current by the source's size and its time in whole seconds.
+    # Python considers a .pyc current by the source's size and its time in whole seconds.
     if int(os.fstat(descriptor).st_mtime) <= int(like.st_mtime):
         os.utime(descriptor, (like.st_atime, int(like.st_mtime) + 1))
 
 
 @contextmanager
 def locked(path: StrPath, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file at ``path``, which is made and stays, against every other process (and every other holder here).
+    """Hold the lock file at ``path`` against all other processes and other holders in this one; the file is not deleted.
 
     Args:
         path: the lock file.
         wait: whether to wait for another holder; otherwise that is an error.
 
     Raises:
-        BlockingIOError: another holds it, and ``wait`` is false.
+        BlockingIOError: it is held elsewhere, and ``wait`` is false.
         OSError: the folder cannot be written.
     """
-    import filelock  # not of the standard library: torch requires it
+    import filelock  # not in the standard library, but required by torch
 
     lock = filelock.FileLock(path, timeout=-1 if wait else 0)
     try:

@@ -1,4 +1,4 @@
-"""Reads a command line of ``--flag value …`` words as Megatron's own parser does, as far as the words alone allow."""
+"""Reads a command line of ``--flag value …`` words like Megatron's own parser, as far as possible from the words alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 
 def read(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Each flag with the values that follow it, ``--flag=value`` included; the last one of a flag counts."""
+    """Each flag with the values that follow it, ``--flag=value`` included; the last occurrence of a flag counts."""
     flags: dict[str, tuple[str, ...]] = {}
     flag = ""
     for word in words:
@@ -26,10 +26,10 @@ def first(flags: Flags, flag: str) -> str | None:
 
 
 def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = None) -> int | None:
-    """The first value of ``flag`` as a whole number, ``least`` or more; None without one.
+    """The first value of ``flag`` as an integer, ``least`` or more; None without one.
 
     Raises:
-        error: it is none.
+        error: it is not such an integer.
     """
     text = first(flags, flag)
     if text is None:

@@ -1,4 +1,4 @@
-"""What this machine and its Python have: versions of distributions, the processor, and what git says of a folder."""
+"""Facts about this machine and its Python: versions of distributions, the processor, and git's view of a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import megacpp_mcore
 
 CPU_FACTS = Path("/proc/cpuinfo")
-"""Where Linux says which processor this is; :func:`platform.processor` is empty there."""
+"""Linux's processor description; :func:`platform.processor` is empty there."""
 
 
 def version(distribution: str) -> str | None:
@@ -22,20 +22,20 @@ def version(distribution: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's model, or where the system does not say that, its architecture."""
+    """The processor's model, or its architecture if the system does not name the model."""
     facts = CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.exists() else ""
     models = (line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()
 
 
 def own_git(*words: str) -> str | None:
-    """What git prints in the checkout that tracks this package; None in a copy, which may lie in somebody else's repository."""
+    """Git's output in the checkout that tracks this package; None for a copy, which may be inside a foreign repository."""
     root = Path(megacpp_mcore.__file__).resolve().parent
     return git(root, *words) if git(root, "ls-files", "--error-unmatch", "__init__.py") is not None else None
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """What git prints in ``folder``; None if it fails or is not there."""
+    """Git's output in ``folder``; None if git fails or is missing."""
     command = ["git", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

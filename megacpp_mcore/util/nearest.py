@@ -1,4 +1,4 @@
-"""The end of an error about a name that is not known: what it may have been meant to be, and what there is."""
+"""The end of an error message about an unknown name: suggestions, and the known names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 
 def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> str:
-    """``did you mean 'a' or 'b'? known: a, b, c``; without the question where nothing is near.
+    """``did you mean 'a' or 'b'? known: a, b, c``; without the question if no name is near.
 
     Args:
-        word: the name that is not known.
-        known: those that are.
-        meant: what it stands for, where something better than its letters says so.
+        word: the unknown name.
+        known: the known names.
+        meant: suggestions to use instead of names with similar spelling.
     """
     names = list(known)
     near = meant or difflib.get_close_matches(str(word), names, cutoff=0.5)

@@ -1,8 +1,8 @@
-"""The one check of values from outside, as JSON and YAML give them: what kind a value has to be of, and where it is not.
+"""Validation of external values, as read from JSON and YAML: the kind a value must have, and the place where it has not.
 
-A :class:`Kind` has a name in :data:`NAMES`, is composed of others (:func:`record`, :func:`list_of`, …), or is what an
-annotation says: a plain type, a dataclass, ``Mapping[str, X]``, ``Sequence[X]``, or several of these joined by ``|``. ``true``
-is no number.
+A :class:`Kind` has a name in :data:`NAMES`, is composed of others (:func:`record`, :func:`list_of`, …), or comes from an
+annotation: a plain type, a dataclass, ``Mapping[str, X]``, ``Sequence[X]``, or a union of these with ``|``. ``true`` is not a
+number.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from megacpp_mcore.util.nearest import nearest
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""What a terminal may obey, or no file can hold as UTF-8."""
+"""Characters that may control a terminal, or that UTF-8 cannot encode."""
 
 
 class SchemaError(ValueError):
-    """A value is not of its kind; the message says which, what it is and what was expected."""
+    """A value has the wrong kind; the message names the value, its content and what was expected."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be.
+    """A kind of value.
 
     Attributes:
-        words: for an error.
-        holds: whether a value is of this kind, but for what is in it.
-        inner: such a value at a place, with what is in it checked, and as the kind has it.
+        words: its description in errors.
+        holds: whether a value is of this kind, without checking its items.
+        inner: checks the items of such a value at a place, and returns it converted to the kind.
     """
 
     words: str
@@ -40,10 +40,10 @@ class Kind:
     inner: Callable[[Any, str], Any] = lambda value, where: value
 
     def read(self, value: Any, where: str) -> Any:
-        """``value``, which is at ``where``, as this kind has it.
+        """``value``, found at ``where``, checked and converted to this kind.
 
         Raises:
-            SchemaError: it, or something in it, is not what it has to be.
+            SchemaError: the value or one of its items has the wrong kind.
         """
         if not self.holds(value):
             raise SchemaError(wrong(where, value, self.words))
@@ -51,7 +51,7 @@ class Kind:
 
 
 def check(value: Any, kind: Any, where: str = "it") -> Any:
-    """``value`` as ``kind`` (or an annotation) has it: a dataclass where it names one, a float where a number is whole.
+    """``value`` checked and converted to ``kind`` (or an annotation): to a dataclass, or from a whole number to a float.
 
     Raises:
         SchemaError: it is not of that kind.
@@ -60,13 +60,13 @@ def check(value: Any, kind: Any, where: str = "it") -> Any:
 
 
 def wrong(where: str, value: Any, expected: str) -> str:
-    """The sentence about a value that is not what was expected; of a long text it shows the first 80 characters."""
+    """The error sentence about an unexpected value; long texts are cut to 80 characters."""
     shown = repr(value[:80] if isinstance(value, str) else value)[:82]
     return f"{where} is {shown} ({type(value).__name__}); expected {expected}"
 
 
 def printable(value: Any) -> Any:
-    """``value`` with every character of its texts that :data:`TEXT` does not hold written as its escape."""
+    """``value`` with every character that :data:`TEXT` does not allow escaped."""
     if isinstance(value, str):
         return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
     if isinstance(value, list):
@@ -101,7 +101,7 @@ NULL = Kind("null", lambda value: value is None)
 
 
 def either(*kinds: Kind) -> Kind:
-    """One of ``kinds``, the first that holds a value."""
+    """A union of ``kinds``; the first that matches a value applies."""
 
     def inner(value: Any, where: str) -> Any:
         return next(kind for kind in kinds if kind.holds(value)).inner(value, where)
@@ -111,7 +111,7 @@ def either(*kinds: Kind) -> Kind:
 
 
 def one_of(*values: str) -> Kind:
-    """One of some texts."""
+    """One of the given texts."""
     return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
@@ -125,7 +125,7 @@ def list_of(kind: Kind) -> Kind:
 
 
 def map_of(kind: Kind, keys: Kind = TEXT) -> Kind:
-    """An object whose keys are ``keys``, and whose values ``kind``."""
+    """An object with keys of kind ``keys`` and values of ``kind``."""
 
     def inner(value: Any, where: str) -> dict[Any, Any]:
         return {keys.read(key, f"a key of {where}"): kind.read(each, f"{where}[{key}]") for key, each in value.items()}
@@ -134,7 +134,7 @@ def map_of(kind: Kind, keys: Kind = TEXT) -> Kind:
 
 
 def record(fields: Mapping[str, Kind], *, more: bool = False) -> Kind:
-    """An object with ``fields``; ``more``: also with others, whatever they are."""
+    """An object with ``fields``; ``more`` allows any others."""
     words = f"a record of {', '.join(fields)}"
 
     def inner(value: Any, where: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def named(words: Any) -> Kind:
 
     Args:
         words: ``count``, ``list of text``, ``number?`` (may be null), ``warm|cold`` (one of these texts); ``[words]`` is a list
-            of it, ``{"*": words}`` a map of it, and any other mapping a record, with ``...`` among its keys one of others, too.
+            of it, ``{"*": words}`` a map of it, and any other mapping a record, which a key ``...`` opens to other fields.
     """
     if isinstance(words, Kind):
         return words
@@ -196,11 +196,11 @@ _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def of(hint: Any) -> Kind:
-    """The kind that an annotation says; a :class:`Kind` is its own."""
+    """The kind of an annotation; a :class:`Kind` is returned as it is."""
     if isinstance(hint, Kind):
         return hint
     if isinstance(hint, UnionType):
-        return either(*map(of, sorted(get_args(hint), key=lambda one: one is float)))  # a whole number stays one
+        return either(*map(of, sorted(get_args(hint), key=lambda one: one is float)))  # float last: an int stays an int
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Mapping:
         return dataclasses.replace(map_of(of(inner[1]), of(inner[0])), words="a mapping")
@@ -220,10 +220,10 @@ def of(hint: Any) -> Kind:
 
 
 def build[T](definition: type[T], content: Any, where: str = "") -> T:
-    """A ``definition`` of ``content``, a mapping with every key that has no default and none besides.
+    """A ``definition`` built from ``content``, a mapping with all keys without a default and no unknown ones.
 
     Raises:
-        SchemaError: a key is missing or not known, or a value is not of its type.
+        SchemaError: a key is missing or unknown, or a value has the wrong type.
     """
     content = _mapping(definition, content, where)
     needed = {
@@ -240,7 +240,7 @@ def replace[T](value: T, content: Any, where: str = "") -> T:
     """``value``, a dataclass, with the keys of ``content`` replaced, those of inner dataclasses one by one.
 
     Raises:
-        SchemaError: a key is not known, or a value is not of its type.
+        SchemaError: a key is unknown, or a value has the wrong type.
     """
     content = _mapping(type(value), content, where)
     inner = {
@@ -253,10 +253,10 @@ def replace[T](value: T, content: Any, where: str = "") -> T:
 
 
 def read(text: str, hint: Any, where: str) -> Any:
-    """The value of plain type that a word of a command line means.
+    """Parse a command-line word as a value of plain type ``hint``.
 
     Raises:
-        SchemaError: it means none of that type.
+        SchemaError: it is not of that type.
     """
     allowed = _parts(hint)
     if NoneType in allowed and text.lower() in ("none", "null"):
@@ -273,7 +273,7 @@ def read(text: str, hint: Any, where: str) -> Any:
 
 
 def plain_keys(definition: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key that one word can set, with its annotation: ``depth``, ``dsa.topk``, …; lists and mappings are left out."""
+    """Every key that one word can set, with its annotation: ``depth``, ``dsa.topk``, …; without lists and mappings."""
     for name, hint in get_type_hints(definition).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from plain_keys(hint, f"{prefix}{name}.")

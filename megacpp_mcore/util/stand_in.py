@@ -1,4 +1,4 @@
-"""A function in the place of another, until a context ends."""
+"""Temporary replacement of a function, until a context ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unittest import mock
 
 
 def stand_in(stack: contextlib.ExitStack, holder: Any, name: str, run: Callable[..., Any]) -> None:
-    """Until ``stack`` closes, let every call of the function ``name`` of ``holder`` be one of ``run``.
+    """Until ``stack`` closes, redirect every call of the function ``name`` of ``holder`` to ``run``.
 
     Args:
-        stack: what puts the function back.
-        holder: a module, a class, or one object, whose class then stays as it is.
+        stack: restores the function when it closes.
+        holder: a module, a class, or a single object, whose class is not changed.
         name: of the function there.
-        run: is given the function whose place it takes, and then what that would be given.
+        run: called with the replaced function, followed by the call's own arguments.
 
     Raises:
         AttributeError: there is no such function.

@@ -1,26 +1,25 @@
-"""The one audited count of a training step's floating-point operations, by family of work; imports no torch.
+"""The audited FLOP count of a training step, by family of work; imports no torch.
 
-Conventions, all of them exact integers:
+Conventions (all counts are exact integers):
 
-- One multiply-add is two operations. Counted are contractions: matrix products, convolutions, recurrences. Element-wise
+- One multiply-add is two FLOPs. Only contractions are counted: matrix products, convolutions, recurrences. Element-wise
   work (norms, activations, softmax, rotary embedding, gates, outer products without a sum, losses) and look-ups are not,
   so the embedding counts 0.
 - Backward is twice forward: a contraction has a gradient for each of its two operands. The indexer is the exception, see
-  :func:`indexer`. Nothing that is computed again is counted: these are *model FLOPs*. With what the run's activation
-  recompute repeats they are *hardware FLOPs* (:mod:`megacpp_mcore.model.flops.recompute`). What a kernel computes again
-  inside its own backward pass is in neither.
-- Attention counts the pairs its mask lets through: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k. The
-  indexer has to score all causal pairs. Documents kept apart count their own pairs (``lengths`` of :func:`step`). Full
-  attention has MLA's own widths (qk + rope, and v), sparse attention the absorbed ones (kv latent + rope, and kv latent),
-  because that is what each of them computes; the projections of the two cost the same.
+  :func:`indexer`. No recompute is counted: these are *model FLOPs*. Adding the run's activation recompute gives *hardware
+  FLOPs* (:mod:`megacpp_mcore.model.flops.recompute`). What a kernel recomputes in its own backward pass is in neither.
+- Attention counts the unmasked pairs: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k. The indexer has to
+  score all causal pairs. Separate documents count only their own pairs (``lengths`` of :func:`step`). Full attention has
+  MLA's own widths (qk + rope, and v), sparse attention the absorbed ones (kv latent + rope, and kv latent), because that is
+  what each of them computes; their projections cost the same.
 - The Mamba-3 scan is counted as ``ops/mamba3/reference.py`` computes it chunk by chunk: every row of a chunk with
-  every row (no causal half), the last chunk padded; chunks run on over the documents of a row. M²RNN is counted per
+  every row (no causal half), the last chunk padded; chunks may span the documents of a row. M²RNN is counted per
   token: ``h W`` and ``qᵀ h``.
 - Experts count the tokens routed to them, top-k per token, none dropped. The head is as wide as the padded vocabulary. An
-  MTP depth runs over all positions, as Megatron's does.
+  MTP depth runs over all positions, as in Megatron.
 
-Source of the formulas: the shapes in :mod:`megacpp_mcore.model` and the papers that it names. They are checked against
-``torch.utils.flop_counter`` on the reference ops and on a model that stock Megatron built (tests/model/test_flops.py).
+The formulas follow from the shapes in :mod:`megacpp_mcore.model` and the papers cited there. They are checked against
+``torch.utils.flop_counter`` on the reference ops and on a model built by stock Megatron (tests/model/test_flops.py).
 
 Legend: S sequence, D hidden, V vocabulary; pairs are (query, key) positions.
 """
@@ -42,7 +41,7 @@ from megacpp_mcore.model import pattern as grammar
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of a forward pass and of the backward pass that belongs to it."""
+    """FLOPs of a forward pass and of the corresponding backward pass."""
 
     forward: int = 0
     backward: int = 0
@@ -58,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Families:
-    """The work of some layers, each operation in exactly one family."""
+    """The work of some layers, with each operation in exactly one family."""
 
     attention_projections: Work = Work()
     attention_core: Work = Work()
@@ -91,10 +90,10 @@ class Step:
     """The work of one pass over a batch.
 
     Attributes:
-        tokens: tokens of the batch, padding not among them.
-        layers: one entry a trunk layer.
+        tokens: tokens of the batch, without padding.
+        layers: one entry per trunk layer.
         head: the main head, and the embedding, which counts 0.
-        mtp: one entry a multi-token-prediction depth: its projection, its block and its head.
+        mtp: one entry per multi-token-prediction depth: its projection, its block and its head.
     """
 
     tokens: int
@@ -114,23 +113,23 @@ class Step:
 
     @property
     def total(self) -> Work:
-        """Everything."""
+        """Trunk and MTP together."""
         return self.families.total
 
     @property
     def training_per_token(self) -> float:
-        """Operations of training, forward and backward, for one token."""
+        """FLOPs of training, forward and backward, per token."""
         return self.total.training / self.tokens
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How many rows, and how many documents, a batch has of each length.
+    """How many rows, and how many documents, of each length a batch has.
 
     Attributes:
-        rows: length of a row to how many there are; what is scanned without a stop.
-        documents: length of a document to how many there are; what attention stays in.
-        pairs: causal pairs of the documents, and those that top-k keeps, where these are known and lengths are not.
+        rows: row length to number of rows; scans run over whole rows.
+        documents: document length to number of documents; attention stays within documents.
+        pairs: causal pairs of the documents, and those that top-k keeps, if these are known instead of lengths.
     """
 
     rows: Counter[int]
@@ -139,18 +138,18 @@ class Batch:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens, padding not among them."""
+        """Tokens, without padding."""
         return sum(length * count for length, count in self.rows.items())
 
     @cached_property
     def causal_pairs(self) -> int:
-        """Pairs of all documents."""
+        """Causal pairs of all documents."""
         if self.pairs is not None:
             return self.pairs[0]
         return sum(causal_pairs(length) * count for length, count in self.documents.items())
 
     def selected_pairs(self, topk: int) -> int:
-        """Pairs of all documents of which each query keeps ``topk`` keys."""
+        """Pairs of all documents if each query keeps ``topk`` keys."""
         if self.pairs is not None:
             return self.pairs[1]
         return sum(selected_pairs(length, topk) * count for length, count in self.documents.items())
@@ -162,20 +161,20 @@ def causal_pairs(sequence: int) -> int:
 
 
 def selected_pairs(sequence: int, topk: int) -> int:
-    """Pairs of one causal sequence of which each query keeps ``topk`` keys: the sum over rows of min(i+1, topk)."""
+    """Pairs of one causal sequence if each query keeps ``topk`` keys: the sum over rows of min(i+1, topk)."""
     kept = min(topk, sequence)
     return causal_pairs(kept) + (sequence - kept) * kept
 
 
 def product(multiply_adds: int) -> Work:
-    """A contraction of that many multiply-adds whose two operands both need a gradient."""
+    """A contraction of that many multiply-adds, with gradients for both operands."""
     return Work(2 * multiply_adds, 4 * multiply_adds)
 
 
 def mla_projections(tokens: int, hidden: int, heads: int, mla: MLA, *, query_latent: bool = True) -> Work:
-    """Everything in an MLA layer that is not its core: down, up and output projections, absorbed or not.
+    """Everything in an MLA layer except its core: down, up and output projections, absorbed or not.
 
-    ``query_latent`` False is MLA whose queries are projected in one step.
+    ``query_latent`` False: queries are projected in one step.
     """
     queries = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     q = mla.q_lora_rank * (hidden + queries) if query_latent else hidden * queries
@@ -187,7 +186,7 @@ def mla_projections(tokens: int, hidden: int, heads: int, mla: MLA, *, query_lat
 def mla_up_projections(tokens: int, heads: int, mla: MLA, *, absorbed: bool) -> Work:
     """The part of :func:`mla_projections` from the latents to the core's inputs.
 
-    Absorbed, the key up-projection is applied to the queries, and the value up-projection comes after the core.
+    With absorption, the key up-projection is applied to the queries, and the value up-projection comes after the core.
     """
     queries = mla.q_lora_rank * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     keys_and_values = mla.kv_lora_rank * heads * (mla.qk_head_dim + (0 if absorbed else mla.v_head_dim))
@@ -205,7 +204,7 @@ def full_core(pairs: int, heads: int, mla: MLA) -> Work:
 
 
 def sparse_core(pairs: int, heads: int, mla: MLA) -> Work:
-    """Softmax attention over latents, in the absorbed form in which every head reads the one latent."""
+    """Softmax attention over latents, in the absorbed form, where all heads read the same latent."""
     return product(pairs * heads * (2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim))
 
 
@@ -214,9 +213,9 @@ def indexer(
 ) -> Work:
     """A DSA indexer: its three projections, the scores of ``scored`` pairs, and their sum over heads.
 
-    Its input is detached, so a projection has a gradient for its weight alone. Its loss reaches the scores of ``trained``
-    pairs alone (the selected ones under the sparse loss); None means that it is not trained and has no backward. The
-    attention probabilities that it is trained against are by-products of the core, or, under the dense loss, not counted.
+    Its input is detached, so a projection has a gradient only for its weight. Its loss reaches the scores of only ``trained``
+    pairs (the selected ones with the sparse loss); None means that it is not trained and has no backward. The attention
+    probabilities that it is trained against are by-products of the core or, with the dense loss, not counted.
     """
     projections = tokens * (q_lora_rank * heads * head_dim + hidden * (head_dim + heads))
     per_pair = heads * (head_dim + 1)
@@ -225,7 +224,7 @@ def indexer(
 
 
 def indexer_projections(model: Model, tokens: int) -> int:
-    """Operations of the forward pass of one indexer's projections."""
+    """Forward FLOPs of one indexer's projections."""
     dsa, mla = model.dsa, model.mla
     sizes = {"q_lora_rank": mla.q_lora_rank, "heads": dsa.indexer_heads, "head_dim": dsa.indexer_head_dim}
     return indexer(tokens, 0, None, hidden=model.hidden_size, **sizes).forward
@@ -242,7 +241,7 @@ def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:
     """Mamba-3's chunked scan, and MIMO's sum over ranks at its end.
 
     A chunk of L tokens has M = L·R rows. Per head: ``C Bᵀ`` [M, M] over the state, its product with the values, the chunk's
-    own contribution to the state, and what the state that enters contributes to each row.
+    own contribution to the state, and the incoming state's contribution to each row.
     """
     rows, width = ssm.chunk * ssm.mimo_rank, ssm.head_dim
     chunks = batch * math.ceil(sequence / ssm.chunk)
@@ -262,7 +261,7 @@ def m2rnn_recurrence(tokens: int, heads: int, key_dim: int, value_dim: int) -> W
 
 
 def depthwise_convolution(tokens: int, channels: int, kernel: int) -> Work:
-    """A causal convolution that keeps its channels apart."""
+    """A causal depthwise convolution."""
     return product(tokens * channels * kernel)
 
 
@@ -285,11 +284,11 @@ def step(
     Args:
         model: what is trained.
         batch: rows of the batch.
-        seq_length: tokens of a row; None takes the model's.
-        vocab_size: the padded vocabulary that the head really has; None takes the model's, padded for one process.
-        lengths: for each row, the lengths of the documents that it holds and keeps apart; what they leave of a row is
-            padding and counts nothing. None: each row is one document.
-        pairs: in place of lengths, the causal pairs of all documents, and those that top-k keeps.
+        seq_length: tokens of a row; None uses the model's.
+        vocab_size: the actual padded vocabulary of the head; None uses the model's, padded for one process.
+        lengths: for each row, the lengths of its separate documents; the rest of a row is padding and does not count.
+            None: each row is one document.
+        pairs: instead of lengths, the causal pairs of all documents, and those that top-k keeps.
 
     Raises:
         ModelError: a size below 1, or documents that are not ``batch`` rows of at most ``seq_length`` tokens.
@@ -311,7 +310,7 @@ def step(
 
 
 def _packed(lengths: Sequence[Sequence[int]], batch: int, sequence: int) -> Batch:
-    """Rows of documents, checked."""
+    """Check the document lengths of all rows, and count them."""
     if len(lengths) != batch:
         raise ModelError(f"lengths has {len(lengths)} rows, but the batch has {batch}; give one list of lengths a row")
     for number, row in enumerate(lengths):

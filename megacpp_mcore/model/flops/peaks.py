@@ -1,6 +1,6 @@
-"""The peak rates of devices, by the name that CUDA gives them and by precision, each from its vendor's datasheet; no torch.
+"""Peak rates of devices, by CUDA device name and precision, from the vendor's datasheets; no torch.
 
-An unknown device has no peak: a reason is returned in its place, and never a guess.
+An unknown device has no peak: a reason is returned instead, never a guess.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from megacpp_mcore.errors import ModelError
 
 PRECISIONS = ("fp8", "bf16", "tf32", "fp32")
-"""What a matrix product can run in, fastest first. ``fp32`` is without tensor cores, ``tf32`` fp32 operands on them."""
+"""Precisions of matrix products, fastest first. ``fp32`` is without tensor cores, ``tf32`` is fp32 operands on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Device:
     """A device as its datasheet describes it.
 
     Attributes:
-        name: how people call it.
+        name: common name.
         source: where the rates are from.
         tflops: dense TFLOP/s by precision, without structured sparsity.
     """
@@ -36,8 +36,8 @@ class Peak:
 
     Attributes:
         name: device and precision, e.g. ``H200 SXM, bf16 dense``.
-        flops_per_s: operations a second; None where it is not known.
-        reason: why not; None where it is known.
+        flops_per_s: FLOP/s; None if unknown.
+        reason: why unknown; otherwise None.
     """
 
     name: str
@@ -57,14 +57,14 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         "NVIDIA H200": Device(name="H200 SXM", source="NVIDIA H200 Tensor Core GPU datasheet", tflops=_HOPPER_SXM),
     }
 )
-"""Devices by ``torch.cuda.get_device_name``, whole: the PCIe and NVL boards, and slices of a GPU, are other devices."""
+"""Devices by their full ``torch.cuda.get_device_name``: PCIe and NVL boards, and MIG slices, are different devices."""
 
 
 def peak(device: str, precision: str) -> Peak:
-    """The peak of ``device`` (a name of CUDA's) in ``precision``.
+    """The peak of ``device`` (CUDA's name) in ``precision``.
 
     Raises:
-        ModelError: a precision that is none of :data:`PRECISIONS`.
+        ModelError: the precision is not one of :data:`PRECISIONS`.
     """
     if precision not in PRECISIONS:
         raise ModelError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")

@@ -3,7 +3,7 @@
 Model FLOPs plus these are hardware FLOPs. Source: megatron-core 0.19.2 ``core/recompute.py`` (full),
 ``transformer/{attention,multi_latent_attention,transformer_layer,multi_token_prediction}.py``, ``transformer/moe`` and
 ``experimental_attention_variant/absorbed_mla.py`` (selective); :mod:`megacpp_mcore.layer_specs.regions` (ours, by family).
-Checked by ``torch.utils.flop_counter`` on models that stock Megatron built with each setting
+Checked with ``torch.utils.flop_counter`` on models built by stock Megatron with each setting
 (tests/model/test_flops_recompute.py).
 """
 
@@ -24,11 +24,11 @@ from megacpp_mcore.model.flops.count import Families, Step, Work
 from megacpp_mcore.model.training import Recompute
 
 MODULES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
-"""The ``--recompute-modules`` that an A/M/E/R model can have; the last two repeat element-wise work, which counts 0."""
+"""The ``--recompute-modules`` that apply to an A/M/E/R model; the last two repeat element-wise work, which counts 0."""
 
 _ATTENTION = ("attention_projections", "attention_core", "indexer")
 _MODULES_OF_OURS = {"a": {"core_attn", "mla_up_proj"}, "experts": {"moe", "moe_act"}}
-"""Modules that repeat what a family of ours repeats; :mod:`megacpp_mcore.layer_specs.regions` refuses both in one run."""
+"""Modules that overlap with our recompute of a family; :mod:`megacpp_mcore.layer_specs.regions` refuses both in one run."""
 _FAMILIES_OF_OURS = {
     "a": _ATTENTION,
     "m": ("mamba_projections", "mamba_scan"),
@@ -45,12 +45,12 @@ class Recomputation:
         granularity: Megatron's ``--recompute-granularity``: ``full``, ``selective``, or None.
         method: of full recompute, ``uniform`` (every layer and MTP depth) or ``block`` (the first layers of each chunk;
             Megatron leaves MTP out).
-        num_layers: layers of a unit (``uniform``, where they make no difference to the count) or of a chunk (``block``).
+        num_layers: layers per unit (``uniform``, where it does not affect the count) or per chunk (``block``).
         modules: of selective recompute, names of :data:`MODULES`.
-        own: what the file of ``MEGACPP_CONFIG`` says.
+        own: our own recompute, from the file named by ``MEGACPP_CONFIG``.
 
     Raises:
-        ModelError: settings that Megatron, or our own recompute beside Megatron's, refuses.
+        ModelError: settings that Megatron refuses, or that conflict with our own recompute.
     """
 
     granularity: str | None = None
@@ -90,7 +90,7 @@ class Recomputation:
 
     @classmethod
     def of_run(cls, source: Any, own: Recompute | None = None) -> Recomputation:
-        """The settings in Megatron's arguments or TransformerConfig ``source``, and ``own`` of the run's file."""
+        """The settings in Megatron's arguments or TransformerConfig ``source``, and ``own`` from the run's file."""
         granularity = source.recompute_granularity
         chosen = source.recompute_modules
         modules = ("core_attn",) if chosen is None else tuple(chosen)  # Megatron's own default
@@ -123,12 +123,12 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
 
     Args:
         model: what ``counted`` counts.
-        counted: of :func:`megacpp_mcore.model.flops.step`.
+        counted: from :func:`megacpp_mcore.model.flops.step`.
         how: the run's settings.
-        chunks: the 1-based layer numbers of each pipeline or virtual stage, which ``block`` counts from; None: all are one.
+        chunks: the 1-based layer numbers of each pipeline or virtual stage, for ``block``; None: a single stage.
 
     Raises:
-        ModelError: MTP under ``uniform`` with more than one layer a unit, which Megatron refuses.
+        ModelError: MTP under ``uniform`` with more than one layer per unit, which Megatron refuses.
     """
     if how.granularity != "full":
         layers = tuple(
@@ -158,9 +158,9 @@ _BUT_HEAD = tuple(name for name in _ALL if name != "head")
 
 
 def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) -> Families:
-    """Forward work of the families ``names`` in ``part``, without the selection of keys, which is not recomputed.
+    """Forward work of the families ``names`` in ``part``, without the key selection, which is not recomputed.
 
-    A recomputed Full layer recalls its first selection. Its indexer's projections run again, for the indexer's gradient.
+    A recomputed Full layer reuses its first selection. Its indexer's projections are recomputed for the indexer's gradient.
     """
     works = {name: Work(getattr(part, name).forward) for name in names}
     if works.get("indexer", Work()).forward:
@@ -169,12 +169,10 @@ def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) ->
 
 
 def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
-    """Work of one layer or MTP depth that Megatron's modules and our families recompute."""
+    """Work of one layer or MTP depth recomputed by Megatron's modules and our families."""
     forward = partial(_forward, model, tokens, part)
     found = [forward(_FAMILIES_OF_OURS[name]) for name in how.own.on]
-    if (
-        "core_attn" in how.modules
-    ):  # the indexer is inside of our core attention, and so is the values' projection there
+    if "core_attn" in how.modules:  # our core attention contains the indexer and the value up-projection
         found.append(forward(("attention_core", "indexer")))
         if role in (grammar.FULL_INDEX, grammar.SHARED_INDEX):
             up = flops.mla_value_up_projection(tokens, model.heads, model.mla)
@@ -187,6 +185,6 @@ def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, 
         found.append(forward(("dense_ffn",)))
     if "moe" in how.modules:
         found.append(forward(("router", "routed_experts", "shared_experts")))
-    if "shared_experts" in how.modules:  # beside moe once more: a checkpoint inside a checkpoint
+    if "shared_experts" in how.modules:  # counted again with moe: nested checkpoints
         found.append(forward(("shared_experts",)))
     return reduce(add, found, Families())

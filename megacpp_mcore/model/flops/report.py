@@ -1,15 +1,15 @@
-"""The audited count for people and receipts: tables by family, MFU and HFU against named peaks; no torch.
+"""Reports of the audited count: tables by family, MFU and HFU against named peaks; no torch.
 
-*Model FLOPs* are what the mathematics takes, and MFU (model FLOPs utilisation) is about them alone. *Hardware FLOPs* are
-these and what activation recompute repeats, and HFU is about those. Both terms: PaLM (arXiv 2204.02311), appendix B.
+*Model FLOPs* are those the mathematics requires; MFU (model FLOPs utilisation) counts only them. *Hardware FLOPs* add
+activation recompute; HFU counts those. Both terms: PaLM (arXiv 2204.02311), appendix B.
 
-Utilisation is a time: the floor, in which the devices would be done at the peak of each precision, over the step's time,
+Utilisation is a ratio of times: the floor, the time at peak rate in each precision, over the step's time,
 
     floor = Σ over precisions (FLOPs of the precision / peak of the precision) / devices,    MFU = floor / step time.
 
-With one precision it is the usual FLOPs / (time × peak). FP8 work is held against the FP8 peak, so that an FP8 run does not
-look better by a denominator that is not its own. Work that a run does in a slower precision than its model's dtype (the fp32
-router, a recurrence in fp32) is held against the peak of the model's dtype: being slow never makes a run look better.
+With one precision it is the usual FLOPs / (time × peak). FP8 work is measured against the FP8 peak, so that an FP8 run does
+not look better through the lower BF16 peak. Work in a slower precision than the model's dtype (the fp32 router, a recurrence
+in fp32) is measured against the peak of the model's dtype: being slow never makes a run look better.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def by_precision(model: Model, step: Step, plan: PrecisionPlan, *, tf32: bool = 
 
     Args:
         model: what is counted.
-        step: a count, or what is recomputed of one.
+        step: a count, or its recomputed work.
         plan: the run's precision.
         tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
     """
@@ -61,9 +61,9 @@ class Utilisation:
 
     Attributes:
         step_time_s: seconds of the step.
-        devices: how many worked on it.
+        devices: number of devices.
         model_flops: model FLOPs of the step over all devices, by precision.
-        hardware_flops: the same with what was recomputed.
+        hardware_flops: the same including recompute.
         peaks: the peak of each precision.
     """
 
@@ -75,7 +75,7 @@ class Utilisation:
 
     @property
     def reason(self) -> str | None:
-        """Why there is no utilisation; None where there is."""
+        """Why there is no utilisation; None if there is."""
         return next((found.reason for found in self.peaks.values() if found.reason), None)
 
     @property
@@ -85,7 +85,7 @@ class Utilisation:
 
     @property
     def hfu(self) -> float | None:
-        """Hardware FLOPs utilisation: :attr:`mfu` with recompute."""
+        """Hardware FLOPs utilisation: like :attr:`mfu`, including recompute."""
         return self._share(self.hardware_flops)
 
     @property
@@ -104,7 +104,7 @@ class Utilisation:
 
 
 def record(step: Step, again: Step = _NONE) -> dict[str, Any]:
-    """The receipt's record of a step, of which ``again`` is recomputed; counts are exact integers of the whole step."""
+    """The receipt's record of a step with recomputed work ``again``; counts are exact integers for the whole step."""
     total = step.total.training
     return {
         "counting": "one multiply-add is two operations; contractions only; backward included",
@@ -134,14 +134,14 @@ def _parts(parts: Mapping[str, tuple[Work, Work]], total: int) -> dict[str, dict
 
 
 def _depths(step: Step, again: Step) -> dict[str, tuple[Work, Work]]:
-    """Each MTP depth, head included; ``again`` has as many, or none when nothing is recomputed."""
+    """Each MTP depth, head included; ``again`` has as many, or none if nothing is recomputed."""
     more = again.mtp or (Families(),) * len(step.mtp)
     pairs = enumerate(zip(step.mtp, more, strict=True), start=1)
     return {f"mtp depth {depth}": (part.total, repeated.total) for depth, (part, repeated) in pairs}
 
 
 def table(step: Step, again: Step = _NONE) -> str:
-    """One line a family of the trunk, then one an MTP depth, then the total, per token; shares are of model FLOPs."""
+    """One line per trunk family, one per MTP depth, then the total, per token; shares are of model FLOPs."""
     rows = {name: (getattr(step.trunk, name), getattr(again.trunk, name)) for name in _NAMES}
     rows = {name: both for name, both in rows.items() if both[0].training or name == "embedding"}
     rows |= _depths(step, again) | {"total": (step.total, again.total)}
@@ -154,7 +154,7 @@ def table(step: Step, again: Step = _NONE) -> str:
 
 
 def page(model: Model, how: Recomputation | None = None, *, seq_length: int | None = None) -> str:
-    """What ``megacpp-mcore recipe flops`` prints of a sequence of ``model``, and of what a run with ``how`` recomputes."""
+    """Output of ``megacpp-mcore recipe flops`` for one sequence of ``model``, and for the recompute of a run with ``how``."""
     how = how or Recomputation()
     step = flops.step(model, seq_length=seq_length)
     again = recomputed(model, step, how)

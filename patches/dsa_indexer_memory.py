@@ -59,9 +59,9 @@ def _topk(call: SimpleNamespace) -> Any:
     from megacpp_mcore.ops.indexer.deferred import DeferredScores
 
     indexer = _indexer(call)
-    if indexer is None or call.index_topk < 1 or not mask_fits(call):
+    if indexer is None or call.index_topk < 1 or not mask_fits(call, call.q, call.k):
         return None
-    rule = key_rule(call)
+    rule = key_rule(call, call.q, call.k)
     _, index_BSN = select(indexer, call.index_topk, rule)
     (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
     read = [call.q, call.k, call.weights, call.mask, call.varlen_starts, call.varlen_ends, call.key_positions]
@@ -87,7 +87,7 @@ def _forward(call: SimpleNamespace) -> Any:
     indexer, attention, loss_rule = parts
     # Without mask and bounds stock selects among all keys, and only the loss is causal. It adds an additive mask twice in the
     # loss's forward pass and once in its backward pass; for masks of 0 and -inf that makes no difference.
-    rule = key_rule(call)
+    rule = key_rule(call, call.q, call.k)
     best_BSN, index_BSN = select(indexer, call.topk, rule)
     if call.sparse_loss:
         divergence_BS = sparse_divergence(attention, best_BSN, index_BSN, loss_rule)
@@ -130,12 +130,12 @@ def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:
     from megacpp_mcore.ops.indexer.chunked import KeyRule
 
     indexer, attention = _indexer(call), _attention(call)
-    if indexer is None or attention is None or not mask_fits(call):
+    if indexer is None or attention is None or not mask_fits(call, call.q, call.k):
         return None
     (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
     if attention.query_SBAK.shape[:2] != (num_queries, batch) or attention.key_TBGK.shape[0] != num_keys:
         return None
-    rule = key_rule(call) or KeyRule.causal(num_queries, num_keys, call.q.device)
+    rule = key_rule(call, call.q, call.k) or KeyRule.causal(num_queries, num_keys, call.q.device)
     return indexer, attention, rule
 
 
@@ -188,11 +188,11 @@ def _plain(*tensors: torch.Tensor) -> bool:
     return computed and not recorded and not torch.is_autocast_enabled(device.type)
 
 
-def mask_fits(call: SimpleNamespace) -> bool:
+def mask_fits(call: SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether the keys of each query are masked in a supported form (the original refuses most other forms)."""
     import torch
 
-    (num_queries, batch), num_keys, device = call.q.shape[:2], call.k.shape[0], call.q.device
+    (num_queries, batch), num_keys, device = q.shape[:2], k.shape[0], q.device
     if call.varlen_starts is None:
         mask = call.mask
         shapes = ((num_queries, num_keys), (batch, num_queries, num_keys))
@@ -203,7 +203,7 @@ def mask_fits(call: SimpleNamespace) -> bool:
     return all(tensor is None or tensor.shape == (length,) for tensor, length in lengths)
 
 
-def key_rule(call: SimpleNamespace) -> KeyRule | None:
+def key_rule(call: SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> KeyRule | None:
     """The keys that may be selected; None: all."""
     from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_varlen_bounds
 
@@ -216,8 +216,8 @@ def key_rule(call: SimpleNamespace) -> KeyRule | None:
         varlen_starts=call.varlen_starts,
         varlen_ends=call.varlen_ends,
         key_positions=call.key_positions,
-        sk=call.k.shape[0],
-        device=call.q.device,
+        sk=k.shape[0],
+        device=q.device,
     )
     return KeyRule.within(*bounds)
 

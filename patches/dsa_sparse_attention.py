@@ -3,8 +3,8 @@
 Activate: ``megacpp_mcore.patches.apply(["dsa-sparse-attention"])``.
 Scope: absorbed MLA's fallback for calls without a fused stock kernel: queries and keys of one dtype, float32 or 16 bits, on one
 device; keys masked by bounds, by position, or by a mask of 0 and −inf, as DSAttention does. On a GPU the op ``sparse_mla`` uses
-Triton kernels at the widths that they support, otherwise plain PyTorch, in chunks of queries. Any other call goes to the
-original, and the reason is logged once.
+Triton kernels at the widths that they support, otherwise plain PyTorch, in chunks of queries; ``backends`` of the settings file
+does not apply. Any other call goes to the original, and the reason is logged once.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 
 Shape legend: S queries, T keys, B batch, H heads, K query/key dim, V latent value dim, N selected keys.
@@ -73,14 +73,9 @@ def _obstacle(call: SimpleNamespace) -> str | None:
         return "autocast is on"
     if call.softmax_scale <= 0:
         return f"the softmax scale is {call.softmax_scale}"
-    if not mask_fits(_as_indexer(call)):
+    if not mask_fits(call, query, key):
         return "keys are hidden by something other than a float32 mask or bounds"
     return None
-
-
-def _as_indexer(call: SimpleNamespace) -> SimpleNamespace:
-    """The call with queries and keys renamed as in indexer calls."""
-    return SimpleNamespace(**vars(call), q=call.query, k=call.key)
 
 
 def _visible(call: SimpleNamespace) -> torch.Tensor:
@@ -90,7 +85,7 @@ def _visible(call: SimpleNamespace) -> torch.Tensor:
     from megacpp_mcore.ops.indexer.chunked import KeyRule
 
     index_BSN, S, T = call.topk_indices, call.query.shape[0], call.key.shape[0]
-    rule = key_rule(_as_indexer(call)) or KeyRule.causal(S, T, index_BSN.device)
+    rule = key_rule(call, call.query, call.key) or KeyRule.causal(S, T, index_BSN.device)
     with torch.no_grad():
         seen_BSN = rule.valid_at(range(S), index_BSN.clamp_min(0).long()) & (index_BSN >= 0)
         return torch.where(seen_BSN, index_BSN, -1).int()

@@ -94,7 +94,7 @@ def test_parity_with_fp64(case: Case) -> None:
         assert not found["p"][inputs["index"] < 0].count_nonzero()
 
 
-@pytest.mark.parametrize("case", [WIDE, Case(S=1024, H=128, N=512, popular=True, **DEEPSEEK)], ids=["", "wide"])
+@pytest.mark.parametrize("case", [WIDE, Case(S=1024, H=128, N=512, popular=True, **DEEPSEEK)], ids=["narrow", "wide"])
 def test_the_same_bits_each_time(case: Case) -> None:
     inputs = draw(case, "cuda")
     with ordered():
@@ -145,7 +145,7 @@ def test_an_expanded_gradient() -> None:
     assert torch.equal(expanded, whole)
 
 
-@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["", "wide"])
+@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nan_stays_nan(deterministic: bool, widths: dict[str, int]) -> None:
     case = Case(S=300, N=20, H=14, **widths)
@@ -162,7 +162,7 @@ def test_nan_stays_nan(deterministic: bool, widths: dict[str, int]) -> None:
     assert torch.isnan(found["dkv"][7, 0]).all()
 
 
-@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["", "wide"])
+@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
 def test_very_negative_scores(widths: dict[str, int]) -> None:
     """Log-sum-exps far below the log of the least float, beside columns that select nothing."""
     case = Case(S=200, ragged=True, H=14, **widths)
@@ -225,7 +225,7 @@ def test_a_chunk_of_scores_is_kept_at_a_time() -> None:
     assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small + launch.SCRATCH)
 
 
-@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["", "wide"])
+@pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nothing_waits_and_a_graph_replays(deterministic: bool, widths: dict[str, int]) -> None:
     case = Case(S=515, ragged=True, **widths)

@@ -292,8 +292,9 @@ def test_wide_sparse_mla(
     function = getattr(wide_sparse_mla, kernel)
     groups = max(1, heads // sparse_launch.HEADS)
     sizes = {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
-    constants = launch | {"V": widths[1], "R": widths[0] - widths[1]} | dict.fromkeys(absent)
-    constants |= {name: size for name, size in sizes.items() if name in function.arg_names}
+    sizes |= {"V": widths[1], "R": widths[0] - widths[1]}
+    constants = {name: size for name, size in sizes.items() if name in function.arg_names}
+    constants |= launch | dict.fromkeys(absent)
     given = attention | (types(i64="dkv_ptr") if variant == "keys, integers" else {})
     made = compiled(function, given, constants, tmp_path)
     assert made.shared <= SHARED_MEMORY, made

@@ -6,7 +6,7 @@ reduction order. The gradient of a key is summed over the queries that selected 
 ``torch.use_deterministic_algorithms`` in integers, whose sum does not depend on the order.
 
 Legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys, P columns of the
-padded index, C queries of one chunk, M heads of a launch, rounded up.
+padded index, C queries of one chunk, D gradients of scores and probabilities of its heads, rounded up.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ MEANS = FORWARD | {"STAGES": 1}
 BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
 """Launch options of the kernels; for forward and backward, the fastest on an H200."""
 
-WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 8}
+WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 8}
 SCORES = WIDE_FORWARD | {"STAGES": 1}
-QUERIES = dict(WIDE_FORWARD)
-GRADIENTS = WIDE_FORWARD | {"W": 64}
+QUERIES = WIDE_FORWARD | {"STAGES": 5, "PARTS": 2}
+GRADIENTS = WIDE_FORWARD | {"STAGES": 1, "W": 128}
 WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS)
-"""Launch options for :data:`WIDE` widths: without a spill in any kernel."""
+"""Launch options for :data:`WIDE` widths: of those without a spill in any kernel, the fewest cycles by estimate."""
 
 SCRATCH = 2**28
 """Most bytes of a chunk's probabilities and gradients of scores, unless one query needs more: 256 queries of 128 heads and
-2048 keys, which are some four programs per multiprocessor in ``wide.queries`` and ``wide.keys``."""
+2048 keys, of which an H200 runs 132 at a time, one per multiprocessor."""
 
 
 def attend(
@@ -67,7 +67,7 @@ def attend(
 
     Probabilities and the gradients of scores are rounded to the inputs' dtype before they are multiplied by keys and queries;
     all accumulators are float32. Saved for backward: the inputs (or their copies), the output, and one number per query and
-    head.
+    head. For :data:`WIDE` widths, backward allocates up to :data:`SCRATCH` bytes.
 
     Args:
         q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink: as in the reference; copied unless the width is contiguous
@@ -190,24 +190,24 @@ def _wide_backward(
     (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
     dq_SBHK = q_SBHK.new_empty(S, B, H, K)
     chunk = min(S, max(1, SCRATCH // (2 * B * P * _all_rows(H) * q_SBHK.itemsize)))
-    d_CBPMM = q_SBHK.new_empty(chunk, B, P, 2 * _all_rows(H))
+    d_CBPD = q_SBHK.new_empty(chunk, B, P, 2 * _all_rows(H))
     of_queries, of_keys, of_output = eighths(q_SBHK, 3), eighths(kv_TBK), eighths(do_SBHV, 3)
     for begin in range(0, S, chunk):
         queries = min(chunk, S - begin)
         for first in range(0, H, 2 * HEADS):
             ALL, place = _all_rows(H - first), (P, begin, first)
-            M, PARTS, widths = min(ALL, HEADS), max(1, ALL // HEADS), {"ALL": ALL, "V": V, "R": K - V}
-            for group in range(PARTS):
+            M, groups, widths = min(ALL, HEADS), max(1, ALL // HEADS), {"ALL": ALL, "V": V, "R": K - V}
+            for group in range(groups):
                 wide.scores[(queries, B)](
-                    q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPMM, sum_BSN, softmax_scale,
+                    q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPD, sum_BSN, softmax_scale,
                     S, H, selected, *place, *of_queries, *of_keys, *of_output, M=M, GROUP=group, **widths, **SCORES,
                 )  # fmt: skip
-            wide.queries[(queries, B, PARTS)](
-                kv_TBK, index_BSP, d_CBPMM, dq_SBHK, S, H, *place, *of_keys, PARTS=PARTS, **widths, **QUERIES
+            wide.queries[(queries, B, QUERIES["PARTS"])](
+                kv_TBK, index_BSP, d_CBPD, dq_SBHK, S, H, *place, *of_keys, **widths, **QUERIES
             )  # fmt: skip
-            wide.keys[(queries, B, PARTS)](
-                q_SBHK, index_BSP, do_SBHV, d_CBPMM, dkv_TBK, unit,
-                S, H, *place, *of_queries, *of_output, PARTS=PARTS, **widths, **GRADIENTS,
+            wide.keys[(queries, B, groups)](
+                q_SBHK, index_BSP, do_SBHV, d_CBPD, dkv_TBK, unit,
+                S, H, *place, *of_queries, *of_output, PARTS=groups, **widths, **GRADIENTS,
             )  # fmt: skip
     return dq_SBHK
 

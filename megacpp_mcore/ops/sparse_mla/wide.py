@@ -1,10 +1,10 @@
 """Triton kernels of sparse MLA for wide latents: DeepSeek's 512 columns beside 64 rotary ones.
 
-One program has one query and eight warps. In forward it has 64 heads, and keys are double-buffered in shared memory: one tile
-is gathered while the other is multiplied. In backward a query, its output's gradient, a tile of keys and the accumulator of the
-query's gradient do not fit together: ``scores`` writes probabilities and gradients of scores for a chunk of queries, from which
-``queries`` and ``keys`` compute the gradients of queries and keys. These two handle the heads of two launches of ``scores``, so
-that keys are gathered and their gradients added once, but only a part of the columns per program.
+One program has one query and eight warps. In forward it has 64 heads, whose output accumulator takes half of its registers. In
+backward a query, its output's gradient, a tile of keys and the accumulator of the query's gradient do not fit together:
+``scores`` writes probabilities and gradients of scores for a chunk of queries, from which ``queries`` and ``keys`` compute the
+gradients of queries and keys. These two handle the heads of two launches of ``scores``, so that keys are gathered and their
+gradients added once, but only a part of the columns per program.
 
 Loops use ``disable_licm`` where hoisting would hold the addresses of every operand in registers, and spill.
 
@@ -44,9 +44,31 @@ def _columns(index_row, P):
 @triton.jit
 def _load_keys(index_row, kv_ptr, kv_t, start, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr):
     """Which of the KEYS columns from ``start`` on have a key, and the keys' latents and rotary parts."""
-    key = tl.load(index_row + start + tl.arange(0, KEYS)).to(tl.int64)
-    k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
+    return _gather(tl.load(index_row + start + tl.arange(0, KEYS)), kv_ptr, kv_t, V, R)
+
+
+@triton.jit
+def _gather(key, kv_ptr, kv_t, V: tl.constexpr, R: tl.constexpr):
+    """Which keys exist (are not negative), and their latents and rotary parts."""
+    k_l, k_r = _load_halves(kv_ptr + key.to(tl.int64)[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
     return key >= 0, k_l, k_r
+
+
+@triton.jit
+def _index(index_row, start, end, KEYS: tl.constexpr):
+    """KEYS columns of the index from ``start`` on; -1 from ``end`` on."""
+    i = start + tl.arange(0, KEYS)
+    return tl.load(index_row + i, mask=i < end, other=-1)
+
+
+@triton.jit
+def _log2_scores(q_l, k_l, q_r, k_r, scale):
+    """The scores [M, KEYS] in units of log 2.
+
+    The two products are scaled separately and then added: if the second accumulated onto the first, Triton would have both
+    halves of a program's warps compute all of the first.
+    """
+    return tl.dot(q_l, tl.trans(k_l)) * (scale * LOG2E) + tl.dot(q_r, tl.trans(k_r)) * (scale * LOG2E)
 
 
 @triton.jit(do_not_specialize=["scale", "S", "H", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b"])
@@ -65,15 +87,19 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
     index_ptr += (b * S + s) * P
     kv_ptr += b * (kv_b * 8)
     _selected, end = _columns(index_ptr, P)
-    for start in tl.range(0, end, KEYS, num_stages=STAGES):
+    for start in tl.range(0, end, KEYS, num_stages=STAGES, disable_licm=True):
         seen, k_l, k_r = _load_keys(index_ptr, kv_ptr, kv_t, start, V, R, KEYS)
-        x = tl.dot(q_r, tl.trans(k_r), tl.dot(q_l, tl.trans(k_l)))
-        x = tl.where(seen[None, :], x, float("-inf"))
-        before = top
-        top = tl.maximum(before, tl.max(x, 1) * (scale * LOG2E))
-        p, shrink = exp2(x * (scale * LOG2E) - top[:, None]), exp2(before - top)
-        total = total * shrink + tl.sum(p, 1)
-        o = tl.dot(p.to(k_l.dtype), k_l, o * shrink[:, None])
+        # The branch is always taken. It hides the scores from the product with p, for whose layout Triton would otherwise have
+        # both halves of the program's warps compute all scores. The other value of p must be no constant, which would be kept
+        # in memory.
+        p, shrink = (start + tl.zeros([M, KEYS], tl.int32)).to(k_l.dtype), total
+        if start < end:
+            x = _log2_scores(q_l, k_l, q_r, k_r, scale)
+            x = tl.where(seen[None, :], x, float("-inf"))
+            higher = tl.maximum(top, tl.max(x, 1))
+            exact, shrink = exp2(x - higher[:, None]), exp2(top - higher)
+            p, top, total = exact.to(k_l.dtype), higher, total * shrink + tl.sum(exact, 1)
+        o = tl.dot(p, k_l, o * shrink[:, None])
     s, h = _here(tl.program_id(0)).to(tl.int64), first + _here(tl.arange(0, M))
     o *= tl.where(total == 0, 0.0, 1 / total)[:, None]  # a NaN is not 0
     o_ptr += ((s * B + b) * H + h[:, None]) * V + tl.arange(0, V)[None, :]
@@ -84,14 +110,9 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 
 @triton.jit
 def _products(q_l, q_r, do, lse, seen, k_l, k_r, scale):
-    """The probabilities [M, KEYS], and do·v.
-
-    The two products of a score are added in the exponent: if the second accumulated onto the first, Triton would have both
-    halves of a program's warps compute it.
-    """
-    left, right = tl.dot(q_l, tl.trans(k_l)), tl.dot(q_r, tl.trans(k_r))
-    x = left * (scale * LOG2E) + (right * (scale * LOG2E) - lse[:, None])
-    return tl.where(seen[None, :], exp2(x), 0.0), tl.dot(do, tl.trans(k_l))
+    """The probabilities [M, KEYS], and do·v."""
+    x = _log2_scores(q_l, k_l, q_r, k_r, scale)
+    return tl.where(seen[None, :], exp2(x - lse[:, None]), 0.0), tl.dot(do, tl.trans(k_l))
 
 
 @triton.jit(
@@ -134,8 +155,12 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
         o = tl.load(o_ptr + ((s * B + b) * H + h[:, None]) * V + v[None, :], mask=mask, other=0.0)
         mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     d_ptr += (row * B + b) * P * (2 * ALL) + GROUP * M
+    seen, k_l, k_r = _gather(_index(index_ptr, 0, end, KEYS), kv_ptr, kv_t, V, R)
+    key = _index(index_ptr, KEYS, end, KEYS)
     for start in tl.range(0, end, KEYS, num_stages=STAGES, disable_licm=True):
-        seen, k_l, k_r = _load_keys(index_ptr, kv_ptr, kv_t, start, V, R, KEYS)
+        # Prefetched in registers while this tile is multiplied: shared memory has no room for Triton's own stages.
+        seen_next, l_next, r_next = _gather(key, kv_ptr, kv_t, V, R)
+        key = _index(index_ptr, start + 2 * KEYS, end, KEYS)
         p, dp = _products(q_l, q_r, do, lse, seen, k_l, k_r, scale)
         if sum_ptr is not None:  # no other program of a launch adds here, so the reduction order is fixed
             tl.atomic_add(sum_ptr + (b * S + s) * N + start + n, tl.sum(p, 0), mask=start + n < N, sem="relaxed")
@@ -143,6 +168,7 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
         to = d_ptr + start * (2 * ALL) + n[None, :] * (2 * ALL) + tl.arange(0, M)[:, None]
         tl.store(to, dx.to(q_l.dtype))
         tl.store(to + ALL, p.to(q_l.dtype))
+        seen, k_l, k_r = seen_next, l_next, r_next
 
 
 @triton.jit(do_not_specialize=["S", "H", "P", "begin", "first", "kv_t", "kv_b"])
@@ -201,9 +227,11 @@ def keys(q_ptr, index_ptr, do_ptr, d_ptr, dkv_ptr, unit_ptr,
     d_ptr += (row * B + b) * P * (2 * ALL) + tl.arange(0, KEYS)[:, None] * (2 * ALL) + m[None, :]
     dkv_ptr += b * (V + R)
     _selected, end = _columns(index_ptr, P)
+    key_next, d_next = _index(index_ptr, 0, end, KEYS), tl.load(d_ptr, mask=tl.arange(0, KEYS)[:, None] < end)
     for start in tl.range(0, end, KEYS, num_stages=STAGES):
-        key = tl.load(index_ptr + start + tl.arange(0, KEYS)).to(tl.int64)
-        d = tl.load(d_ptr + start * (2 * ALL))
+        key, d, after = key_next.to(tl.int64), d_next, start + KEYS
+        key_next = _index(index_ptr, after, end, KEYS)  # prefetched, as in scores
+        d_next = tl.load(d_ptr + after * (2 * ALL), mask=(after + tl.arange(0, KEYS))[:, None] < end)
         seen, to = (key >= 0)[:, None], dkv_ptr + key[:, None] * (B * (V + R))
         for c in tl.static_range(V // PARTS // W):
             _add(to + part * (V // PARTS) + c * W, tl.dot(d, latents[c]), seen, unit)

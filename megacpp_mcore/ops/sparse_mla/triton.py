@@ -134,9 +134,10 @@ class SparseMLAKernels(torch.autograd.Function):
         dkv_TBK = kv_TBK.new_zeros(kv_TBK.shape, dtype=torch.int64 if deterministic else torch.float32)
         unit = _integer_scale(q_SBHK, kv_TBK, do_SBHV, ctx.softmax_scale) if deterministic else None
         sum_BSN = None if ctx.sink is None else ctx.sink.accumulator(index_BSN, torch.float32)
-        given = (q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, dkv_TBK, sum_BSN, unit)
-        go_back = _wide_backward if (q_SBHK.shape[3], o_SBHV.shape[3]) in WIDE else _backward
-        dq_SBHK = go_back(*given, softmax_scale=ctx.softmax_scale, selected=index_BSN.shape[2])
+        dq_SBHK = _backward(
+            q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, dkv_TBK, sum_BSN, unit,
+            softmax_scale=ctx.softmax_scale, selected=index_BSN.shape[2],
+        )  # fmt: skip
         if unit is not None:
             dkv_TBK = dkv_TBK.double() / unit
         return dq_SBHK, dkv_TBK.to(kv_TBK.dtype), None, None, None, None
@@ -156,58 +157,44 @@ def _backward(
     softmax_scale: float,
     selected: int,
 ) -> torch.Tensor:
-    """Return dq; accumulate into dkv (with a unit, in integers of 1/unit) and into the sum of probabilities."""
-    (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
-    dq_SBHK, mean_BSH = q_SBHK.new_empty(S, B, H, K), lse_BSH.new_empty(B, S, H)
-    for first in range(0, H, HEADS):
-        kernels.means[(S, B)](
-            q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, softmax_scale, S, H, P, first,
-            *eighths(q_SBHK, 3), *eighths(kv_TBK), *eighths(do_SBHV, 3), M=_rows(H - first, 64), V=V, R=K - V, **MEANS,
-        )  # fmt: skip
-        kernels.backward[(S, B)](
-            q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, softmax_scale,
-            S, H, selected, P, first, *eighths(q_SBHK, 3), *eighths(kv_TBK), *eighths(do_SBHV, 3),
-            M=_rows(H - first, 32), V=V, R=K - V, **BACKWARD,
-        )  # fmt: skip
-    return dq_SBHK
+    """Return dq; accumulate into dkv (with a unit, in integers of 1/unit) and into the sum of probabilities.
 
-
-def _wide_backward(
-    q_SBHK: torch.Tensor,
-    kv_TBK: torch.Tensor,
-    index_BSP: torch.Tensor,
-    o_SBHV: torch.Tensor,
-    lse_BSH: torch.Tensor,
-    do_SBHV: torch.Tensor,
-    dkv_TBK: torch.Tensor,
-    sum_BSN: torch.Tensor | None,
-    unit: torch.Tensor | None,
-    *,
-    softmax_scale: float,
-    selected: int,
-) -> torch.Tensor:
-    """:func:`_backward`, a chunk of queries at a time."""
+    For :data:`WIDE` widths, a chunk of queries at a time.
+    """
     (S, B, H, K), V, P = q_SBHK.shape, o_SBHV.shape[3], index_BSP.shape[2]
-    dq_SBHK = q_SBHK.new_empty(S, B, H, K)
+    dq_SBHK, widths = q_SBHK.new_empty(S, B, H, K), {"V": V, "R": K - V}
+    of_queries, of_keys, of_output = eighths(q_SBHK, 3), eighths(kv_TBK), eighths(do_SBHV, 3)
+    strides = (*of_queries, *of_keys, *of_output)
+    if (K, V) not in WIDE:
+        mean_BSH = lse_BSH.new_empty(B, S, H)
+        for first in range(0, H, HEADS):
+            kernels.means[(S, B)](
+                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, softmax_scale,
+                S, H, P, first, *strides, M=_rows(H - first, 64), **widths, **MEANS,
+            )  # fmt: skip
+            kernels.backward[(S, B)](
+                q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, softmax_scale,
+                S, H, selected, P, first, *strides, M=_rows(H - first, 32), **widths, **BACKWARD,
+            )  # fmt: skip
+        return dq_SBHK
     chunk = min(S, max(1, SCRATCH // (2 * B * P * _all_rows(H) * q_SBHK.itemsize)))
     d_CBPD = q_SBHK.new_empty(chunk, B, P, 2 * _all_rows(H))
-    of_queries, of_keys, of_output = eighths(q_SBHK, 3), eighths(kv_TBK), eighths(do_SBHV, 3)
     for begin in range(0, S, chunk):
         queries = min(chunk, S - begin)
         for first in range(0, H, 2 * HEADS):
             ALL, place = _all_rows(H - first), (P, begin, first)
-            M, groups, widths = min(ALL, HEADS), max(1, ALL // HEADS), {"ALL": ALL, "V": V, "R": K - V}
+            groups, sizes = max(1, ALL // HEADS), {"ALL": ALL, **widths}
             for group in range(groups):
                 wide.scores[(queries, B)](
                     q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPD, sum_BSN, softmax_scale,
-                    S, H, selected, *place, *of_queries, *of_keys, *of_output, M=M, GROUP=group, **widths, **SCORES,
+                    S, H, selected, *place, *strides, M=min(ALL, HEADS), GROUP=group, **sizes, **SCORES,
                 )  # fmt: skip
             wide.queries[(queries, B, QUERIES["PARTS"])](
-                kv_TBK, index_BSP, d_CBPD, dq_SBHK, S, H, *place, *of_keys, **widths, **QUERIES
+                kv_TBK, index_BSP, d_CBPD, dq_SBHK, S, H, *place, *of_keys, **sizes, **QUERIES
             )  # fmt: skip
             wide.keys[(queries, B, groups)](
                 q_SBHK, index_BSP, do_SBHV, d_CBPD, dkv_TBK, unit,
-                S, H, *place, *of_queries, *of_output, PARTS=groups, **widths, **GRADIENTS,
+                S, H, *place, *of_queries, *of_output, PARTS=groups, **sizes, **GRADIENTS,
             )  # fmt: skip
     return dq_SBHK
 

@@ -105,8 +105,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
     rows = hidden.numel() * hidden.element_size()
     variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
-    # References synchronise with the host. An E layer is captured alone, in training; beside other variants its capture failed.
-    if options.device == "cuda" and letter != "E" and not ours.is_reference:
+    if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
     return Problem(
         shape={"model": model.name, **options.shape},

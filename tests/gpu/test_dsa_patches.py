@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megacpp_mcore.backends import observed
+from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
 from tests import stock
@@ -151,16 +153,42 @@ def test_loss_and_gradients_are_stocks_on_a_gpu(kind: str, sparse: bool, shared_
     compare_with_stock(inputs, 31, sparse, on_gpu(selection(kind, 129, 129)))
 
 
-def drawn(S: int) -> Any:
-    """bf16, one sequence, 32 indexer heads of 64, 14 attention heads of 128."""
+def drawn(S: int, width: int = 64) -> Any:
+    """bf16, one sequence, 32 indexer heads of ``width``, 14 attention heads of 128."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    inputs = SimpleNamespace(q=draw(S, 1, 32, 64), k=draw(S, 1, 64), weights=draw(S, 1, 32) / 45)
+    inputs = SimpleNamespace(q=draw(S, 1, 32, width), k=draw(S, 1, width), weights=draw(S, 1, 32) / 45)
     inputs.query, inputs.key = draw(S, 1, 14, 128), draw(S, 1, 1, 128).expand(-1, -1, 14, -1)
     return inputs
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kind", ["none", "packed", "mask"])
+def test_16_bit_scores_are_the_kernels(kind: str, width: int) -> None:
+    """Selection, scores and losses are stock's; the gradient of the sparse loss alone has none of the kernel's scores."""
+    inputs, options = drawn(700, width), on_gpu(selection(kind, 700, 700, 1))
+
+    def results() -> tuple[torch.Tensor, ...]:
+        score, index = dsa().fused_qk_topk_naive(inputs.q, inputs.k, inputs.weights, 64, **options)
+        losses = [loss_and_gradients(inputs, 64, sparse, **options)[1] for sparse in (True, False)]
+        return score + 0, index, *losses
+
+    observed.forget()
+    score, index, *losses = results()
+    with patched(), mock.patch.object(indexer, "score_all", wraps=indexer.score_all) as scored:
+        ours_score, ours, *ours_losses = results()
+    assert scored.call_count >= 6  # index, scores, and for each loss the selection; dense, also its two passes
+    torch.testing.assert_close(ours_score, score, rtol=1e-5, atol=1e-5)
+    assert_same_selection(ours, index, score)
+    torch.testing.assert_close(ours_losses, losses, rtol=1e-4, atol=0)
+    notes = [note["reason"] for note in observed.notes() if note["op"] == "indexer"]
+    assert notes == [
+        f"the patch dsa-indexer-memory, {how}"
+        for how in ("scores by the Triton kernel, the rest in PyTorch", "all in PyTorch")
+    ]
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -1,6 +1,7 @@
 """The indexer's kernels on a GPU: the selection of keys against float64, the gradient's parity, no wait, CUDA graphs.
 
-Shape legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys.
+Shape legend: S queries and keys, T keys where their number differs, B batch, H indexer heads, D indexer head width, N selected
+keys.
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megacpp_mcore.ops.indexer import reference
+from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer import triton as fused
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.ops.indexer_case import assert_gradients, assert_selected, draw, draw_documents, draw_exact, draw_target
+from tests.ops.indexer_case import (
+    as_one_projection,
+    assert_gradients,
+    assert_scored,
+    assert_selected,
+    draw,
+    draw_documents,
+    draw_exact,
+    draw_rules,
+    draw_target,
+)
+from tests.patches.test_dsa_indexer_memory import assert_same_selection
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -214,3 +226,96 @@ def test_nothing_waits_and_a_graph_replays() -> None:
     # inputs hold the others' values now
     for name, replay, tensor in zip(("index", "loss", "dq", "dk", "dw"), captured, both(), strict=True):
         assert torch.equal(replay, tensor), name
+
+
+# --- scores of all keys ------------------------------------------------------------------------------------------------
+
+
+def scored(inputs: list[torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:
+    """The kernel's scores of some queries, in the middle of a buffer that is otherwise left as it is."""
+    (S, B), T = inputs[0].shape[:2], len(inputs[1])
+    first, end, _ = rows.indices(S)
+    buffer = torch.full((B, end - first + 2, T), float("nan"), device="cuda")
+    fused.score_all(buffer[:, 1:-1], *inputs, first)
+    assert bool(buffer[:, [0, -1]].isnan().all())
+    return buffer[:, 1:-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", fused.SCORE_ALL)
+@pytest.mark.parametrize("H", [1, 32, 64])
+@pytest.mark.parametrize(("S", "T"), [(1, 1), (333, 1000), (1000, 333), (640, 1024)])
+def test_scores_of_all_keys(S: int, T: int, H: int, D: int, dtype: torch.dtype) -> None:
+    rows = slice(S // 3, S - S // 4)
+    for exact in (False, True):
+        q, k, w = inputs = draw(S, H=H, D=D, T=T, dtype=dtype, device="cuda", exact=exact)
+        part = [q[rows], k, w[rows]]
+        for given in (inputs, as_one_projection(inputs), [q, k, w.float()]):
+            found = scored(given, rows)
+            assert_scored(found, part)
+            if exact:
+                assert torch.equal(found, reference.score_block(q[rows], k.float(), w[rows]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", fused.SCORE_ALL)
+def test_scores_of_all_keys_keep_nan_and_infinities(D: int, dtype: torch.dtype) -> None:
+    q, k, w = draw(300, H=3, D=D, T=450, dtype=dtype, device="cuda")
+    nan, inf = float("nan"), float("inf")
+    k[[30, 31, 449], 0, 0] = torch.tensor([nan, inf, -inf], dtype=dtype, device="cuda")
+    q[9, 1, 2, 5], q[11, 0, 1], w[13, 0, 2], w[20, 1, 1], w[40] = -inf, 0.0, nan, inf, 0.0
+    assert_scored(scored([q, k, w]), [q, k, w])
+
+
+@pytest.mark.parametrize("topk", [1, 64, 2000])
+@pytest.mark.parametrize("rule", ["none", "within", "additive"])
+@pytest.mark.parametrize("D", fused.SCORE_ALL)
+@pytest.mark.parametrize(("S", "T"), [(1000, 777), (777, 1024)])
+def test_chunks_select_what_pytorch_scores_select(
+    S: int, T: int, D: int, rule: str, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * T * 300)  # several chunks
+    hides = draw_rules(S, T, device="cuda")[rule]
+    for exact in (False, True):
+        indexer = chunked.Indexer(*draw(S, D=D, T=T, device="cuda", exact=exact))
+        found = []
+        for kernel in (True, False):
+            with monkeypatch.context() as patch:
+                if not kernel:
+                    patch.setattr(chunked, "_runs_kernels", lambda device: False)
+                assert indexer.by_kernel == kernel
+                found.append((*chunked.select(indexer, topk, hides), chunked.indexer_scores(indexer, hides)))
+        (ours_best, ours, ours_score), (best, index, score) = found
+        assert_same_selection(ours, index, score)
+        for have, want in ((ours_best, best), (ours_score, score)):
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=0 if exact else 1e-5)
+
+
+def test_scores_of_all_keys_wait_for_nothing_and_a_graph_replays() -> None:
+    inputs, others = (draw(601, D=128, T=900, device="cuda", seed=seed) for seed in (0, 1))
+    indexer, rules = chunked.Indexer(*inputs), draw_rules(601, 900, device="cuda")
+    assert indexer.by_kernel
+
+    def run() -> list[torch.Tensor]:
+        return [
+            tensor
+            for rule in rules.values()
+            for tensor in (*chunked.select(indexer, 64, rule), chunked.indexer_scores(indexer, rule))
+        ]
+
+    run()
+    with without_waiting():
+        run()
+    captured = [tensor.clone() for tensor in replayed(run, inputs, others)]
+    for number, (replay, tensor) in enumerate(zip(captured, run(), strict=True)):
+        assert torch.equal(replay, tensor), number
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="takes two GPUs: the kernel runs on one that is not the current one"
+)
+def test_scores_of_all_keys_on_another_device() -> None:
+    q, k, w = draw(100, T=150, device="cuda")
+    found = torch.full((2, 100, 150), float("nan"), device="cuda:1")
+    fused.score_all(found, *(tensor.to("cuda:1") for tensor in (q, k, w)))
+    assert torch.equal(found.to("cuda:0"), scored([q, k, w]))

@@ -1,6 +1,6 @@
 """Inputs of the indexer's ops, and what a selection of keys and a gradient are held to.
 
-Shape legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys.
+Shape legend: S queries, T keys (as many, if not said), B batch, H indexer heads, D indexer head width, N selected keys.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
+from megacpp_mcore.ops.indexer.chunked import KeyRule
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores, score_block
 from megacpp_mcore.ops.testing import assert_parity, worst_row
 
 NEAR = 1e-5
@@ -27,11 +28,12 @@ def draw(
     device: str = "cpu",
     seed: int = 0,
     exact: bool = False,
+    T: int | None = None,
 ) -> Tensors:
     """q, k and w, normally distributed; or ``exact``: so that scores are small multiples of 1/4, of which many are equal, and
     which no summation rounds."""
     generator = torch.Generator(device).manual_seed(seed)
-    shapes, bounds = ((S, B, H, D), (S, B, D), (S, B, H)), ((-1, 2), (-1, 2), (-2, 3))
+    shapes, bounds = ((S, B, H, D), (T or S, B, D), (S, B, H)), ((-1, 2), (-1, 2), (-2, 3))
     if exact:
         sides = zip(bounds, shapes, strict=True)
         q, k, w = (torch.randint(*ends, shape, generator=generator, device=device) for ends, shape in sides)
@@ -41,6 +43,43 @@ def draw(
 
 
 draw_exact = partial(draw, exact=True)
+
+
+def as_one_projection(inputs: Tensors) -> Tensors:
+    """The same q and w as columns of one matrix, whose rows begin anywhere, and k as columns of another."""
+    q, k, w = inputs
+    wide = torch.cat([q.flatten(2), w, w[..., :3]], dim=2)[..., :-3]
+    heads, width = q.shape[2:]
+    return [
+        wide[..., : heads * width].unflatten(2, (heads, width)),
+        torch.cat([k, k[..., :5]], dim=2)[..., :-5],
+        wide[..., heads * width :],
+    ]
+
+
+def assert_scored(score_BRT: torch.Tensor, inputs: Tensors) -> None:
+    """Fail unless these are the scores of all keys in float64 but for rounding, NaN and infinities those of the reference."""
+    q, k, w = inputs
+    plain_BRT, truth_BRT = score_block(q, k.float(), w), score_block(q.double(), k.double(), w.double())
+    finite = truth_BRT.isfinite()
+    torch.testing.assert_close(score_BRT[~finite], plain_BRT[~finite], rtol=0, atol=0, equal_nan=True)
+    top = truth_BRT.where(finite, 0.0).abs().amax()
+    assert bool(((score_BRT - truth_BRT).abs() <= NEAR * top)[finite].all())
+
+
+def draw_rules(S: int, T: int, B: int = 2, device: str = "cpu") -> dict[str, KeyRule | None]:
+    """One of each kind; some queries see no key."""
+    generator = torch.Generator(device).manual_seed(3)
+    starts = torch.arange(S, device=device) // 40 * 20
+    ends, position = starts + torch.arange(S, device=device) % 50, torch.randperm(T, generator=generator, device=device)
+    mask = torch.randn(B, S, T, generator=generator, device=device) / 4
+    hidden = torch.rand(B, S, T, generator=generator, device=device) < 0.3
+    hidden[:, S // 2] = True
+    return {
+        "none": None,
+        "within": KeyRule.within(starts, ends, position),
+        "additive": KeyRule.additive(mask.masked_fill(hidden, float("-inf"))),
+    }
 
 
 def draw_documents(S: int, B: int = 2, device: str = "cpu", each: int = 60) -> torch.Tensor:

@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
+from megacpp_mcore.ops.indexer import chunked as indexer_chunks
 from megacpp_mcore.ops.indexer import reference as indexer_reference
 from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.linear_cross_entropy import eager
@@ -180,6 +181,65 @@ def indexer_pieces() -> None:
     assert len(list(indexer.chunks(140, 3))) > 3
     for topk in (20, 139):
         assert torch.equal(indexer.select(*inputs, topk, documents), indexer_reference.select(*inputs, topk, documents))
+
+
+def indexer_all_keys(D: int) -> None:
+    """Scores of more and of fewer keys than queries, strided, into part of a buffer, with NaN and infinities."""
+    nan, inf = float("nan"), float("inf")
+    for S, T in ((70, 150), (150, 70), (1, 1), (64, 128)):
+        for exact in (False, True):
+            inputs = indexer_case.draw(S, H=3, D=D, T=T, dtype=torch.float16, exact=exact)
+            for given in (inputs, indexer_case.as_one_projection(inputs)):
+                first, end = S // 3, S - S // 4
+                buffer = torch.full((2, S + 2, T), nan)
+                indexer.score_all(buffer[:, 1 : 1 + end - first], *given, first)
+                q, k, w = inputs
+                part = [q[first:end], k, w[first:end]]
+                indexer_case.assert_scored(buffer[:, 1 : 1 + end - first], part)
+                assert buffer[:, 0].isnan().all()
+                assert buffer[:, 1 + end - first :].isnan().all()
+                if exact:
+                    assert torch.equal(buffer[:, 1 : 1 + end - first], indexer_reference.score_block(*part))
+    q, k, w = indexer_case.draw(70, H=3, D=D, T=150, dtype=torch.float16)
+    k[[30, 31, 149], 0, 0] = torch.tensor([nan, inf, -inf], dtype=torch.float16)
+    q[9, 1, 2, 5], q[11, 0, 1], w[13, 0, 2], w[40] = -inf, 0.0, nan, 0.0
+    w[20, 1, 1] = inf
+    found = torch.empty(2, 70, 150)
+    indexer.score_all(found, q, k, w)
+    indexer_case.assert_scored(found, [q, k, w])
+    assert found.isnan().any()
+    assert (found == inf).any()
+
+
+def indexer_by_chunks(D: int) -> None:
+    """Selections and scores are plain PyTorch's, whatever the rule; inputs that the kernel does not take are PyTorch's."""
+    runs_kernels, calls = indexer_chunks._runs_kernels, []
+    score_all = indexer.score_all
+    indexer.score_all = lambda *given: calls.append(given[0].shape) or score_all(*given)
+    for S, T in ((90, 140), (140, 90)):
+        made = indexer_chunks.Indexer(*indexer_case.draw_exact(S, H=3, D=D, T=T, dtype=torch.float16))
+        for name, rule in indexer_case.draw_rules(S, T).items():
+            for block, number in ((2**24, 1), (2 * T * 30, -(-S // 30))):
+                indexer_chunks.BLOCK_ELEMENTS = block
+                both = []
+                for kernel in (False, True):
+                    indexer_chunks._runs_kernels = lambda device, kernel=kernel: kernel
+                    assert made.by_kernel == kernel
+                    calls.clear()
+                    both.append((*indexer_chunks.select(made, 20, rule), indexer_chunks.indexer_scores(made, rule)))
+                    assert len(calls) == 2 * number * kernel, (calls, name)
+                for plain, ours in zip(*both, strict=True):
+                    assert plain.dtype == ours.dtype
+                    assert torch.equal(plain, ours), (S, T, name)
+    indexer_chunks._runs_kernels = lambda device: True
+    q, k, w = (tensor.float() for tensor in indexer_case.draw(9, H=3, D=D))
+    half, other = (q.half(), k.half(), w.half()), (q[..., :32], k[..., :32], w)
+    assert indexer_chunks.Indexer(*half[:2], w).by_kernel
+    for given in ((q, k, w), (*half[:2], w.double()), (half[0], k.bfloat16(), w), [tensor.half() for tensor in other]):
+        assert not indexer_chunks.Indexer(*given).by_kernel
+    assert not indexer_chunks.Indexer(*half, relu=False).by_kernel
+    indexer_chunks._runs_kernels = runs_kernels
+    assert not indexer_chunks.Indexer(*half).by_kernel  # on a CPU
 
 
 def indexer_gradient() -> None:
@@ -369,6 +429,10 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "indexer, rows": indexer_rows,
     "indexer, pieces": indexer_pieces,
     "indexer, gradient": indexer_gradient,
+    "indexer, all keys": partial(indexer_all_keys, 64),
+    "indexer, all keys, 128": partial(indexer_all_keys, 128),
+    "indexer, chunks": partial(indexer_by_chunks, 64),
+    "indexer, chunks, 128": partial(indexer_by_chunks, 128),
     "linear_cross_entropy": linear_cross_entropy,
     "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),

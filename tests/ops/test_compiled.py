@@ -205,8 +205,23 @@ STRIDES = ("q_s", "q_b", "q_h", "k_s", "k_b", "w_s", "w_b", "W")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_score_keys(tmp_path: Path, documents: bool, dtype: str) -> None:
-    launch = indexer_launch.SCORE_KEYS | {"w_h": 1} | ({} if documents else {"seq_BS": None})
+    launch = indexer_launch.SCORE_KEYS | {"w_h": 1, "score_b": None} | ({} if documents else {"seq_BS": None})
     made = compiled(indexer.score_keys, INDEXER_TYPES | types(**{dtype: HALF}), launch, tmp_path, multiples=STRIDES)
+    assert made.instructions["HGMMA"]
+    assert made.registers <= THREE_A_PROCESSOR, made
+    assert made.shared <= 75 * 1024, made
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("weights", ["as q", "fp32"])
+@pytest.mark.parametrize("keys", ["multiple of 16", "any"])
+@pytest.mark.parametrize("width", indexer_launch.SCORE_ALL)
+def test_score_all(tmp_path: Path, width: int, keys: str, weights: str, dtype: str) -> None:
+    """Of all keys, at NAM56R's width and at DeepSeek's; the number of heads is no constant, so that it is the same for 64."""
+    launch = indexer_launch.SCORE_ALL[width] | {"w_h": 1, "seq_BS": None}
+    given = INDEXER_TYPES | types(**{dtype: HALF}) | (types(fp32="w_SBH") if weights == "fp32" else {})
+    multiples = (*STRIDES, "score_b") if keys != "any" else tuple(name for name in STRIDES if name != "W")
+    made = compiled(indexer.score_keys, given, launch, tmp_path, multiples=multiples)
     assert made.instructions["HGMMA"]
     assert made.registers <= THREE_A_PROCESSOR, made
     assert made.shared <= 75 * 1024, made

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megacpp_mcore.backends import observed
 from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer.deferred import DeferredScores
 from megacpp_mcore.ops.testing import assert_parity
@@ -319,6 +320,19 @@ def test_scores_are_computed_once_and_only_if_somebody_reads_them() -> None:
         scores += 1  # stock's compute_dsa_indexer_loss adds its mask so
         torch.testing.assert_close(scores + 0, expected + 1)
         assert computed.call_count == once > 0
+
+
+def test_notes_say_what_computed_a_call() -> None:
+    inputs = case(11, 11, dtype=torch.bfloat16)
+    observed.forget()
+    with patched():
+        topk(inputs, 5)
+        loss_and_gradients(inputs, 5, True)
+        topk(SimpleNamespace(**vars(inputs) | {"q": inputs.q.double()}), 5)
+    ours, stocks = observed.notes()
+    assert (ours["observed"], ours["reason"]) == ("chunked", "the patch dsa-indexer-memory, all in PyTorch")
+    assert (stocks["observed"], stocks["slower_than_best"]) == ("megatron", True)
+    observed.forget()
 
 
 # --- what is left to stock ---------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ Pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL lo
 ``train`` (loss and its backward pass). Bytes are the peak above what was allocated before the call, so they include outputs
 and temporaries; computed bytes are stock's, counted by hand (:func:`stock_bytes`). The floor is a bound for every
 implementation: for memory the outputs; for time the greater of moving inputs and outputs, and of the multiply-adds of
-causal pairs at the GPU's rate for products of the inputs' dtype (both sides compute in float32). Where stock runs out of
-memory there is nothing to agree with: the row says so, and what its ratio is relative to.
+causal pairs at the GPU's rate for products of the inputs' dtype (stock computes in float32; so does the patch, but for the
+16-bit products of the scores' kernel). Where stock runs out of memory there is nothing to agree with: the row says so, and
+what its ratio is relative to.
 
 Legend: S queries and keys, B batch, H indexer heads of D, A attention heads of K (one key head), N selected keys.
 """
@@ -136,7 +137,8 @@ class AgainstStock:
     """Agreement with the unpatched module's results, where that fits into memory.
 
     Selections may differ in keys whose scores are equal up to rounding; gradients are compared where they do not. They are
-    computed without ReLU: among so many logits, some round to the other side of its step, where gradients jump.
+    computed without ReLU: among so many logits, some round to the other side of its step, where gradients jump. Then scores are
+    PyTorch's; those of the kernel are in ``forward`` and ``loss``.
     """
 
     def __init__(self, inputs: Inputs) -> None:

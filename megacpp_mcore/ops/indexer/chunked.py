@@ -5,9 +5,10 @@ per query (top-k), A attention heads (of this rank), G key heads of the attentio
 
 Where the S × T pairs exceed a chunk (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of them, and none
 has B·S·T elements except the result of :func:`indexer_scores`. Nothing here synchronises with a GPU or copies from the host,
-so a CUDA graph can capture all of it. Scores and the gradient of the sparse loss are those of ``reference.py``, which is the
-truth for causal masks; this module adds bounds by position, additive masks, scores without ReLU, stock's order of keys,
-targets computed from the attention's query and key, and the dense loss.
+so a CUDA graph can capture all of it. Everything is plain PyTorch, except that scores are a Triton kernel's for the inputs
+that it takes (:attr:`Indexer.by_kernel`); it makes no tensor with a head dimension. Scores and the gradient of the sparse loss
+are those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks,
+scores without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megacpp_mcore.backends.probes import TRITON, requirement
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.reference import logits, score_block, selected_gradient, through_heads
@@ -139,9 +141,25 @@ class Indexer:
         """The dtype to compute in: float32, or float64 where an input is."""
         return compute_dtype(self.q_SBHD, self.k_TBD, self.w_SBH)
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether :meth:`scores` are the Triton kernel's: for q and k of one 16-bit dtype on one GPU, ReLU, and its widths."""
+        q, k, w = self.q_SBHD, self.k_TBD, self.w_SBH
+        if not self.relu or q.device != k.device or q.device != w.device or not _runs_kernels(q.device):
+            return False
+        if q.dtype != k.dtype or q.dtype not in (torch.bfloat16, torch.float16) or self.dtype != torch.float32:
+            return False
+        from megacpp_mcore.ops.indexer.triton import SCORE_ALL
+
+        return q.shape[-1] in SCORE_ALL
+
     def keys(self) -> torch.Tensor:
         """``k_BTD`` in the compute dtype."""
         return self.k_TBD.to(self.dtype).transpose(0, 1)
+
+    def keys_to_score(self) -> torch.Tensor:
+        """``k_BTD`` for :meth:`scores` alone: as given where the kernel reads it, else :meth:`keys`."""
+        return self.k_TBD.transpose(0, 1) if self.by_kernel else self.keys()
 
     def rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
         """``q_BRHD`` and ``w_BRH`` of a chunk, in the compute dtype."""
@@ -153,10 +171,31 @@ class Indexer:
         num_queries, batch = self.q_SBHD.shape[:2]
         return query_chunks(num_queries, batch * elements_per_query, BLOCK_ELEMENTS, query_chunk)
 
-    def scores(self, k_BTD: torch.Tensor, rows: range) -> torch.Tensor:
-        """``score_BRT`` of a chunk; one temporary [B, R, H, T]."""
-        here = slice(rows.start, rows.stop)
-        return score_block(self.q_SBHD[here], k_BTD.transpose(0, 1), self.w_SBH[here], self.relu)
+    @property
+    def scored_elements(self) -> int:
+        """Elements of the largest temporary of :meth:`scores`, its result included, for each query and batch row."""
+        return len(self.k_TBD) * (1 if self.by_kernel else self.q_SBHD.shape[2])
+
+    def scores(self, k_BTD: torch.Tensor, rows: range, out_BRT: torch.Tensor | None = None) -> torch.Tensor:
+        """``score_BRT`` of a chunk, which is ``out_BRT`` where that is given.
+
+        By the kernel there is no temporary, and rows of ``out_BRT`` have stride T; else there is one of [B, R, H, T].
+        """
+        if not self.by_kernel:
+            here = slice(rows.start, rows.stop)
+            score_BRT = score_block(self.q_SBHD[here], k_BTD.transpose(0, 1), self.w_SBH[here], self.relu)
+            return score_BRT if out_BRT is None else out_BRT.copy_(score_BRT)
+        from megacpp_mcore.ops.indexer.triton import score_all
+
+        (num_keys, batch), width = self.k_TBD.shape[:2], len(rows)
+        made = self.q_SBHD.new_empty((batch, width, num_keys), dtype=self.dtype) if out_BRT is None else out_BRT
+        score_all(made, self.q_SBHD, self.k_TBD, self.w_SBH, rows.start)
+        return made
+
+
+def _runs_kernels(device: torch.device) -> bool:
+    """Whether Triton runs on this device."""
+    return device.type == "cuda" and requirement(TRITON).ok
 
 
 @dataclass(frozen=True)
@@ -259,12 +298,11 @@ def _divergence(target: torch.Tensor, score: torch.Tensor, valid: torch.Tensor) 
 @torch.no_grad()
 def indexer_scores(indexer: Indexer, rule: KeyRule | None, *, query_chunk: int | None = None) -> torch.Tensor:
     """Return ``score_BST`` with the keys hidden that ``rule`` hides (None: none), in the compute dtype, no gradient."""
-    (num_queries, batch, heads, _), num_keys = indexer.q_SBHD.shape, indexer.k_TBD.shape[0]
-    k_BTD = indexer.keys()
-    score_BST = k_BTD.new_empty((batch, num_queries, num_keys))
-    for rows in indexer.chunks(heads * num_keys, query_chunk):
-        chunk = score_BST[:, rows.start : rows.stop]
-        chunk.copy_(indexer.scores(k_BTD, rows))
+    (num_queries, batch), num_keys = indexer.q_SBHD.shape[:2], indexer.k_TBD.shape[0]
+    k_BTD = indexer.keys_to_score()
+    score_BST = k_BTD.new_empty((batch, num_queries, num_keys), dtype=indexer.dtype)
+    for rows in indexer.chunks(indexer.scored_elements, query_chunk):
+        chunk = indexer.scores(k_BTD, rows, score_BST[:, rows.start : rows.stop])
         if rule is not None:
             rule.apply_(chunk, rows)
     return score_BST
@@ -291,19 +329,19 @@ def select(
     """
     if topk < 1:
         raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
-    (num_queries, batch, heads, _), num_keys = indexer.q_SBHD.shape, indexer.k_TBD.shape[0]
-    k_BTD = indexer.keys()
-    best_BSN = k_BTD.new_empty((batch, num_queries, min(topk, num_keys)))
+    (num_queries, batch), num_keys = indexer.q_SBHD.shape[:2], indexer.k_TBD.shape[0]
+    k_BTD = indexer.keys_to_score()
+    best_BSN = k_BTD.new_empty((batch, num_queries, min(topk, num_keys)), dtype=indexer.dtype)
     index_BSN = torch.empty_like(best_BSN, dtype=torch.int64)
     # A top-k over few rows leaves most of a GPU idle, so the scores of several chunks go through one.
     gathered = indexer.chunks(num_keys, query_chunk)
-    buffer_BRT = k_BTD.new_empty((batch, len(gathered[0]), num_keys))
-    chunk = len(indexer.chunks(heads * num_keys, query_chunk)[0])
+    buffer_BRT = best_BSN.new_empty((batch, len(gathered[0]), num_keys))
+    chunk = len(indexer.chunks(indexer.scored_elements, query_chunk)[0])
     for rows in gathered:
         score_BRT = buffer_BRT[:, : len(rows)]
         for first in range(rows.start, rows.stop, chunk):
             part = range(first, min(first + chunk, rows.stop))
-            score_BRT[:, part.start - rows.start : part.stop - rows.start] = indexer.scores(k_BTD, part)
+            indexer.scores(k_BTD, part, score_BRT[:, part.start - rows.start : part.stop - rows.start])
         if rule is not None:
             rule.apply_(score_BRT, rows)
         best, index = score_BRT.topk(min(topk, num_keys), dim=-1)
@@ -363,10 +401,10 @@ def dense_divergence(
     Returns:
         divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
     """
-    (num_queries, batch, heads, _), num_keys = indexer.q_SBHD.shape, indexer.k_TBD.shape[0]
-    k_BTD, key_BGTK = indexer.keys(), attention.keys()
-    divergence_BS = k_BTD.new_empty((batch, num_queries))
-    for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
+    num_queries, batch = indexer.q_SBHD.shape[:2]
+    k_BTD, key_BGTK = indexer.keys_to_score(), attention.keys()
+    divergence_BS = k_BTD.new_empty((batch, num_queries), dtype=indexer.dtype)
+    for rows in indexer.chunks(max(indexer.scored_elements, attention.elements_per_query(None)), query_chunk):
         valid = rules[1].valid(rows)
         target = attention.target_(attention.logits(key_BGTK, rows), valid, rules[1].bias(rows))
         score_BRT = indexer.scores(k_BTD, rows)

@@ -4,7 +4,7 @@ Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N se
 W columns of a chunk's rows of scores.
 
 Between the two kernels of the selection, scores are float32: −∞ for keys that a query may not select, +∞, the highest, in
-place of NaN, and finite numbers otherwise.
+place of NaN, and finite numbers otherwise. For other callers :func:`score_keys` also writes plain scores of all keys.
 """
 
 from __future__ import annotations
@@ -68,21 +68,25 @@ def score_keys(
     rows,
     W,
     H,
+    score_b,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
 
-    Tiles whose keys are all later than their queries are not written. W is a multiple of KEYS. ``x_s`` and the like are
+    With CAUSAL, tiles whose keys are all later than their queries are not written, W is a multiple of KEYS, S counts the keys,
+    too, and ``score_b`` is None, since the batch's rows follow each other. Without it there are W keys, each scored for every
+    query, ``seq_BS`` is None, and a score is the sum as it comes, NaN and infinities included. ``x_s`` and the like are
     strides. No score is −0, since accumulators start at +0.
     """
     r, j = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES), tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     b, d = tl.program_id(2).to(tl.int64), tl.arange(0, D)
-    if tl.program_id(0) * KEYS > first + tl.program_id(1) * QUERIES + QUERIES - 1:
+    if CAUSAL and tl.program_id(0) * KEYS > first + tl.program_id(1) * QUERIES + QUERIES - 1:
         return
-    i, at, heads = tl.minimum(first + r, S - 1), tl.minimum(j, S - 1), H
+    i, at, heads = tl.minimum(first + r, S - 1), tl.minimum(j, (S if CAUSAL else W) - 1), H
     seq = seq_BS
     if seq_BS is not None:
         seq += b * S
@@ -97,6 +101,10 @@ def score_keys(
         w = tl.load(w_at + h * w_h).to(tl.float32)
         logit = tl.dot(tl.load(q_at + h * q_h), k)
         score += w[:, None] * _relu(logit)
+    if not CAUSAL:
+        out = score_BRW + b * score_b + r.to(tl.int64)[:, None] * W + j[None, :]
+        tl.store(out, score, mask=(r < rows)[:, None] & (j < W)[None, :])
+        return
     score = tl.where(score == score, tl.clamp(score, -_HIGHEST, _HIGHEST), float("inf"))
     visible = j[None, :] <= i[:, None]
     if seq_BS is not None:

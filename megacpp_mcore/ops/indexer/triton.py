@@ -1,7 +1,7 @@
 """The DSA indexer's ops by Triton kernels on a GPU: :func:`~megacpp_mcore.ops.indexer.reference.select` and
-:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`.
+:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`; and the scores alone (:func:`score_all`), for ``chunked.py``.
 
-Legend: S queries, T keys, B batch, H indexer heads, D indexer head width, N selected keys of a query.
+Legend: S queries, R queries of a chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys of a query.
 
 The selection processes chunks of queries (:func:`chunks`): one launch scores all keys up to each query, the next takes the best
 of each row. The same inputs give the same bits. The gradient is one launch, one program per query, which accumulates into the
@@ -25,7 +25,7 @@ from megacpp_mcore.ops.visibility import check_square
 
 HEAD_DIM, MOST_HEADS = 64, 64
 """The head width, and for the gradient the most heads, for which the kernels compile without a spill and are tested against
-the reference."""
+the reference. :func:`score_all` has widths of its own."""
 
 QUERIES, KEYS = 64, 128
 """Tile of scores: one warp group's product, whose result and accumulator leave registers for three programs."""
@@ -33,9 +33,16 @@ QUERIES, KEYS = 64, 128
 SCRATCH = 2**24
 """Scores of a chunk: 64 MiB in float32."""
 
-SCORE_KEYS = {"D": HEAD_DIM, "QUERIES": QUERIES, "KEYS": KEYS, "STAGES": 3, "num_warps": 4, "num_stages": 3}
+SCORE_KEYS = {
+    "D": HEAD_DIM, "QUERIES": QUERIES, "KEYS": KEYS, "STAGES": 3, "CAUSAL": True, "num_warps": 4, "num_stages": 3
+}  # fmt: skip
 TAKE_BEST = {"KEYS": KEYS, "BLOCK": 1024, "num_warps": 1, "num_stages": 1}
 """Launch options of the selection. One warp per row of scores, so that none waits for another."""
+
+ALL_KEYS = SCORE_KEYS | {"CAUSAL": False, "maxnreg": 168}
+SCORE_ALL = {HEAD_DIM: ALL_KEYS, 128: ALL_KEYS | {"D": 128, "STAGES": 2, "num_stages": 2}}
+"""Launch options of :func:`score_all` by head width. Registers and shared memory leave room for three programs: without the
+limit, rows of T not a multiple of 16, whose numbers are stored one by one, take 254 registers of a thread."""
 
 
 def learn(heads: int, selected: int, deterministic: bool) -> dict[str, int]:
@@ -100,13 +107,49 @@ def select(
         size = part.batch.stop - part.batch.start
         kernels.score_keys[(part.width // KEYS, triton.cdiv(part.rows, QUERIES), size)](
             q_part, k_part, w_part, None if seq is None else seq[part.batch], scratch,
-            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, part.first, part.rows, part.width, H,
+            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, part.first, part.rows, part.width, H, None,
             **SCORE_KEYS,
         )  # fmt: skip
         kernels.take_best[(part.rows, size)](
             scratch, index_BSN[part.batch], S, part.first, part.rows, part.width, N, **TAKE_BEST
         )
     return index_BSN
+
+
+@torch.no_grad()
+def score_all(
+    score_BRT: torch.Tensor, q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, first: int = 0
+) -> None:
+    """Write into ``score_BRT`` the scores of all T keys, hidden from none, for queries ``first`` to ``first + R - 1``.
+
+    They are those of :func:`~megacpp_mcore.ops.indexer.reference.score_block` but for rounding, with its NaN and infinities;
+    operands of q·k have the dtype of q, accumulators are float32. One launch, for which nothing waits.
+
+    Args:
+        score_BRT: float32; may be a slice of longer or more rows, but each row is whole, strides ``(any, T, 1)``.
+        q_SBHD, k_TBD, w_SBH: inputs of the scores, which may be strided; where strides of q or k are not multiples of 16, the
+            kernel spills registers.
+        first: first query to score.
+
+    Raises:
+        ModelError: sizes, strides or dtypes that the kernel does not support.
+    """
+    check_indexer(q_SBHD, k_TBD, w_SBH)
+    _check_kernels(q_SBHD, k_TBD, tuple(SCORE_ALL))
+    (S, B, H, D), T, R = q_SBHD.shape, len(k_TBD), score_BRT.shape[1]
+    found = (score_BRT.dtype, tuple(score_BRT.shape), score_BRT.stride()[1:])
+    if found != (torch.float32, (B, R, T), (T, 1)) or not 0 <= first <= first + R <= S:
+        raise ModelError(
+            f"scores of {S} queries from {first} on have dtype, shape and last strides {found}, expected "
+            f"{(torch.float32, (B, f'at most {S - first}', T), (T, 1))}"
+        )
+    q, k, launch = _rows(q_SBHD), _rows(k_TBD), SCORE_ALL[D]
+    with torch.cuda.device_of(q):
+        kernels.score_keys[(triton.cdiv(T, KEYS), triton.cdiv(R, QUERIES), B)](
+            q, k, w_SBH, None, score_BRT,
+            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, first, R, T, H, score_BRT.stride(0),
+            **launch,
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -165,7 +208,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check_kernels(q_SBHD: torch.Tensor, k_TBD: torch.Tensor) -> None:
+def _check_kernels(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, widths: tuple[int, ...] = (HEAD_DIM,)) -> None:
     """Refuse sizes and dtypes for which no kernel was built and tested."""
     if not len(q_SBHD):
         raise ModelError("there are 0 queries, expected at least one; do not call the op for an empty sequence")
@@ -174,7 +217,8 @@ def _check_kernels(q_SBHD: torch.Tensor, k_TBD: torch.Tensor) -> None:
             f"indexer q and k have dtypes {q_SBHD.dtype} and {k_TBD.dtype}; the Triton kernels take both in bfloat16 or both "
             "in float16: cast them, or use the reference"
         )
-    if q_SBHD.shape[-1] != HEAD_DIM:
+    if q_SBHD.shape[-1] not in widths:
         raise ModelError(
-            f"the indexer's head width is {q_SBHD.shape[-1]}; the Triton kernels take {HEAD_DIM}: use the reference"
+            f"the indexer's head width is {q_SBHD.shape[-1]}; the Triton kernels take "
+            f"{' or '.join(map(str, widths))}: use the reference"
         )

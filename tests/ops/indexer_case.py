@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch.nn.functional import pad
 
 from megacpp_mcore.ops.indexer.chunked import KeyRule
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores, score_block
@@ -48,11 +49,11 @@ draw_exact = partial(draw, exact=True)
 def as_one_projection(inputs: Tensors) -> Tensors:
     """The same q and w as columns of one matrix, whose rows begin anywhere, and k as columns of another."""
     q, k, w = inputs
-    wide = torch.cat([q.flatten(2), w, w[..., :3]], dim=2)[..., :-3]
+    wide = pad(torch.cat([q.flatten(2), w], dim=2), (0, 3))[..., :-3]
     heads, width = q.shape[2:]
     return [
         wide[..., : heads * width].unflatten(2, (heads, width)),
-        torch.cat([k, k[..., :5]], dim=2)[..., :-5],
+        pad(k, (0, 5))[..., :-5],
         wide[..., heads * width :],
     ]
 

@@ -274,14 +274,14 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "with scores in PyTorch (those by the kernel are not timed), one H200, b 1, 32 heads: forward 7.0 ms instead of 6.4 ms "
-        "at sq 4096, 105 ms instead of 93 ms at 16,384; with the dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a "
-        "sparse loss the gradient of k is not deterministic on a GPU, unless torch.use_deterministic_algorithms(True)"
+        "with the dense loss, one H200, b 1, sq 4096, 32 heads: 1.5 × stock's time, and 1.6 × with gradients (without ReLU, so "
+        "with scores in PyTorch); with those, forward: 1.1 ×; under a sparse loss the gradient of k is not deterministic on a "
+        "GPU, unless torch.use_deterministic_algorithms(True)"
     ),
     gain=(
-        "with scores in PyTorch, b 1, sq 16,384, 32 heads × 64, one H200: forward 0.19 GB instead of 68.7 GB; with its sparse "
-        "loss 0.19 GB where stock runs out of memory (243 GB computed); at sq 4096 0.15 GB instead of 16.2 GB, there in 11 ms "
-        "instead of 50 ms"
+        "b 1, 32 heads × 64, bf16, one H200: at sq 4096 forward 0.7 ms and 0.13 GB instead of 6.3 ms and 4.3 GB, with its "
+        "sparse loss 7 ms and 0.13 GB instead of 50 ms and 16.2 GB; with scores in PyTorch at sq 16,384 forward 0.19 GB "
+        "instead of 68.7 GB, with its sparse loss 0.19 GB where stock runs out of memory (243 GB computed)"
     ),
     retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
 )

@@ -1,4 +1,4 @@
-"""The end of an error message about an unknown name: suggestions, and the known names."""
+"""For error messages: names near an unknown one, with the known names; the number that fits nearest to one that does not."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> st
     near = meant or difflib.get_close_matches(str(word), names, cutoff=0.5)
     question = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"{question}known: {', '.join(names) or 'none'}"
+
+
+def nearest_number(found: int, fitting: Iterable[int]) -> int:
+    """The number of ``fitting`` nearest to ``found``; of two equally near ones the larger."""
+    return min(fitting, key=lambda number: (abs(number - found), -number))

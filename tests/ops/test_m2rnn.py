@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megacpp_mcore.backends.candidates import own_candidates
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import reference as ref
 from megacpp_mcore.ops.testing import assert_parity
@@ -258,6 +259,17 @@ def test_the_kernels_refuse_a_dtype_before_anything_is_launched() -> None:
     triton = pytest.importorskip("megacpp_mcore.ops.m2rnn.triton")
     case = Case(B=1, S=3, H=2, dtype=torch.float32)
     with pytest.raises(ModelError, match=r"torch\.float32"):
+        outcome(triton.m2rnn, case, draw(case))
+
+
+@pytest.mark.parametrize(("K", "V", "nearest"), [(8, 16, 16), (40, 16, 32), (48, 8, 64), (128, 16, 64)])
+def test_widths_that_the_kernels_do_not_take_are_named_with_the_nearest(K: int, V: int, nearest: int) -> None:
+    triton = pytest.importorskip("megacpp_mcore.ops.m2rnn.triton")
+    (kernels,) = (each for each in own_candidates() if (each.op, each.name) == ("m2rnn", "triton"))
+    (taken,) = kernels.support.dims["key_dim"].one_of
+    case = Case(B=1, S=3, H=2, K=K, V=V)
+    said = rf"key dim {K} and value dim {V}; .* gives them {taken} alone, .* the nearest are {nearest} and 16:"
+    with pytest.raises(ModelError, match=said):
         outcome(triton.m2rnn, case, draw(case))
 
 

@@ -254,7 +254,7 @@ def test_only_one_state_per_chunk_is_kept() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank without mimo": ({"mimo_x": None, "mimo_z": None, "mimo_o": None}, "SISO needs rank 1"),
     "half a mimo": ({"mimo_z": None}, "mimo_z missing"),
-    "groups": ({"b": torch.zeros(37, 2, 4, 3, 8), "c": torch.zeros(37, 2, 4, 3, 8)}, "do not divide into 4 groups"),
+    "groups": ({"b": torch.zeros(37, 2, 4, 3, 8), "c": torch.zeros(37, 2, 4, 3, 8)}, "into 4 groups .* nearest is 3"),
     "gate": ({"z": torch.zeros(37, 2, 6, 5)}, r"z has shape .* expected \(37, 2, 6, 4\)"),
     "norm weight": ({"c_norm_weight": torch.zeros(9)}, "c_norm_weight has shape"),
     "bias": ({"b_bias": torch.zeros(6, 8)}, "b_bias has shape"),
@@ -307,8 +307,9 @@ def test_what_a_kernel_would_read_beyond_is_refused(path: str, name: str, size: 
         ({"P": 24}, "head dim 24: .* the nearest is 32"),
         ({"N": 66}, "state 66: .* the nearest is 64"),
         ({"N": 100}, "state 100: .* the nearest is 128"),
-        ({"R": 3}, "MIMO rank 3: .* take 1, 2, 4, 8 or 16"),
-        ({"A": 9}, "9 rotation angles need a state of at least 18, found 16"),
+        ({"R": 3}, r"MIMO rank 3: .* \(1, 2, 4, 8, 16\); the nearest is 4"),
+        ({"R": 32}, "MIMO rank 32: .* the nearest is 16"),
+        ({"A": 9}, "9 rotation angles need a state of at least 18, found 16, which takes 8"),
     ],
 )
 def test_sizes_that_the_kernels_do_not_take_are_named_with_the_nearest(sizes: dict[str, int], message: str) -> None:

@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState, check_mixer, last_window, scale_rows
+from megacpp_mcore.util.nearest import nearest_number
 
 KEY_DIMS = (16, 32, 64)
-"""Whole row blocks of the recurrence, and a power of two for the convolution."""
+"""Whole row blocks of the recurrence, and a power of two for the convolution. The dispatcher takes the kernels for 64 alone."""
 
 ROW_LOOPS = 528
 """Programs of the gate's backward, which loop over the rows: four for each multiprocessor of an H200."""
@@ -71,8 +72,9 @@ def m2rnn(
     key_dim, (heads, value_dim) = q_SBK.shape[-1], v_SBHV.shape[-2:]
     if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
         raise ModelError(
-            f"M²RNN's kernels were given key dim {key_dim} and value dim {value_dim}; they take one of {KEY_DIMS} and "
-            f"{recurrence.COLUMNS}: use the reference"
+            f"M²RNN's kernels were given key dim {key_dim} and value dim {value_dim}; they take key dims {KEY_DIMS}, of which "
+            f"the dispatcher gives them 64 alone, and value dim {recurrence.COLUMNS}; the nearest are "
+            f"{nearest_number(key_dim, KEY_DIMS)} and {recurrence.COLUMNS}: use these, or the reference"
         )
     if qk_conv_weight.shape[1] != v_conv_weight.shape[1]:
         raise ModelError(

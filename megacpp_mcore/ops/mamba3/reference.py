@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, expect_shape
 from megacpp_mcore.ops.packed.documents import document_starts, segmented_cumsum
+from megacpp_mcore.util.nearest import nearest_number
 
 _expect = functools.partial(expect_shape, "Mamba-3")
 
@@ -614,9 +615,8 @@ def check_mixer(
     _, _, groups, rank, n = _dims("b", b_SBGRN, "SBGRN")
     _expect("z", z_SBHP, "SBHP", (sequence, batch, heads, head_dim))
     if heads % groups:
-        raise ModelError(
-            f"{heads} heads do not divide into {groups} groups of B and C; choose groups that divide the heads."
-        )
+        fitting = nearest_number(groups, (number for number in range(1, heads + 1) if heads % number == 0))
+        raise ModelError(f"{heads} heads do not divide into {groups} groups of B and C; the nearest is {fitting}.")
     for name, tensor in (("b", b_SBGRN), ("c", c_SBGRN)):
         _expect(name, tensor, "SBGRN", (sequence, batch, groups, rank, n))
     for name, tensor in (("b_bias", b_bias_HRN), ("c_bias", c_bias_HRN)):

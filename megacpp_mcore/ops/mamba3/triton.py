@@ -35,9 +35,13 @@ from megacpp_mcore.ops.mamba3.reference import (
 )
 from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
+from megacpp_mcore.util.nearest import nearest_number
 
 ROWS = 64
 """Rows of a chunk, tokens × ranks: those of one warp group's tensor-core product."""
+
+RANKS = (1, 2, 4, 8, 16)
+"""Those that divide a chunk's rows and leave four tokens."""
 
 SEGMENT = 128
 """Least tokens between two stored states with several ranks; no segment is shorter than a chunk."""
@@ -287,15 +291,17 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
     if not plan.A_floor > 0:
         raise ModelError(f"A_floor is {plan.A_floor}; expected a positive number such as 1e-4.")
     if 2 * A > plan.N:
-        raise ModelError(f"{A} rotation angles need a state of at least {2 * A}, found {plan.N}; lower the fraction.")
-    if ROWS % plan.R or plan.R > 16:
-        raise ModelError(f"MIMO rank {plan.R}: the Triton kernels take 1, 2, 4, 8 or 16; use the reference for others.")
+        raise ModelError(
+            f"{A} rotation angles need a state of at least {2 * A}, found {plan.N}, which takes {plan.N // 2}."
+        )
+    if plan.R not in RANKS:
+        fitting = nearest_number(plan.R, RANKS)
+        raise ModelError(f"MIMO rank {plan.R}: the Triton kernels take one of {RANKS}; the nearest is {fitting}.")
     for name, size in (("head dim", plan.P), ("state", plan.N)):
         if size < 16 or size & (size - 1):
-            below = 1 << max(size.bit_length() - 1, 4)
-            nearest = below if 2 * size < 3 * below else 2 * below
+            fitting = nearest_number(size, (16 << power for power in range(size.bit_length())))
             raise ModelError(
-                f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {nearest}."
+                f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {fitting}."
             )
     dtypes = {tensor.dtype for tensor in inputs}
     if len(dtypes) > 1:

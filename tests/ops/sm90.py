@@ -1,4 +1,5 @@
-"""What a Triton kernel becomes on an H200, compiled without one: registers, instructions; and that nothing is spilled."""
+"""What a Triton kernel becomes on an H200, compiled without one: registers, instructions; that nothing is spilled, and that
+registers allow the programs of :data:`PROGRAMS`."""
 
 from __future__ import annotations
 
@@ -19,6 +20,16 @@ _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 """How a kernel is launched; the rest of a launch's keywords are the kernel's own."""
 
+PROGRAMS = {
+    "add_gradients": 4, "angles_bwd": 5, "borders": 10, "gate_bwd": 6, "head_norm_bwd": 5, "norm_bwd": 3, "norm_fwd": 6,
+    "pass_states": 8, "route": 4, "route_backward": 10, "tables_fwd": 5, "turn": 4, "turn_and_add": 2, "turn_totals": 3,
+    "weight_gradient": 2,
+}  # fmt: skip
+"""By kernel, how many programs' registers a multiprocessor has to hold: as many as of its largest variant today.
+
+Only kernels with more than the least: as no thread has over 255 registers, any two programs of four warps are held, or one of
+eight, or eight of one."""
+
 
 def types(**names: str) -> dict[str, str]:
     """The types of pointers, from the names that have each."""
@@ -33,11 +44,13 @@ class Compiled:
         registers: of one thread.
         instructions: how many of each, by the name in SASS.
         shared: bytes of shared memory of one program.
+        programs: how many a multiprocessor's 65,536 registers hold, which are given out in eights per thread.
     """
 
     registers: int
     instructions: Counter[str]
     shared: int
+    programs: int
 
 
 def compiled(
@@ -48,7 +61,7 @@ def compiled(
     *,
     multiples: tuple[str, ...] = (),
 ) -> Compiled:
-    """Compile ``kernel`` as it ships, every pointer on 16 bytes; fail where something has no register and is spilled.
+    """Compile ``kernel`` as it ships, every pointer on 16 bytes; fail on a spill, or on fewer :data:`PROGRAMS`.
 
     Args:
         kernel: a function under ``triton.jit``.
@@ -79,7 +92,10 @@ def compiled(
     assert registers, usage
     assert instructions, listing[:2000]
     assert not instructions["STL"] + instructions["LDL"], (kernel, constants, usage)
-    return Compiled(int(registers.group(1)), instructions, made.metadata.shared)
+    used = int(registers.group(1))
+    programs = 65536 // (-(-used // 8) * 8 * 32 * made.metadata.num_warps)
+    assert programs >= PROGRAMS.get(kernel.__name__, 1), (kernel, constants, usage)
+    return Compiled(used, instructions, made.metadata.shared, programs)
 
 
 def _run(program: str, *words: object) -> str:

@@ -105,7 +105,13 @@ class Variant:
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     def deterministic(self) -> Variant:
-        """This variant as Megatron's ``--deterministic-mode`` runs it."""
+        """This variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode.
+
+        Raises:
+            BenchmarkError: it is captured: its graphs would be shared with the variant of the other mode.
+        """
+        if self.is_captured:
+            raise BenchmarkError(f"{self.name} is captured; expected deterministic() before captured()")
         return dataclasses.replace(self, name=f"{self.name}, deterministic", around=_deterministic_algorithms)
 
     @classmethod

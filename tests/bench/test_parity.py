@@ -200,6 +200,30 @@ def test_a_replay_is_compared_with_replays_alone(outcome: Measured) -> None:
     assert times(2, "ours (mla sdpa)", OURS).captured().name == "ours, CUDA graph (mla sdpa)"
 
 
+def test_a_graph_is_captured_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Stub:
+        def __init__(self, call: Callable[..., Any]) -> None:
+            self.call = call
+
+        def __call__(self, *given: Any) -> Any:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return self.call(*given)
+
+    monkeypatch.setattr("megacpp_mcore.bench.problem.Captured", Stub)
+    ours = times(2, "ours", OURS)
+    both = ours.deterministic().captured()
+    assert (both.name, both.is_captured) == ("ours, deterministic, CUDA graph", True)
+    made = problem(both)
+    found = runner._measure(made, both, Options(**QUICK))
+    assert [result.right for result in found.values()] == [True] * len(found)
+    assert set(seen) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(BenchmarkError, match=r"expected deterministic\(\) before captured\(\)"):
+        ours.captured().deterministic()
+
+
 def test_a_bound_is_timed_and_compared_with_nothing(outcome: Measured) -> None:
     bound = Variant(name="bound", side=BOUND, runs={BOTH: lambda inputs: None})
     found = by_variant(outcome(bound, times(2, "ours", OURS)))

@@ -91,9 +91,11 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
     check = AgainstTruth(truth, LIMITS[options.dtype], yardstick=PLAIN, norms=norms)
     check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH, inputs)
     ours = list(Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=bool(fixed)))
+    ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
+    graphs = [one.captured() for one in ours if one.name in ("sdpa", "flash4") and one.runs]
     return Problem(
         inputs=inputs,
-        variants=[*beside, *ours, *(one.deterministic() for one in ours if one.name == "flash4" and one.runs)],
+        variants=[*beside, *ours, *ordered, *graphs],
         works=Floor.pair(work, forward, forward + backward, options.dtype),
         check=check,
         stock=beside[0].name,

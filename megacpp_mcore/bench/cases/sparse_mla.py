@@ -62,13 +62,15 @@ def problem(options: Options) -> Problem:
     queries, keys, output = (S * B * width * draw.itemsize for width in (H * K, K, H * V))
     forward = queries + keys + S * B * min(N, S) * 4 + output
     ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
+    fixed = [one.deterministic() for one in ours if one.name == "triton" and one.runs]
     return Problem(
         inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, partial(_stock, **how)),
             Variant.of(f"patch {PATCH}", OURS, partial(_stock, **how), around=partial(patched, PATCH)),
             *ours,
-            *(one.deterministic() for one in ours if one.name == "triton" and one.runs),
+            *fixed,
+            *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
             *_dense(options, K, V),
         ],
         works=Floor.pair(

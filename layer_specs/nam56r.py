@@ -32,7 +32,7 @@ from megacpp_mcore import cpu, patches, policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
-from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends import Dispatcher, vendors
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention, sparse_attention
@@ -166,11 +166,13 @@ def layer_spec(
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
-    """Set which Transformer Engine features this process may use, from the run's configuration file."""
+    """Set which features of Transformer Engine and which vendors' kernels this process may use, from the run's file."""
     if settings is None:
         imports.configure(None)
+        vendors.configure(None)
     else:
         imports.configure(settings.transformer_engine, str(settings.path))
+        vendors.configure(settings.vendors, str(settings.path))
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

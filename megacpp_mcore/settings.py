@@ -14,6 +14,7 @@ Its keys::
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
     transformer_engine: {attention: false}           # which features may be used (megacpp_mcore.te.imports.Features)
+    vendors: {flash4: false}                         # other packages' kernels (megacpp_mcore.backends.vendors.Vendors)
     fp8: {recipe: block}                             # dense GEMMs in FP8 (megacpp_mcore.te.precision.FP8)
 
 or, for a stock DSA model with the patch dsa-index-cache, only this key::
@@ -36,6 +37,7 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends.vendors import Vendors
 from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, ModelError, PatternError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
@@ -129,6 +131,7 @@ _GROUPS: Mapping[str, type] = MappingProxyType(
         "experimental_taxes": ExperimentalTaxes,
         "observability": Observability,
         "transformer_engine": Features,
+        "vendors": Vendors,
         "fp8": FP8,
     }
 )
@@ -147,7 +150,7 @@ class PluginConfig:
         compile: one of :data:`COMPILE_MODES`.
         recompute: what is recomputed in the backward pass.
         max_documents: the most documents that a packed row may hold; None: a default from its length.
-        speed_defaults, experimental_taxes, observability, transformer_engine, fp8: the groups of those names.
+        speed_defaults, experimental_taxes, observability, transformer_engine, vendors, fp8: the groups of those names.
         given: the options set in the file, as ``group.key``, or ``compile`` and ``recompute``.
     """
 
@@ -162,6 +165,7 @@ class PluginConfig:
     experimental_taxes: ExperimentalTaxes = ExperimentalTaxes()
     observability: Observability = Observability()
     transformer_engine: Features = field(default_factory=Features)
+    vendors: Vendors = field(default_factory=Vendors)
     fp8: FP8 = field(default_factory=FP8)
     given: frozenset[str] = frozenset()
 

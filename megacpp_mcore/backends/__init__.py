@@ -4,6 +4,7 @@
 module                 content
 =====================  ===============================================================================================
 :mod:`~.support`       what a candidate supports, as data
+:mod:`~.vendors`       which other packages' kernels the configuration file allows
 :mod:`~.probes`        what works on this machine: Transformer Engine, Triton, Apex, each probed once per process
 :mod:`~.dispatcher`    chooses among candidates and records the choices
 :mod:`~.candidates`    the implementations in this package, and those of the layers' linears, norms and experts

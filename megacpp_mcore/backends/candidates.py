@@ -116,7 +116,7 @@ def own_candidates() -> tuple[Candidate, ...]:
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         dataclasses.replace(
-            _candidate("mla", "flash4", Speed.KERNEL, _FLASH4, "megacpp_mcore.ops.mla.flash4:attend", (CUDA,)),
+            _candidate("mla", "flash4", Speed.KERNEL, _FLASH4, "megacpp_mcore.ops.mla.flash4:attend", ("flash4", CUDA)),
             probe=lambda: _load("megacpp_mcore.ops.mla.flash4:probe")(),
             by_name=True,
         ),
@@ -193,7 +193,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 Speed.KERNEL,
                 _EXPERTS_TRITON,
                 "megacpp_mcore.ops.grouped_mlp.quack:routed_mlp",
-                _GPU_TRITON,
+                ("quack", *_GPU_TRITON),
             ),
             probe=lambda: _load("megacpp_mcore.ops.grouped_mlp.quack:probe")(),
             by_name=True,
@@ -280,7 +280,7 @@ def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
         _candidate(op, "chunked", Speed.KERNEL, Support(), f"{path}:chunked"),
         *(
             dataclasses.replace(
-                _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (CUDA,)),
+                _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (name, CUDA)),
                 probe=functools.partial(_tried, path, name),
                 by_name=True,
             )

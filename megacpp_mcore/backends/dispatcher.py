@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp_mcore.backends import probes
+from megacpp_mcore.backends import probes, vendors
 from megacpp_mcore.backends.probes import ProbeResult
 from megacpp_mcore.backends.support import Support
 from megacpp_mcore.errors import BackendError
@@ -57,7 +57,8 @@ class Candidate:
         speed: its class.
         load: imports it and returns the callable.
         support: what it supports.
-        requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
+        requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`, and the vendor of
+            :data:`megacpp_mcore.backends.vendors.NAMES` that must not be disabled.
         probe: an additional check, run once before use.
         by_name: whether it runs only if requested by name, because it is less accurate, or no benchmark row shows
             that it is faster.
@@ -73,9 +74,10 @@ class Candidate:
     by_name: bool = False
 
     def __post_init__(self) -> None:
+        known = (*probes.REQUIREMENTS, *vendors.NAMES)
         for name in self.requires:
-            if name not in probes.REQUIREMENTS:
-                raise BackendError(_unknown(f"requirement of backend {self.name}", name, probes.REQUIREMENTS))
+            if name not in known:
+                raise BackendError(_unknown(f"requirement of backend {self.name}", name, known))
 
     def present(self) -> ProbeResult:
         """Whether this machine meets its requirements; a probe that raises means no."""

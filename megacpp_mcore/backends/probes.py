@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from megacpp_mcore.backends import vendors
 from megacpp_mcore.te import imports
 from megacpp_mcore.te.imports import DISABLE_TE, TRANSFORMER_ENGINE
 from megacpp_mcore.te.imports import disabled as te_disabled
@@ -25,7 +26,9 @@ APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")
 
 
 def requirement(name: str) -> ProbeResult:
-    """Whether the requirement ``name`` of :data:`REQUIREMENTS` works here; Transformer Engine must also not be disabled."""
+    """Whether the requirement ``name`` works here and is not disabled; of a vendor, only whether it is not disabled."""
+    if name in vendors.NAMES:
+        return vendors.allowed(name)
     if name == TRANSFORMER_ENGINE and te_disabled():
         return ProbeResult(False, te_disabled())
     return _probed(name)

@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 import megacpp_mcore
 from megacpp_mcore import settings
-from megacpp_mcore.backends import own_candidates, table
+from megacpp_mcore.backends import own_candidates, table, vendors
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError
@@ -64,6 +64,7 @@ class Component:
         if_absent: what is unavailable without it, and how to get it, where that is worth a line.
         genuine: a folder that the genuine package has, and another package of that name has not.
         impostor: what that other package is, and what to do.
+        vendor: its name under ``vendors`` in the file of ``MEGACPP_CONFIG``, which may switch it off.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Component:
     if_absent: str = ""
     genuine: str = ""
     impostor: str = ""
+    vendor: str = ""
 
     @property
     def is_needed(self) -> bool:
@@ -172,9 +174,11 @@ COMPONENTS: tuple[Component, ...] = (
     Component(name="deep_gemm", module="deep_gemm", probe=_DEEP_GEMM, distributions=("sgl-deep-gemm", "deep-gemm"),
               genuine="include", impostor="no DeepGEMM: it has no CUDA sources to compile; run `pip uninstall deep-gemm` and "
                                           "install sgl-deep-gemm==0.2.1"),
-    Component(name="flash-attn-4", module="flash_attn.cute", probe=_FLASH4, advice=_CUTE),
-    Component(name="quack-kernels", module="quack.linear_cross_entropy", probe=_REDUCED.format(name="quack")),
-    Component(name="liger-kernel", module="liger_kernel.transformers", probe=_REDUCED.format(name="liger")),
+    Component(name="flash-attn-4", module="flash_attn.cute", probe=_FLASH4, advice=_CUTE, vendor="flash4"),
+    Component(name="quack-kernels", module="quack.linear_cross_entropy", probe=_REDUCED.format(name="quack"),
+              vendor="quack"),
+    Component(name="liger-kernel", module="liger_kernel.transformers", probe=_REDUCED.format(name="liger"),
+              vendor="liger"),
     Component(name="transformers", module="transformers", advice=_TOKENIZER, if_absent=_TOKENIZER,
               probe="from transformers import AutoTokenizer\nimport transformers\nversion = transformers.__version__"),
     Component(name="apex: amp_C", module="amp_C", distributions=("apex",)),
@@ -215,8 +219,10 @@ def _python() -> Finding:
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
-    """Examine a component; Transformer Engine also obeys the environment's switch, an invalid value of which is refused."""
+    """Examine a component; some also obey a switch, of the environment or the file. An invalid variable is refused."""
     finding = _find_and_try(component, time_limit_s)
+    if component.vendor and not (switch := vendors.allowed(component.vendor)).ok and finding.state in (WORKS, ABSENT):
+        return replace(finding, state=OFF if finding.state == WORKS else ABSENT, reason=switch.reason)
     try:
         reason = te_disabled() if component.module == TRANSFORMER_ENGINE else ""
     except BackendError as error:
@@ -346,14 +352,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _engine() -> str:
-    """The implementation of each Transformer Engine feature here, under the file of ``MEGACPP_CONFIG`` if there is one."""
-    if (file := settings.from_environment()) is not None:
-        imports.configure(file.transformer_engine, str(file.path))
+    """The implementation of each Transformer Engine feature here."""
     return f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, or the backends; returns 1 when a finding would make training fail."""
+    if settings.index_schedule_from_environment() is None and (file := settings.from_environment()) is not None:
+        imports.configure(file.transformer_engine, str(file.path))
+        vendors.configure(file.vendors, str(file.path))
     if args.backends:
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.backends.vendors import allowed
 from megacpp_mcore.errors import BackendError
 from megacpp_mcore.ops.testing import worst_row
 from megacpp_mcore.util.probe import ProbeResult, probe_import
@@ -51,8 +52,10 @@ def entry(name: str) -> Callable[..., Any]:
     """The entry point called ``name`` in :data:`ENTRIES`.
 
     Raises:
-        BackendError: it cannot be imported.
+        BackendError: it cannot be imported, or the configuration file disables it.
     """
+    if not (switch := allowed(_extra(name))).ok:
+        raise BackendError(f"{_extra(name)} cannot be used: {switch.reason}")
     module, _, attribute = ENTRIES[name].partition(":")
     try:
         found: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -68,7 +71,9 @@ def _extra(name: str) -> str:
 
 
 def installed(name: str) -> ProbeResult:
-    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
+    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported and is not disabled."""
+    if not (switch := allowed(_extra(name))).ok:
+        return switch
     found = probe_import(ENTRIES[name].partition(":")[0])
     return (
         found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,14 +13,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends import vendors as switches
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
+from megacpp_mcore.commands import doctor
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops import vendors
 from megacpp_mcore.ops.grouped_mlp import quack
 from megacpp_mcore.ops.linear_cross_entropy import reduced
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.util.probe import ProbeResult
 
 QKV = tuple(torch.randn(8, 1, 2, width) for width in (128, 128, 64))
 
@@ -38,6 +45,55 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
     with pytest.raises(BackendError, match=r"quack\.gemm_config cannot be used .* install the extra quack"):
         vendors.entry("quack_tile")
     assert "the extra quack of megacpp-mcore" in quack.probe().reason
+
+
+@pytest.fixture
+def disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Every vendor is disabled by a file; the reasons by name."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: nam56r_tiny\nvendors: {flash4: false, quack: false, liger: false}\n")
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file))
+    switches.configure(plugin_config.load(file).vendors, str(file))
+    yield {name: f"disabled by the settings file (vendors: {{{name}: false}} in {file})" for name in switches.NAMES}
+    switches.configure(None)
+
+
+def test_the_switches_are_those_of_the_entry_points(tmp_path: Path) -> None:
+    assert set(switches.NAMES) == {vendors._extra(name) for name in vendors.ENTRIES}
+    assert all(switches.allowed(name).ok for name in switches.NAMES)
+    (tmp_path / "run.yaml").write_text("model: nam56r_tiny\n")
+    assert plugin_config.load(tmp_path / "run.yaml").vendors == switches.Vendors()
+
+
+def test_a_disabled_vendor_is_absent(disabled: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it was tried before, and worked."""
+    monkeypatch.setattr(vendors, "probe_import", lambda module: ProbeResult(True))
+    monkeypatch.setattr(flash4, "_runs", lambda: ProbeResult(True))
+    probes = {"flash4": flash4.probe(), "quack": quack.probe(), "liger": reduced.probe("liger")}
+    assert {name: found.reason for name, found in probes.items()} == disabled
+    candidates = {one.name: one for one in linear_cross_entropy_candidates()}
+    assert {name: candidates[name].present().reason for name in ("quack", "liger")}.items() <= disabled.items()
+    for op, name in (("mla", "flash4"), ("routed_mlp", "quack")):
+        for asked in (lambda one: one.request(op, device="cuda"), Dispatcher.check_named):  # noqa: B023
+            with pytest.raises(BackendError) as raised:
+                asked(Dispatcher({op: name}))
+            assert f"{name!r} was asked for by name for op {op} and cannot run: {disabled[name]}" in str(raised.value)
+    with pytest.raises(BackendError, match=r"flash4 cannot be used: disabled by the settings file"):
+        flash4.attend(*QKV, softmax_scale=1.0)
+    switches.configure(None)
+    assert flash4.probe().ok
+
+
+def test_doctor_names_the_switch(disabled: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    switches.configure(None)
+    assert doctor.run(argparse.Namespace(backends=True, json=False)) == 0  # reads the file
+    said = capsys.readouterr().out
+    assert all(f"no: {reason}" in said for reason in disabled.values())
+    absent = doctor.Component(name="liger-kernel", module="no_such_module", vendor="liger")
+    works = doctor.Component(name="flash-attn-4", module="json", probe="version = '4'", vendor="flash4")
+    _, *found = doctor.examine([absent, works])
+    states = [(one.state, one.reason) for one in found]
+    assert states == [(doctor.ABSENT, disabled["liger"]), (doctor.OFF, disabled["flash4"])]
 
 
 def test_a_mask_is_refused() -> None:

@@ -95,8 +95,9 @@ class Variant:
     def captured(self) -> Variant:
         """This variant as CUDA graphs, one per piece of work: measures the device's time without the host's.
 
-        Each call gets leaves of its own with the same memory: a leaf whose gradient's node was made on the default stream, and
-        is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a capture.
+        Each call gets :attr:`Inputs.leaves` of its own with the same memory: a leaf whose gradient's node was made on the
+        default stream, and is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a
+        capture.
         """
         runs = {
             work: Captured(lambda inputs, run=run: run(inputs.with_new_leaves())) for work, run in self.runs.items()

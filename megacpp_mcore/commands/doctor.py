@@ -29,7 +29,7 @@ from megacpp_mcore import settings
 from megacpp_mcore.backends import own_candidates, table, vendors
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
-from megacpp_mcore.errors import BackendError
+from megacpp_mcore.errors import BackendError, ConfigFileError
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
 from megacpp_mcore.te import imports, specs
 from megacpp_mcore.util import host
@@ -356,15 +356,27 @@ def _engine() -> str:
     return f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the findings, or the backends; returns 1 when a finding would make training fail."""
-    if settings.index_schedule_from_environment() is None and (file := settings.from_environment()) is not None:
+def _configure() -> Finding | None:
+    """Obey the switches of the file of ``MEGACPP_CONFIG``, if it is set; what is wrong with a file that cannot be read."""
+    try:
+        file = None if settings.index_schedule_from_environment() is not None else settings.from_environment()
+    except ConfigFileError as error:
+        return Finding("MEGACPP_CONFIG", BROKEN, reason=str(error), blocks=True)
+    if file is not None:
         imports.configure(file.transformer_engine, str(file.path))
         vendors.configure(file.vendors, str(file.path))
+    return None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings, or the backends; returns 1 when a finding would make training fail."""
+    unreadable = _configure()
     if args.backends:
+        if unreadable is not None:
+            raise ConfigFileError(unreadable.reason)
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")
         return 0
-    findings = examine(time_limit_s=args.time_limit)
+    findings = [*examine(time_limit_s=args.time_limit), *([unreadable] if unreadable else [])]
     print(as_json(findings) if args.json else as_text(findings))
     return 0 if is_healthy(findings) else 1

@@ -234,6 +234,20 @@ def test_text_and_json() -> None:
     assert "nothing stands in the way" in doctor.as_text(findings[:1])
 
 
+def test_a_file_that_cannot_be_read_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "megacpp.yaml"
+    file.write_text("model: nam56r_tiny\nvendors: {flash5: false}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
+    monkeypatch.setattr(doctor, "examine", lambda **_: [Finding("python", WORKS)])
+    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=1.0)) == 1
+    finding = next(one for one in json.loads(capsys.readouterr().out)["components"] if one["name"] == "MEGACPP_CONFIG")
+    assert finding["state"] == BROKEN
+    assert "flash5" in finding["reason"]
+    assert "flash4" in finding["reason"]
+
+
 @pytest.mark.parametrize("names", [["torch", "megatron-core"], pytest.param([*BY_NAME], marks=pytest.mark.exhaustive)])
 def test_on_this_environment_training_is_possible(
     names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

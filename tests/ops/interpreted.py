@@ -218,6 +218,8 @@ def indexer_by_chunks(D: int) -> None:
     indexer.score_all = lambda *given: calls.append(given[0].shape) or score_all(*given)
     for S, T in ((90, 140), (140, 90)):
         made = indexer_chunks.Indexer(*indexer_case.draw_exact(S, H=3, D=D, T=T, dtype=torch.float16))
+        query, key, _ = indexer_case.draw(S, H=2, D=8, T=T)
+        attention, weight_BS = indexer_chunks.Attention(query, key[:, :, None], 0.3), torch.ones(2, S)
         for name, rule in indexer_case.draw_rules(S, T).items():
             for block, number in ((2**24, 1), (2 * T * 30, -(-S // 30))):
                 indexer_chunks.BLOCK_ELEMENTS = block
@@ -228,6 +230,8 @@ def indexer_by_chunks(D: int) -> None:
                     calls.clear()
                     both.append((*indexer_chunks.select(made, 20, rule), indexer_chunks.indexer_scores(made, rule)))
                     assert len(calls) == 2 * number * kernel, (calls, name)
+                    if rule is not None:
+                        both[-1] += tuple(indexer_chunks.dense_backward(made, attention, rule, weight_BS))
                 for plain, ours in zip(*both, strict=True):
                     assert plain.dtype == ours.dtype
                     assert torch.equal(plain, ours), (S, T, name)

@@ -283,7 +283,7 @@ def test_keys_on_rows(
     given = attention | (types(i64="dkv_ptr") if deterministic else {})
     made = compiled(sparse_mla.backward, given, constants, tmp_path)
     assert made.instructions["HGMMA"], made
-    assert made.programs >= (3 if heads == 16 else 2), made
+    assert heads > 16 or made.programs >= 3, made
 
 
 WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -117,6 +118,7 @@ class Indexer:
         k_TBD: indexer keys, one for all heads, rope applied.
         w_SBH: head weights, scale included.
         relu: whether ``q·k`` goes through ReLU.
+        kernel: whether the scores may be the Triton kernel's, where it covers them.
 
     Raises:
         ModelError: shapes or dtypes are not as described.
@@ -126,6 +128,7 @@ class Indexer:
     k_TBD: torch.Tensor
     w_SBH: torch.Tensor
     relu: bool = True
+    kernel: bool = True
 
     def __post_init__(self) -> None:
         require_float(q_SBHD=self.q_SBHD, k_TBD=self.k_TBD, w_SBH=self.w_SBH)
@@ -145,7 +148,12 @@ class Indexer:
     def by_kernel(self) -> bool:
         """Whether :meth:`scores` are the Triton kernel's: for q and k of one 16-bit dtype on one GPU, ReLU, and its widths."""
         q, k, w = self.q_SBHD, self.k_TBD, self.w_SBH
-        if not self.relu or q.device != k.device or q.device != w.device or not _runs_kernels(q.device):
+        if (
+            not (self.kernel and self.relu)
+            or q.device != k.device
+            or q.device != w.device
+            or not _runs_kernels(q.device)
+        ):
             return False
         if q.dtype != k.dtype or q.dtype not in (torch.bfloat16, torch.float16) or self.dtype != torch.float32:
             return False
@@ -153,13 +161,10 @@ class Indexer:
 
         return q.shape[-1] in SCORE_ALL
 
-    def keys(self) -> torch.Tensor:
-        """``k_BTD`` in the compute dtype."""
+    @cached_property
+    def k_BTD(self) -> torch.Tensor:
+        """The keys in the compute dtype."""
         return self.k_TBD.to(self.dtype).transpose(0, 1)
-
-    def keys_to_score(self) -> torch.Tensor:
-        """``k_BTD`` for :meth:`scores` alone: as given where the kernel reads it, else :meth:`keys`."""
-        return self.k_TBD.transpose(0, 1) if self.by_kernel else self.keys()
 
     def rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
         """``q_BRHD`` and ``w_BRH`` of a chunk, in the compute dtype."""
@@ -176,14 +181,14 @@ class Indexer:
         """Elements of the largest temporary of :meth:`scores`, its result included, for each query and batch row."""
         return len(self.k_TBD) * (1 if self.by_kernel else self.q_SBHD.shape[2])
 
-    def scores(self, k_BTD: torch.Tensor, rows: range, out_BRT: torch.Tensor | None = None) -> torch.Tensor:
+    def scores(self, rows: range, out_BRT: torch.Tensor | None = None) -> torch.Tensor:
         """``score_BRT`` of a chunk, which is ``out_BRT`` where that is given.
 
         By the kernel there is no temporary, and rows of ``out_BRT`` have stride T; else there is one of [B, R, H, T].
         """
         if not self.by_kernel:
             here = slice(rows.start, rows.stop)
-            score_BRT = score_block(self.q_SBHD[here], k_BTD.transpose(0, 1), self.w_SBH[here], self.relu)
+            score_BRT = score_block(self.q_SBHD[here], self.k_BTD.transpose(0, 1), self.w_SBH[here], self.relu)
             return score_BRT if out_BRT is None else out_BRT.copy_(score_BRT)
         from megacpp_mcore.ops.indexer.triton import score_all
 
@@ -299,10 +304,9 @@ def _divergence(target: torch.Tensor, score: torch.Tensor, valid: torch.Tensor) 
 def indexer_scores(indexer: Indexer, rule: KeyRule | None, *, query_chunk: int | None = None) -> torch.Tensor:
     """Return ``score_BST`` with the keys hidden that ``rule`` hides (None: none), in the compute dtype, no gradient."""
     (num_queries, batch), num_keys = indexer.q_SBHD.shape[:2], indexer.k_TBD.shape[0]
-    k_BTD = indexer.keys_to_score()
-    score_BST = k_BTD.new_empty((batch, num_queries, num_keys), dtype=indexer.dtype)
+    score_BST = indexer.k_TBD.new_empty((batch, num_queries, num_keys), dtype=indexer.dtype)
     for rows in indexer.chunks(indexer.scored_elements, query_chunk):
-        chunk = indexer.scores(k_BTD, rows, score_BST[:, rows.start : rows.stop])
+        chunk = indexer.scores(rows, score_BST[:, rows.start : rows.stop])
         if rule is not None:
             rule.apply_(chunk, rows)
     return score_BST
@@ -330,8 +334,7 @@ def select(
     if topk < 1:
         raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
     (num_queries, batch), num_keys = indexer.q_SBHD.shape[:2], indexer.k_TBD.shape[0]
-    k_BTD = indexer.keys_to_score()
-    best_BSN = k_BTD.new_empty((batch, num_queries, min(topk, num_keys)), dtype=indexer.dtype)
+    best_BSN = indexer.k_TBD.new_empty((batch, num_queries, min(topk, num_keys)), dtype=indexer.dtype)
     index_BSN = torch.empty_like(best_BSN, dtype=torch.int64)
     # A top-k over few rows leaves most of a GPU idle, so the scores of several chunks go through one.
     gathered = indexer.chunks(num_keys, query_chunk)
@@ -341,7 +344,7 @@ def select(
         score_BRT = buffer_BRT[:, : len(rows)]
         for first in range(rows.start, rows.stop, chunk):
             part = range(first, min(first + chunk, rows.stop))
-            indexer.scores(k_BTD, part, score_BRT[:, part.start - rows.start : part.stop - rows.start])
+            indexer.scores(part, score_BRT[:, part.start - rows.start : part.stop - rows.start])
         if rule is not None:
             rule.apply_(score_BRT, rows)
         best, index = score_BRT.topk(min(topk, num_keys), dim=-1)
@@ -402,12 +405,12 @@ def dense_divergence(
         divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
     """
     num_queries, batch = indexer.q_SBHD.shape[:2]
-    k_BTD, key_BGTK = indexer.keys_to_score(), attention.keys()
-    divergence_BS = k_BTD.new_empty((batch, num_queries), dtype=indexer.dtype)
+    key_BGTK = attention.keys()
+    divergence_BS = indexer.k_TBD.new_empty((batch, num_queries), dtype=indexer.dtype)
     for rows in indexer.chunks(max(indexer.scored_elements, attention.elements_per_query(None)), query_chunk):
         valid = rules[1].valid(rows)
         target = attention.target_(attention.logits(key_BGTK, rows), valid, rules[1].bias(rows))
-        score_BRT = indexer.scores(k_BTD, rows)
+        score_BRT = indexer.scores(rows)
         for rule in rules:
             if rule is not None:
                 rule.apply_(score_BRT, rows)
@@ -502,20 +505,20 @@ def dense_backward(
     Returns divergence_BS in the compute dtype, then the gradients; arguments and gradients as in :func:`sparse_backward`.
     """
     heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
-    k_BTD, key_BGTK, gradients = indexer.keys(), attention.keys(), _Gradients.of(indexer)
-    divergence_BS = k_BTD.new_empty(weight_BS.shape)
+    key_BGTK, gradients = attention.keys(), _Gradients.of(indexer)
+    divergence_BS = indexer.k_BTD.new_empty(weight_BS.shape)
     for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
         valid = rule.valid(rows)
         target = attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
-        score_BRT = indexer.scores(k_BTD, rows)
+        score_BRT = indexer.scores(rows)
         rule.apply_(score_BRT, rows)
         divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
         grad_BRT = _probabilities(score_BRT, valid).sub_(target)
         grad_BRT.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
         q_BRHD, w_BRH = indexer.rows(rows)
-        logit_BRHT, grad_w_BRH = through_heads(logits(q_BRHD, k_BTD), w_BRH, grad_BRT, indexer.relu)
+        logit_BRHT, grad_w_BRH = through_heads(logits(q_BRHD, indexer.k_BTD), w_BRH, grad_BRT, indexer.relu)
         grad_logit_BXT = logit_BRHT.flatten(1, 2)
-        gradients.put(rows, (grad_logit_BXT @ k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
+        gradients.put(rows, (grad_logit_BXT @ indexer.k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
         gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
     return divergence_BS, *gradients.result(indexer)
 
@@ -533,6 +536,7 @@ def dense_grad(
     seq_idx_S: torch.Tensor | None = None,
     reduce: Reduce | None = None,
     query_chunk: int | None = None,
+    kernel: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of the dense warm-up and its gradients: KL of each query over every causal key of its document.
 
@@ -546,6 +550,7 @@ def dense_grad(
         seq_idx_S: number of each row's document, the same for the whole batch; None: one document.
         reduce: sums the target over the tensor-parallel ranks, in place.
         query_chunk: as for :func:`select`.
+        kernel: as for :class:`Indexer`.
 
     Returns:
         divergence_BS in the compute dtype, and dq_SBHD, dk_SBD and dw_SBH in the dtypes of q, k and w.
@@ -553,7 +558,8 @@ def dense_grad(
     Raises:
         ModelError: shapes or dtypes are not as described.
     """
-    indexer, attention = Indexer(q_SBHD, k_SBD, w_SBH), Attention(query_SBAK, key_SB1K, softmax_scale, reduce)
+    indexer = Indexer(q_SBHD, k_SBD, w_SBH, kernel=kernel)
+    attention = Attention(query_SBAK, key_SB1K, softmax_scale, reduce)
     rows, batch = q_SBHD.shape[:2]
     rule = KeyRule.causal(rows, rows, q_SBHD.device)
     if seq_idx_S is not None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.backends.vendors import allowed
 from megacpp_mcore.errors import BackendError
 from megacpp_mcore.ops.testing import worst_row
 from megacpp_mcore.util.probe import ProbeResult, probe_import
@@ -52,10 +51,8 @@ def entry(name: str) -> Callable[..., Any]:
     """The entry point called ``name`` in :data:`ENTRIES`.
 
     Raises:
-        BackendError: it cannot be imported, or the configuration file disables it.
+        BackendError: it cannot be imported.
     """
-    if not (switch := allowed(_extra(name))).ok:
-        raise BackendError(f"{_extra(name)} cannot be used: {switch.reason}")
     module, _, attribute = ENTRIES[name].partition(":")
     try:
         found: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -71,9 +68,7 @@ def _extra(name: str) -> str:
 
 
 def installed(name: str) -> ProbeResult:
-    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported and is not disabled."""
-    if not (switch := allowed(_extra(name))).ok:
-        return switch
+    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
     found = probe_import(ENTRIES[name].partition(":")[0])
     return (
         found

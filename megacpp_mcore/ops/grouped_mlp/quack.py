@@ -129,14 +129,11 @@ routed_mlp = functools.partial(triton.routed_mlp, products=QUACK)
 """The op with quack's products. It also raises BackendError where quack cannot be imported."""
 
 
+@functools.cache
 def probe() -> ProbeResult:
     """Whether one call agrees with the reference: run and compared once per process."""
-    found = vendors.installed("quack")
-    return found if not found.ok else _runs()
-
-
-@functools.cache
-def _runs() -> ProbeResult:
+    if not (found := vendors.installed("quack")).ok:
+        return found
     T, E, D, F = 96, 3, 128, 128
 
     def leaves() -> list[torch.Tensor]:

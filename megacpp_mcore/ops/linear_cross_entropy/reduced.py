@@ -84,14 +84,12 @@ def _check(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tens
         raise ModelError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
 
 
+@functools.cache
 def probe(name: str) -> ProbeResult:
     """Whether one call of ``liger`` or ``quack`` agrees with plain PyTorch: run and compared once per process."""
-    found = vendors.installed(name)
-    return found if not found.ok else _runs(name)
 
-
-@functools.cache
-def _runs(name: str) -> ProbeResult:
+    if not (found := vendors.installed(name)).ok:
+        return found
 
     def leaves() -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(7)

@@ -168,7 +168,7 @@ def drawn(S: int, width: int = 64) -> Any:
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kind", ["none", "packed", "mask"])
 def test_16_bit_scores_are_the_kernels(kind: str, width: int) -> None:
-    """Selection, scores and losses are stock's, and notes say by what; the sparse loss's gradient takes no score of the kernel's."""
+    """Selection, scores and losses are stock's; the sparse loss's gradient takes no score of the kernel's, as its note says."""
     inputs, options = drawn(700, width), on_gpu(selection(kind, 700, 700, 1))
 
     def results() -> tuple[torch.Tensor, ...]:

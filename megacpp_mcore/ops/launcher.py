@@ -2,68 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
 from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-DIRECT = "3.6."
-"""Triton versions whose compiled kernels are launched directly: the arguments of that call are not a public interface."""
+DIRECT = triton.__version__.startswith("3.6.")
+"""Whether compiled kernels are launched directly: the arguments of that call are not a public interface of Triton."""
 
-
-class Plan(Protocol):
-    """Sizes of a call and what follows from them, hashable: equal plans launch the same kernels."""
-
-    @property
-    def sizes(self) -> Mapping[str, Any]:
-        """Compile-time arguments of the kernels, by name."""
-
-    def options(self, kernel: str) -> Mapping[str, int]:
-        """Launch options of the kernel of this name."""
-
-    def __hash__(self) -> int: ...
+_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, int, tuple[None, ...]]] = {}
+"""Kernels by all that they depend on, each with its device and a placeholder for every compile-time argument."""
 
 
-class Launcher[P: Plan]:
-    """Launches kernels for the sizes of a plan.
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """``kernel[grid](*arguments, **constants)``, without Triton's look-up where an equal call came before.
 
-    Repeated calls bypass Triton's look-up. Everything that Triton specialises a kernel for (types, alignments, integers)
-    follows from the plan and from the tensors given here, which must be all inputs of the call: what the call allocates itself
-    is aligned, and laid out as the plan says.
+    Calls are equal if they have the kernel in common, the constants' names and values, and of each argument all that Triton
+    3.6 (``runtime/jit.py``, ``python/src/specialize.cc``) specialises a kernel for: of a tensor the dtype and the address
+    modulo 16; of an integer whether it is 1, a multiple of 16, and what holds it (int32, int64 or uint64); of a tensor
+    descriptor the dtype and block; of any other the type. That is at least as fine as Triton's key, which leaves some of it out
+    under ``do_not_specialize``. Besides, their tensors are on the same device, and that is the current one. The stream is
+    looked up for each call.
+
+    Triton itself launches what is not a plain ``triton.jit`` (but autotuned, or interpreted) or has arguments of other types,
+    such as subclasses of tensors; and everything while there are launch hooks, in debug mode, and in versions that are not
+    :data:`DIRECT`. Only then it checks that no global variable of the kernel has changed.
+
+    Args:
+        kernel: its compile-time arguments are the last ones.
+        grid: numbers of programs, of one to three axes.
+        arguments: those at run time.
+        constants: those at compile time, by name, and launch options such as ``num_warps``.
+
+    Raises:
+        TypeError: an argument at run time has been given by name, or one at compile time by position.
     """
-
-    def __init__(self, plan: P, x: torch.Tensor, *others: torch.Tensor | None) -> None:
-        alike = [None if t is None else (t.dtype, t.data_ptr() % 16, t.stride()) for t in (x, *others)]
-        self.plan, self._device = plan, x.get_device()
-        self._compiled = _compiled_before(plan, self._device, *alike)
-        hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
-        watched = any(getattr(hook, "calls", hook) for hook in hooks)
-        is_current = self._device == torch.cuda.current_device() if x.is_cuda else False
-        self._direct = triton.__version__.startswith(DIRECT) and is_current and not watched
-
-    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
-        """Launch ``kernel``, whose compile-time arguments, the last ones, are sizes of the plan or ``choices``."""
-        key = (kernel.__name__, *choices.values())
-        if key in self._compiled and self._direct:
-            compiled, constants = self._compiled[key]
-            stream = triton.runtime.driver.active.get_current_stream(self._device)
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    watched = runtime.debug or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    if watched or type(kernel) is not JITFunction or kernel.pre_run_hooks or not DIRECT:
+        kernel[grid](*arguments, **constants)
+        return
+    kinds, given = [id(kernel), *constants, *constants.values()], []
+    for argument in arguments:
+        kind: Any = type(argument)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             # Plain addresses: for a tensor, the launch would query the driver.
-            given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments]
-            compiled.run(
-                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *constants
-            )  # fmt: skip
+            given.append(address := argument.data_ptr())
+            kinds.append((argument.dtype, address % 16, argument.get_device()))
+            continue
+        if kind is int:
+            kind = argument % 16 == 0 if 1 < argument < 2**31 else _integer(argument)
+        elif kind is TensorDescriptor:
+            kind = argument.base.dtype, argument.base.get_device(), *argument.block_shape
+        elif kind is not float and kind is not bool and argument is not None:
+            kernel[grid](*arguments, **constants)
             return
-        sizes = {**self.plan.sizes, **choices}
-        named = {name: sizes[name] for name in kernel.arg_names[len(arguments) :]}
-        made = kernel[grid](*arguments, **named, **self.plan.options(kernel.__name__))
-        if isinstance(made, CompiledKernel):  # not under the interpreter
-            self._compiled[key] = made, tuple(named.values())
+        given.append(argument)
+        kinds.append(kind)
+    key, driver = tuple(kinds), triton.runtime.driver.active
+    device = driver.get_current_device()
+    found = _compiled.get(key)
+    if found is not None and found[1] == device:
+        compiled, _, placeholders = found
+        compiled.run(
+            *(*grid, 1, 1)[:3], driver.get_current_stream(device), compiled.function, compiled.packed_metadata, None,
+            None, None, *given, *placeholders,
+        )  # fmt: skip
+        return
+    made = kernel[grid](*arguments, **constants)
+    if [parameter.is_constexpr for parameter in kernel.params].index(True) != len(arguments):
+        raise TypeError(
+            f"{kernel.__name__} was launched with {len(arguments)} arguments by position; expected all those at run time, "
+            "and by name those at compile time, which its signature has last"
+        )
+    given = [getattr(argument, "base", argument) for argument in arguments]
+    devices = {tensor.get_device() for tensor in given if isinstance(tensor, torch.Tensor)}
+    if isinstance(made, CompiledKernel) and devices == {device}:
+        # The compiled kernel keeps the kernel alive, whose id no other one has until then.
+        _compiled[key] = made, device, (None,) * (len(kernel.params) - len(arguments))
 
 
-@lru_cache(maxsize=128)
-def _compiled_before(*alike: Any) -> dict[Any, tuple[CompiledKernel, tuple[Any, ...]]]:
-    """The cache of kernels compiled by earlier calls with the same key."""
-    return {}
+def _integer(number: int) -> tuple[str, bool, bool]:
+    """What a kernel is specialised for of any integer."""
+    kind = "int32" if -(2**31) <= number < 2**31 else "int64" if number < 2**63 else "uint64"
+    return kind, number % 16 == 0, number == 1

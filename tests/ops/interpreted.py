@@ -61,6 +61,17 @@ def take_scalars_of_one_element() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def check_launches() -> None:
+    """Arguments at run time come first and by position, as :func:`~megacpp_mcore.ops.launcher.launch` needs them."""
+    run = interpreter.InterpretedFunction.run
+
+    def checked(kernel: Any, *args: Any, **named: Any) -> None:
+        assert kernel.arg_names[len(args) :] == [*kernel.fn.__annotations__], kernel.fn
+        run(kernel, *args, **named)
+
+    interpreter.InterpretedFunction.run = checked
+
+
 def strided(op: Callable[..., Any]) -> Callable[..., Any]:
     """``op``, each keyword's numbers between NaNs: a kernel that takes a parameter for contiguous reads those."""
 
@@ -475,4 +486,5 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     take_scalars_of_one_element()
+    check_launches()
     PROGRAMS[sys.argv[1]]()

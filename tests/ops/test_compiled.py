@@ -146,10 +146,9 @@ def test_rms_norm(tmp_path: Path, kernel: str, residual: bool, hidden: int) -> N
     given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
         "eps": "fp32"
     }
-    plan, compiles = norm_launch.Plan(hidden), getattr(norm, kernel)
-    constants: dict[str, Any] = {name: size for name, size in plan.sizes.items() if name in compiles.arg_names}
-    constants |= {} if residual else {"dresidual_TD": None}
-    made = compiled(compiles, given, constants | plan.options(kernel), tmp_path)
+    constants: dict[str, Any] = getattr(norm_launch, kernel.upper())
+    constants = constants | ({"D": hidden} if kernel == "add_parts" else norm_launch.row(hidden))
+    made = compiled(getattr(norm, kernel), given, constants | ({} if residual else {"dresidual_TD": None}), tmp_path)
     assert hidden > 4096 or made.registers <= 128, made
 
 

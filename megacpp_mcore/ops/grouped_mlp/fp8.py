@@ -28,6 +28,7 @@ from megacpp_mcore.ops.assembly import INTERPRETED
 from megacpp_mcore.ops.grouped_mlp import triton as bf16
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
 from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
+from megacpp_mcore.ops.launcher import launch
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -342,7 +343,7 @@ def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
     rows, tile = x.numel() // width, _tile(width)
     scaled = _empty(x, *x.shape) if row_TK is None else _empty(x, rows * copies, width)
     if rows:
-        scale_rows[(triton.cdiv(rows, tile["ROWS"]),)](x, row_TK, *scaled, rows, W=width, COPIES=copies, **tile)
+        launch(scale_rows, (triton.cdiv(rows, tile["ROWS"]),), x, row_TK, *scaled, rows, W=width, COPIES=copies, **tile)
     return scaled
 
 
@@ -401,10 +402,10 @@ def _scaled(w_ENW: torch.Tensor) -> Quantized:
     w_ENW, (E, N, W) = packed(w_ENW), w_ENW.shape
     largest_EP = w_ENW.new_empty(E, LARGEST_OF["PARTS"], dtype=torch.float32)
     steps = triton.cdiv(N * W, LARGEST_OF["PARTS"] * LARGEST_OF["BLOCK"])
-    largest_parts[(LARGEST_OF["PARTS"], E)](w_ENW, largest_EP, N * W, STEPS=steps, **LARGEST_OF)
+    launch(largest_parts, (LARGEST_OF["PARTS"], E), w_ENW, largest_EP, N * W, STEPS=steps, **LARGEST_OF)
     forth, back = _empty(w_ENW, E, N, W), _empty(w_ENW, E, W, N)
     grid = triton.cdiv(N, WEIGHTS["BN"]) * triton.cdiv(W, WEIGHTS["BW"]), E
-    scale_weights[grid](w_ENW, largest_EP, *forth, *back, N, W, E, PARTS=LARGEST_OF["PARTS"], **WEIGHTS)
+    launch(scale_weights, grid, w_ENW, largest_EP, *forth, *back, N, W, E, PARTS=LARGEST_OF["PARTS"], **WEIGHTS)
     return *forth, *back
 
 
@@ -421,7 +422,7 @@ def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> t
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
-        activate[grid](h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
+        launch(activate, grid, h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
     return h_RF, left
 
 
@@ -445,8 +446,8 @@ def transposed(
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
     values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
     grid = triton.cdiv(P, TRANSPOSED["BP"]), triton.cdiv(W, TRANSPOSED["BW"] * TRANSPOSED["STEPS"])
-    transpose_rows[grid](
-        x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W, EXPERTS=triton.next_power_of_2(E),
+    launch(
+        transpose_rows, grid, x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W, EXPERTS=triton.next_power_of_2(E),
         PARTS=largest.numel(), **TRANSPOSED,
     )  # fmt: skip
     return Transposed(values_WP, scale_EW, row_P, end_P)
@@ -456,9 +457,10 @@ def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The row at each position, with room for every expert's to begin at a multiple of 16; and where each expert's end."""
     E = end_E.shape[0]
     row_P, end_P = end_E.new_empty(triton.cdiv(R + (MULTIPLE - 1) * E, MULTIPLE) * MULTIPLE), torch.empty_like(end_E)
-    pad[(row_P.shape[0] // MULTIPLE,)](
-        end_E, row_P, end_P, E, EXPERTS=triton.next_power_of_2(E), MULTIPLE=MULTIPLE, num_warps=1
-    )
+    launch(
+        pad, (row_P.shape[0] // MULTIPLE,), end_E, row_P, end_P, E, EXPERTS=triton.next_power_of_2(E), MULTIPLE=MULTIPLE,
+        num_warps=1,
+    )  # fmt: skip
     return row_P, end_P
 
 
@@ -473,7 +475,9 @@ def _hidden_gradient(
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
         tanh = activation == "gelu_tanh"
-        activate_backward[grid](h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, largest_2R, *left, R, F=F, TANH=tanh, **tile)
+        launch(
+            activate_backward, grid, h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, largest_2R, *left, R, F=F, TANH=tanh, **tile,
+        )  # fmt: skip
     places, largest = padded(rows.end_E, R), largest_2R.amax(1) if R else largest_2R.new_zeros(2)
     a, dh = (transposed(each, None, largest[at : at + 1], *places) for at, each in enumerate((a_RF, dh_RF)))
     return a, dh, dprob_PR, left
@@ -492,7 +496,7 @@ def _weight_gradient(
         return x.new_zeros(len(other.end_P), *widths) if total is None else total
     largest = x.new_empty(PARTS, dtype=torch.float32)
     steps = triton.cdiv(x.numel(), PARTS * LARGEST_OF["BLOCK"])
-    largest_parts[(PARTS, 1)](x, largest, x.numel(), STEPS=steps, **(LARGEST_OF | {"PARTS": PARTS}))
+    launch(largest_parts, (PARTS, 1), x, largest, x.numel(), STEPS=steps, **(LARGEST_OF | {"PARTS": PARTS}))
     mine = transposed(x, rows.token_R, largest, other.row_P, other.end_P)
     left, right = (mine, other) if tokens_left else (other, mine)
     gradient = torch._scaled_grouped_mm(
@@ -501,7 +505,7 @@ def _weight_gradient(
     )  # fmt: skip
     if total is None:
         return gradient
-    add[(triton.cdiv(total.numel(), ADDED),)](total, gradient, total.numel(), BLOCK=ADDED)
+    launch(add, (triton.cdiv(total.numel(), ADDED),), total, gradient, total.numel(), BLOCK=ADDED)
     return total
 
 

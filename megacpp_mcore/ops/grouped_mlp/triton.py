@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import kernels
 from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_counts, check_routed, check_rows
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 
 DTYPES = (torch.bfloat16,)
@@ -219,10 +220,10 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple
         return rows, row_TK
     count_BE = routing_TE.new_empty(blocks, E, dtype=torch.int32)
     shape = {"TOKENS": tokens, "EXPERTS": experts, "num_warps": 4}
-    kernels.count[(blocks,)](routing_TE, count_BE, T, E, **shape)
-    kernels.place[(blocks,)](
-        routing_TE, probs_TE.contiguous(), count_BE, *rows, T, E, blocks, K=topk, SLOTS=triton.next_power_of_2(topk),
-        SPAN=tokens, **shape,
+    launch(kernels.count, (blocks,), routing_TE, count_BE, T, E, **shape)
+    launch(
+        kernels.place, (blocks,), routing_TE, probs_TE.contiguous(), count_BE, *rows, T, E, blocks, K=topk,
+        SLOTS=triton.next_power_of_2(topk), SPAN=tokens, **shape,
     )  # fmt: skip
     return rows, row_TK
 
@@ -270,9 +271,10 @@ def _product(
 ) -> None:
     (R, F), E = outputs[0].shape, rows.end_E.shape[0]
     x_tiles = TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]) if rows.token_R is None else None
-    kernels.product[((triton.cdiv(R, tile["BM"]) + E) * triton.cdiv(F, tile["BN"]),)](
-        x, x_tiles, w_tiles, rows.token_R, rows.end_E, rows.prob_R, *outputs, E, R, INNER=x.shape[1],
-        OUTER=F, TANH=activation == "gelu_tanh", EXPERTS=triton.next_power_of_2(E), **constants, **tile,
+    launch(
+        kernels.product, ((triton.cdiv(R, tile["BM"]) + E) * triton.cdiv(F, tile["BN"]),), x, x_tiles, w_tiles, rows.token_R,
+        rows.end_E, rows.prob_R, *outputs, E, R, INNER=x.shape[1], OUTER=F, TANH=activation == "gelu_tanh",
+        EXPERTS=triton.next_power_of_2(E), **constants, **tile,
     )  # fmt: skip
 
 
@@ -298,9 +300,10 @@ def weight_gradient(
     adds = total is not None and total.dtype == torch.float32
     dw_EMN = total if total is not None and adds else x.new_empty(E, M, N)
     h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
-    kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
-        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, ADD=adds, **WEIGHTS
-    )
+    launch(
+        kernels.weight_gradient, (triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E), x, rows.token_R, h_tiles,
+        rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, ADD=adds, **WEIGHTS,
+    )  # fmt: skip
     return dw_EMN if total is None or adds else total.add_(dw_EMN)
 
 
@@ -316,9 +319,10 @@ def summed(
     (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, row_TK.shape, probabilities
     y_TD, E = y_RD.new_empty(T, D), 1 if routing_TE is None else routing_TE.shape[1]
     if T:
-        kernels.combine[(T,)](
-            y_RD, row_TK, y_TD, *probabilities, E, R, D=D, K=K, P=0 if dprob_PR is None else dprob_PR.shape[0],
-            BLOCK=min(4096, triton.next_power_of_2(D)), EXPERTS=triton.next_power_of_2(E), num_warps=4,
+        launch(
+            kernels.combine, (T,), y_RD, row_TK, y_TD, *probabilities, E, R, D=D, K=K,
+            P=0 if dprob_PR is None else dprob_PR.shape[0], BLOCK=min(4096, triton.next_power_of_2(D)),
+            EXPERTS=triton.next_power_of_2(E), num_warps=4,
         )  # fmt: skip
     return y_TD
 

@@ -20,6 +20,7 @@ import triton
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import kernels
 from megacpp_mcore.ops.indexer.reference import check_gradient, check_indexer, check_selection
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.sums import integer_unit
 from megacpp_mcore.ops.visibility import check_square
 
@@ -105,14 +106,15 @@ def select(
     for part in cut:
         q_part, k_part, w_part = (tensor[:, part.batch] for tensor in (q, k, w_SBH))
         size = part.batch.stop - part.batch.start
-        kernels.score_keys[(part.width // KEYS, triton.cdiv(part.rows, QUERIES), size)](
-            q_part, k_part, w_part, None if seq is None else seq[part.batch], scratch,
-            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, part.first, part.rows, part.width, H, None,
-            **SCORE_KEYS,
+        launch(
+            kernels.score_keys, (part.width // KEYS, triton.cdiv(part.rows, QUERIES), size), q_part, k_part, w_part,
+            None if seq is None else seq[part.batch], scratch, *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, part.first,
+            part.rows, part.width, H, None, **SCORE_KEYS,
         )  # fmt: skip
-        kernels.take_best[(part.rows, size)](
-            scratch, index_BSN[part.batch], S, part.first, part.rows, part.width, N, **TAKE_BEST
-        )
+        launch(
+            kernels.take_best, (part.rows, size), scratch, index_BSN[part.batch], S, part.first, part.rows, part.width, N,
+            **TAKE_BEST,
+        )  # fmt: skip
     return index_BSN
 
 
@@ -143,12 +145,11 @@ def score_all(
             f"scores of {S} queries from {first} on have dtype, shape and last strides {found}, expected "
             f"{(torch.float32, (B, f'at most {S - first}', T), (T, 1))}"
         )
-    q, k, launch = _rows(q_SBHD), _rows(k_TBD), SCORE_ALL[D]
+    q, k = _rows(q_SBHD), _rows(k_TBD)
     with torch.cuda.device_of(q):
-        kernels.score_keys[(triton.cdiv(T, KEYS), triton.cdiv(R, QUERIES), B)](
-            q, k, w_SBH, None, score_BRT,
-            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, first, R, T, H, score_BRT.stride(0),
-            **launch,
+        launch(
+            kernels.score_keys, (triton.cdiv(T, KEYS), triton.cdiv(R, QUERIES), B), q, k, w_SBH, None, score_BRT,
+            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, first, R, T, H, score_BRT.stride(0), **SCORE_ALL[D],
         )  # fmt: skip
 
 
@@ -183,10 +184,9 @@ def indexer_grad(
     units = _units(q, w_SBH, weight) if deterministic else None
     dq, dk = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=torch.float32 if units is None else torch.int64)
     dw, divergence_BS = w_SBH.new_empty(w_SBH.shape), q.new_empty(B, S, dtype=torch.float32)
-    kernels.learn[(S, B)](
-        q, k, w_SBH, index_BSN.contiguous(), target_BSN.contiguous(), weight, units, dq, dk, dw, divergence_BS,
-        *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, B,
-        **learn(H, index_BSN.shape[2], deterministic),
+    launch(
+        kernels.learn, (S, B), q, k, w_SBH, index_BSN.contiguous(), target_BSN.contiguous(), weight, units, dq, dk, dw,
+        divergence_BS, *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, B, **learn(H, index_BSN.shape[2], deterministic),
     )  # fmt: skip
     loss = divergence_BS.mean()
     if units is not None:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.linear_cross_entropy.eager import Statistics
 
 BLOCK = 8192
@@ -118,7 +119,9 @@ def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.
 
 def _launch(logit_CV: torch.Tensor, *tensors: torch.Tensor | None) -> None:
     rows, vocab = logit_CV.shape
-    softmax_rows[(rows,)](logit_CV, *tensors, vocab, logit_CV.stride(0), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS)
+    launch(
+        softmax_rows, (rows,), logit_CV, *tensors, vocab, logit_CV.stride(0), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS
+    )
 
 
 @triton.jit
@@ -134,4 +137,4 @@ def add_scaled(out, gradient, factor_1, size, BLOCK: tl.constexpr, BETA: tl.cons
 def add_scaled_(out: torch.Tensor, gradient: torch.Tensor, factor_1: torch.Tensor, beta: float = 1.0) -> None:
     """The eager function of this name, by a Triton kernel, for contiguous tensors."""
     size = out.numel()
-    add_scaled[(triton.cdiv(size, SCALED),)](out, gradient, factor_1, size, BLOCK=SCALED, BETA=beta != 0)
+    launch(add_scaled, (triton.cdiv(size, SCALED),), out, gradient, factor_1, size, BLOCK=SCALED, BETA=beta != 0)

@@ -31,14 +31,14 @@ def skip_gate_norm(
     g_h,
     S,
     P,
+    width,
+    eps,
     H: tl.constexpr,
     V: tl.constexpr,
     C_POWER: tl.constexpr,
     R: tl.constexpr,
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
-    width,
-    eps,
 ):
     """Program (token block, batch row): all channels of a few tokens. Also writes the summed y and Σ u²."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -85,12 +85,12 @@ def skip_gate_norm_backward(
     S,
     P,
     B,
+    width,
+    eps,
     H: tl.constexpr,
     V: tl.constexpr,
     C_POWER: tl.constexpr,
     NORM: tl.constexpr,
-    width,
-    eps,
 ):
     """Program n of N: tokens n, n + N, … of all B · P. Writes dy (= dz), dg, and partial sums of dD and dweight.
 

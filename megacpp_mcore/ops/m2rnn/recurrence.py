@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.launcher import launch
 
 ROWS = 16
 """Rows of a state in one program: the height of a tensor-core product."""
@@ -455,8 +456,8 @@ def forward(
     (B, H, P, V), K = v.shape, q.shape[-1]
     y = f.new_empty(K // ROWS, B, H, P, V)
     saved, last = f.new_empty(B, H, triton.cdiv(P, every), K, V), f.new_empty(B, H, K, V)
-    advance[(B * H, K // ROWS, 1)](
-        q, k, v, f, W_HVV, h0_BHKV, y, saved, None, last, P, H, 0, P, P, every, K * V,
+    launch(
+        advance, (B * H, K // ROWS, 1), q, k, v, f, W_HVV, h0_BHKV, y, saved, None, last, P, H, 0, P, P, every, K * V,
         **_constants(v, K, documents),
     )  # fmt: skip
     return y, saved, last
@@ -492,11 +493,11 @@ def backward(
     for start in reversed(range(0, P, length)):
         stop = min(start + length, P)
         entering = saved_BHEKV[:, :, start // every :]
-        advance[(B * H, R, triton.cdiv(stop - start, every))](
-            *read, W_HVV, entering, None, states, candidates, None, P, H, start, stop, every, 4, entering.stride(1),
-            **constants,
+        launch(
+            advance, (B * H, R, triton.cdiv(stop - start, every)), *read, W_HVV, entering, None, states, candidates, None, P, H,
+            start, stop, every, 4, entering.stride(1), **constants,
         )  # fmt: skip
-        reverse[(B * H, R)](*read, W_HVV, dy_BHPV, states, candidates, *grads, P, H, start, stop, **constants)
+        launch(reverse, (B * H, R), *read, W_HVV, dy_BHPV, states, candidates, *grads, P, H, start, stop, **constants)
     return grads
 
 

@@ -19,6 +19,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState, check_mixer, last_window, scale_rows
 from megacpp_mcore.util.nearest import nearest_number
@@ -205,7 +206,10 @@ class _Problem(NamedTuple):
             self.q.new_empty(B, H, P, dtype=torch.float32),
         )
         grid = (triton.cdiv(P, convolution.TOKENS), B, 3 + triton.cdiv(H, convolution.HEADS))
-        convolution.prepare[grid](*self._convolved(), self.seq_idx, *read, *self._strides(), S, P, **self._constants())
+        launch(
+            convolution.prepare, grid, *self._convolved(), self.seq_idx, *read, *self._strides(), S, P, self.settings.lead,
+            **self._constants(),
+        )  # fmt: skip
         return read
 
     def prepare_backward(self, grads: recurrence.Gradients, dy_BHPV: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -217,33 +221,20 @@ class _Problem(NamedTuple):
         dx_f = self.x_f.new_empty(S, B, H)
         dweight = self.q.new_empty(blocks * B, C, T + 1, dtype=torch.float32)
         dgate = self.q.new_empty(blocks * B, H, 2, dtype=torch.float32)
-        convolution.prepare_backward[(blocks, B, groups)](
-            *self._convolved(),
-            self.D,
-            self.seq_idx,
-            grads.dq_BHPK,
-            grads.dk_BHPK,
-            grads.dv_RBHPV,
-            dy_BHPV,
-            grads.df_RBHP,
-            du_BSC,
-            dx_f,
-            dweight,
-            dgate,
-            *self._strides(),
-            S,
-            P,
-            R=K // recurrence.ROWS,
-            **(self._constants() | {"TOKENS": convolution.TOKENS_BACKWARD}),
+        launch(
+            convolution.prepare_backward, (blocks, B, groups), *self._convolved(), self.D, self.seq_idx, grads.dq_BHPK,
+            grads.dk_BHPK, grads.dv_RBHPV, dy_BHPV, grads.df_RBHP, du_BSC, dx_f, dweight, dgate, *self._strides(), S, P, lead,
+            R=K // recurrence.ROWS, **(self._constants() | {"TOKENS": convolution.TOKENS_BACKWARD}),
             enable_fp_fusion=False,  # so that threads that store the same sum of products have the same bits
-        )
+        )  # fmt: skip
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         dv = self.v.new_empty(self.v.shape)
         constants = self._constants()
         constants.pop("H_POWER")
-        convolution.convolution_inputs_backward[(triton.cdiv(S + lead, convolution.TOKENS), B, groups - 1)](
-            du_BSC, self.qk_weight, self.v_weight, self.seq_idx, dq, dk, dv, S, **constants
-        )
+        launch(
+            convolution.convolution_inputs_backward, (triton.cdiv(S + lead, convolution.TOKENS), B, groups - 1), du_BSC,
+            self.qk_weight, self.v_weight, self.seq_idx, dq, dk, dv, S, lead, **constants,
+        )  # fmt: skip
         dweight_CX, dgate_HX = dweight.sum(0), dgate.sum(0)
         of_weights = [
             part.to(weight.dtype).contiguous()
@@ -261,9 +252,10 @@ class _Problem(NamedTuple):
         S, P, B, H, _, V = self._sizes()
         out = self.v.new_empty(S, B, H * V, dtype=self.v.dtype if self.settings.norm else torch.float32)
         y_SBC, squares_SB = y_RBHPV.new_empty(S, B, H * V), y_RBHPV.new_empty(S, B)
-        gate.skip_gate_norm[(triton.cdiv(S, gate.TOKENS), B)](
-            y_RBHPV, v_BHPV, self.g, self.D, self.norm_weight, out, y_SBC, squares_SB, *self.g.stride()[:3], S, P,
-            R=len(y_RBHPV), TOKENS=gate.TOKENS, **self._norm(),
+        launch(
+            gate.skip_gate_norm, (triton.cdiv(S, gate.TOKENS), B), y_RBHPV, v_BHPV, self.g, self.D, self.norm_weight, out,
+            y_SBC, squares_SB, *self.g.stride()[:3], S, P, self.settings.norm_width, self.settings.eps, R=len(y_RBHPV),
+            TOKENS=gate.TOKENS, **self._channels(),
         )  # fmt: skip
         return out, y_SBC, squares_SB
 
@@ -280,9 +272,10 @@ class _Problem(NamedTuple):
         programs = min(ROW_LOOPS, B * P)
         dy_BHPV, dg = torch.empty_like(v_BHPV), self.g.new_empty(S, B, H, V)
         dD, dnorm = (y_SBC.new_empty(programs, H * V) for _ in range(2))
-        gate.skip_gate_norm_backward[(programs,)](
-            dout, dsquares, y_SBC, v_BHPV, self.g, self.D, self.norm_weight, squares_SB, dy_BHPV, dg, dD, dnorm,
-            *self.g.stride()[:3], S, P, B, **self._norm(),
+        launch(
+            gate.skip_gate_norm_backward, (programs,), dout, dsquares, y_SBC, v_BHPV, self.g, self.D, self.norm_weight,
+            squares_SB, dy_BHPV, dg, dD, dnorm, *self.g.stride()[:3], S, P, B, self.settings.norm_width, self.settings.eps,
+            **self._channels(),
         )  # fmt: skip
         dweight = dnorm.sum(0).to(self.norm_weight.dtype) if self.settings.norm else None
         return dy_BHPV, dg, dD.sum(0).to(self.D.dtype), dweight
@@ -302,9 +295,8 @@ class _Problem(NamedTuple):
         _, _, _, H, K, V = self._sizes()
         sizes = {"H": H, "H_POWER": triton.next_power_of_2(H), "K": K, "V": V, "T": self.qk_weight.shape[1]}
         blocks = {"TOKENS": convolution.TOKENS, "HEADS": convolution.HEADS}
-        return {"L": self.settings.lead, "DOCUMENTS": self.seq_idx is not None} | sizes | blocks
+        return {"DOCUMENTS": self.seq_idx is not None} | sizes | blocks
 
-    def _norm(self) -> dict[str, Any]:
+    def _channels(self) -> dict[str, Any]:
         _, _, _, H, _, V = self._sizes()
-        settings = {"NORM": self.settings.norm, "width": self.settings.norm_width, "eps": self.settings.eps}
-        return {"H": H, "V": V, "C_POWER": triton.next_power_of_2(H * V)} | settings
+        return {"H": H, "V": V, "C_POWER": triton.next_power_of_2(H * V), "NORM": self.settings.norm}

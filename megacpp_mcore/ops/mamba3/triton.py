@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import expect_shape
-from megacpp_mcore.ops.launcher import Launcher
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.mamba3 import kernels
 from megacpp_mcore.ops.mamba3.reference import (
     Activation,
@@ -177,6 +177,20 @@ class Plan:
             ):
                 options["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
         return options
+
+    @cached_property
+    def constants(self) -> dict[str, dict[str, Any]]:
+        """Of each kernel the compile-time arguments that are sizes, and the launch options."""
+        made = {name: kernel for name, kernel in vars(kernels).items() if hasattr(kernel, "arg_names")}
+        return {
+            kernel: {name: size for name, size in self.sizes.items() if name in made[kernel].fn.__annotations__}
+            | self.options(kernel)
+            for kernel in made
+        }
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
+        """Launch ``kernel``, whose compile-time arguments are sizes or ``choices``."""
+        launch(kernel, grid, *arguments, **(self.constants[kernel.__name__] | choices))
 
 
 _plan = lru_cache(maxsize=128)(Plan)
@@ -378,7 +392,7 @@ def _parameters(
 
 
 def _tables(
-    launch: Launcher,
+    plan: Plan,
     b: torch.Tensor,
     c: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
@@ -390,11 +404,10 @@ def _tables(
     final: bool,
 ) -> _Tables:
     """Run the kernels that make the tables."""
-    plan = launch.plan
     device, dtype = b.device, _table_dtype(b.dtype)
     B, H, G, R, N, A, SP = plan.B, plan.H, plan.G, plan.R, plan.N, plan.A, plan.padded
     normed = torch.empty(2, B, G, R, SP, N, device=device, dtype=dtype)
-    launch(
+    plan.launch(
         kernels.norm_fwd, (triton.cdiv(SP, 32), G * R, 2 * B),
         b, c, *weights, normed, *eighths(b), b.stride(2), b.stride(3), plan.S, SP, B, plan.eps, ROWS=32,
     )  # fmt: skip
@@ -403,11 +416,11 @@ def _tables(
     totals = torch.empty(B, H, segments, A, device=device)
     carries = torch.empty_like(totals)
     restarts = torch.empty(B, segments, device=device, dtype=torch.int32)
-    launch(
+    plan.launch(
         kernels.turn_totals, plan.grid,
         dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt), *_per_token(angles), plan.S, segments,
     )  # fmt: skip
-    launch(
+    plan.launch(
         kernels.turn_carries, (H, B, 1),
         totals, restarts, totals if initial_theta is None else initial_theta, carries, BLOCK=32,
         INITIAL=initial_theta is not None,
@@ -415,7 +428,7 @@ def _tables(
     la, w, gamma = torch.empty(3, B, H, SP, device=device).unbind()
     turns = torch.empty(B, H, SP, 2 * A, device=device, dtype=dtype)
     theta = torch.empty(B, H, A, device=device)
-    launch(
+    plan.launch(
         kernels.tables_fwd, plan.grid,
         dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
@@ -425,14 +438,13 @@ def _tables(
 
 
 def _pass_states(
-    launch: Launcher, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
+    plan: Plan, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
     """Scan states over segments, in place; returns the final one, [B, H, P, N] float32."""
-    plan = launch.plan
     elements = plan.P * plan.N
     block = min(1024, elements)
     final = torch.empty(plan.B, plan.H, plan.P, plan.N, device=states.device)
-    launch(
+    plan.launch(
         kernels.pass_states, (elements // block, plan.H, plan.B),
         states, keeps, final if initial is None else initial, final, BLOCK=block, REVERSE=reverse,
         INITIAL=initial is not None,
@@ -471,17 +483,16 @@ class _Scan(torch.autograd.Function):
             b, c = b.contiguous(), c.contiguous()
         gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
         documents = gates[0] if seq_idx is None else seq_idx
-        launch = Launcher(plan, x, z, b, c, *gates, *inputs[8:])
         parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
-        tables = _tables(launch, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
+        tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
         keys, queries = _empty_rows(plan, x, plan.N), _empty_rows(plan, x, plan.N)
         states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
         keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
-        _turn_and_add(launch, x, parameters, tables, keys, queries, states, keeps)
-        h = _pass_states(launch, states, keeps, h0, reverse=False)
+        _turn_and_add(plan, x, parameters, tables, keys, queries, states, keeps)
+        h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
         ungated = _empty_rows(plan, x, plan.P) if plan.keeps else None
-        _scan(launch, x, z, keys, queries, parameters, tables, states, out, ungated)
+        _scan(plan, x, z, keys, queries, parameters, tables, states, out, ungated)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if not final:
@@ -511,7 +522,7 @@ def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
 
 
 def _turn_and_add(
-    launch: Launcher,
+    plan: Plan,
     x: torch.Tensor,
     parameters: _Parameters,
     tables: _Tables,
@@ -524,12 +535,11 @@ def _turn_and_add(
 ) -> None:
     """Keys and queries, and the segments' contributions to the state; with ``back``, where ``x`` is the gradient of the scan's
     output, to the state's gradient."""
-    plan = launch.plan
     normed, biases = tables.normed.unbind(), parameters.biases.unbind()
     rows = (keys, queries)
     if back:
         normed, biases, rows = normed[::-1], biases[::-1], rows[::-1]
-    launch(
+    plan.launch(
         kernels.turn_and_add, plan.grid,
         x, *normed, *biases, parameters.mimo_x, tables.turns, tables.la, tables.w, *rows, states, keeps, *eighths(x, 3),
         plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACK=back,
@@ -537,7 +547,7 @@ def _turn_and_add(
 
 
 def _scan(
-    launch: Launcher,
+    plan: Plan,
     x: torch.Tensor,
     z: torch.Tensor,
     keys: torch.Tensor,
@@ -549,8 +559,7 @@ def _scan(
     ungated: torch.Tensor | None,
 ) -> None:
     """The scan's output after the gate, before it, or both: whichever has a tensor to write to."""
-    plan = launch.plan
-    launch(
+    plan.launch(
         kernels.scan_fwd, plan.grid,
         x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D,
         tables.la, tables.w, tables.gamma, states, gated, None if ungated is None else _chunks(ungated), *eighths(x),
@@ -615,21 +624,20 @@ def _backward_of_rows(
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
     seq_idx, theta0, dh, dtheta = (None if t is None else t.contiguous() for t in (seq_idx, theta0, dh, dtheta))
-    launch = Launcher(plan, *inputs, *gradients, dout, dt_bias, *norms, *parameters, seq_idx, theta0, dh, dtheta)
     if kept:
         tables, ungated = _Tables(*kept[:-1]), kept[-1]
     else:
-        tables = _tables(launch, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
+        tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
     dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # unused with SISO: any pointer does
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
     if not kept:
-        launch(kernels.turn, plan.grid, *tables.normed, *parameters.biases, tables.turns, keys, queries, SP)
+        plan.launch(kernels.turn, plan.grid, *tables.normed, *parameters.biases, tables.turns, keys, queries, SP)
         ungated = do  # a tile is read before its gradient is written
-        _scan(launch, x, z, keys, queries, parameters, tables, states, None, ungated)
-    launch(
+        _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
+    plan.launch(
         kernels.gate_bwd, plan.grid,
         x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz, dmimo_z, dmimo_o, dD,
         *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), parts.stride(0), S, SP, segments,
@@ -638,10 +646,10 @@ def _backward_of_rows(
     keeps = torch.empty(B, H, segments, device=device)
     if kept:
         by_token = do.view(B, H, SP, P).permute(2, 0, 1, 3)
-        _turn_and_add(launch, by_token, parameters, tables, keys, queries, dstates, keeps, back=True)
+        _turn_and_add(plan, by_token, parameters, tables, keys, queries, dstates, keeps, back=True)
     else:
-        launch(kernels.add_gradients, plan.grid, queries, do, tables.la, tables.w, dstates, keeps, SP, segments)
-    dh0 = _pass_states(launch, dstates, keeps, dh, reverse=True)
+        plan.launch(kernels.add_gradients, plan.grid, queries, do, tables.la, tables.w, dstates, keeps, SP, segments)
+    dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
 
     chunks_of = [_chunks(t) for t in (keys, queries, do)]
     dkeys = _empty_rows(plan, x, N)
@@ -651,32 +659,32 @@ def _backward_of_rows(
     # The last kernel that reads ``do`` overwrites it, each chunk after reading it.
     dqueries = do if N == P else _empty_rows(plan, x, N)
     for part in plan.key_parts:
-        launch(
+        plan.launch(
             kernels.scan_bwd_keys, plan.grid,
             x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, states, dstates,
             _chunks(dkeys), _chunks(dqueries) if part["QUERIES"] else None, dx, dmimo_x, dgamma, *eighths(x), *eighths(dx),
             parts.stride(0), S, SP, segments, **part,
         )  # fmt: skip
     if plan.R > 1:
-        launch(
+        plan.launch(
             kernels.scan_bwd_queries, plan.grid,
             x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w, tables.gamma, states, _chunks(dqueries),
             *eighths(x), S, SP, segments,
         )  # fmt: skip
-    launch(kernels.borders, (H, segments + 1, B), states, dstates, border_value, border_turn, segments + 1)
+    plan.launch(kernels.borders, (H, segments + 1, B), states, dstates, border_value, border_turn, segments + 1)
     del do, chunks_of, keys, queries
 
     dnormed = torch.empty(plan.shares, 2, B, G, R, SP, N, device=device)
     dbiases = torch.empty(2, B * (SP // plan.chunk), H, R, N, device=device)
     values, dturns = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
-    launch(
+    plan.launch(
         kernels.turn_back, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B),
         tables.normed, parameters.biases, dkeys, dqueries, tables.turns, dnormed, dbiases, values, dturns, SP, B,
     )  # fmt: skip
     del dkeys, dqueries
     tiles = triton.cdiv(SP, 32)
     dnorms = torch.empty(2, B * G * R * tiles, N, device=device)
-    launch(
+    plan.launch(
         kernels.norm_bwd, (tiles, G * R, 2 * B),
         b, c, *norms, dnormed, db, dc, dnorms, *eighths(b), b.stride(2), b.stride(3), *eighths(db), db.stride(2), db.stride(3),
         S, SP, B, plan.eps, ROWS=32,
@@ -687,14 +695,14 @@ def _backward_of_rows(
         dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
     dturned = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
-    launch(
+    plan.launch(
         kernels.tables_bwd, plan.grid,
         dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, values, dgamma, dturns,
         border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias, dtheta0,
         *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), parts.stride(0), S, SP, segments,
         plan.A_floor, FINAL=dtheta is not None, INITIAL=theta0 is not None,
     )  # fmt: skip
-    launch(
+    plan.launch(
         kernels.angles_bwd, (triton.cdiv(S, 8), B, 1),
         angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, TOKENS=8, HEADS=16,
     )  # fmt: skip
@@ -708,9 +716,10 @@ class _HeadNorm(torch.autograd.Function):
     def forward(ctx: Any, x_SBHP: torch.Tensor, weight_HP: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x_SBHP)
         H, P = weight_HP.shape
-        kernels.head_norm_fwd[(triton.cdiv(x_SBHP.numel() // (H * P), 16), H)](
-            x_SBHP, weight_HP, out, x_SBHP.numel() // (H * P), eps, H=H, P=P, ROWS=16
-        )
+        launch(
+            kernels.head_norm_fwd, (triton.cdiv(x_SBHP.numel() // (H * P), 16), H), x_SBHP, weight_HP, out,
+            x_SBHP.numel() // (H * P), eps, H=H, P=P, ROWS=16,
+        )  # fmt: skip
         ctx.save_for_backward(x_SBHP, weight_HP)
         ctx.eps = eps
         return out
@@ -724,7 +733,7 @@ class _HeadNorm(torch.autograd.Function):
         tiles = triton.cdiv(tokens, 64)
         dx = torch.empty_like(x_SBHP)
         dw = torch.empty(tiles, H, P, device=dx.device)
-        kernels.head_norm_bwd[(tiles, H)](
-            x_SBHP, weight_HP, dout.contiguous(), dx, dw, tokens, ctx.eps, H=H, P=P, ROWS=64
+        launch(
+            kernels.head_norm_bwd, (tiles, H), x_SBHP, weight_HP, dout.contiguous(), dx, dw, tokens, ctx.eps, H=H, P=P, ROWS=64,
         )  # fmt: skip
         return dx, dw.sum(0).to(weight_HP.dtype), None

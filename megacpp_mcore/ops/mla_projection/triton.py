@@ -17,6 +17,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.mla_projection import kernels
 from megacpp_mcore.ops.mla_projection.reference import (
     check_indexer_inputs,
@@ -151,9 +152,10 @@ class _Latents(torch.autograd.Function):
         Q, L = len(q_norm_Q), len(kv_norm_L)
         q_SBQ, kv_SBL = hidden_SBD.new_empty(S, B, Q), hidden_SBD.new_empty(S, B, L)
         ctx.how, ctx.eps = {"Q": Q, "L": L, "R": len(down) - Q - L, **NORMS}, eps
-        kernels.norms[(triton.cdiv(S * B, NORMS["ROWS"]),)](
-            x_SBX, q_norm_Q, kv_norm_L, q_SBQ, kv_SBL, eps, S * B, **ctx.how
-        )
+        launch(
+            kernels.norms, (triton.cdiv(S * B, NORMS["ROWS"]),), x_SBX, q_norm_Q, kv_norm_L, q_SBQ, kv_SBL, eps, S * B,
+            **ctx.how,
+        )  # fmt: skip
         ctx.save_for_backward(hidden_SBD, down, q_norm_Q, kv_norm_L, x_SBX)
         return q_SBQ, kv_SBL, x_SBX[..., Q + L :]
 
@@ -167,9 +169,9 @@ class _Latents(torch.autograd.Function):
         tiles = triton.cdiv(S * B, NORMS["ROWS"])
         dx_SBX, dr_SBR = x_SBX.new_empty(x_SBX.shape), aligned(dr_SBR)
         dw = x_SBX.new_empty(tiles, Q + L, dtype=torch.float32)
-        kernels.norms_backward[(tiles,)](
-            x_SBX, q_norm_Q, kv_norm_L, dq_SBQ.contiguous(), dkv_SBL.contiguous(), dr_SBR, dx_SBX, dw, ctx.eps, S * B, B,
-            *eighths(dr_SBR), **ctx.how,
+        launch(
+            kernels.norms_backward, (tiles,), x_SBX, q_norm_Q, kv_norm_L, dq_SBQ.contiguous(), dkv_SBL.contiguous(), dr_SBR,
+            dx_SBX, dw, ctx.eps, S * B, B, *eighths(dr_SBR), **ctx.how,
         )  # fmt: skip
         dx_TX = dx_SBX.view(S * B, -1)
         d_down = dx_TX.T @ hidden_SBD.reshape(S * B, D)
@@ -206,9 +208,10 @@ def _projected(
 ) -> torch.Tensor:
     S, B, H, _ = x_SBHX.shape
     y_SBHX = x_SBHX.new_empty(S, B, H, how["K"] + how["R"])
-    kernels.project[(H, triton.cdiv(S, PROJECT["TOKENS"]), B)](
-        x_SBHX, weight, rotation_SR, y_SBHX, S, *eighths(x_SBHX, 3), *_steps(weight), **how, **PROJECT
-    )
+    launch(
+        kernels.project, (H, triton.cdiv(S, PROJECT["TOKENS"]), B), x_SBHX, weight, rotation_SR, y_SBHX, S, *eighths(x_SBHX, 3),
+        *_steps(weight), **how, **PROJECT,
+    )  # fmt: skip
     return y_SBHX
 
 
@@ -226,8 +229,8 @@ def _projected_back(
     pieces = triton.cdiv(S, tiles * BACKWARD["TOKENS"])
     dx_SBHX = dy_SBHX.new_empty(S, B, H, C + how["R"])
     dw = None if weight is None else dy_SBHX.new_empty(B * pieces, H, C, K, dtype=torch.float32)
-    kernels.project_backward[(H, pieces, B)](
-        x_SBHX, weight, rotation_SR, dy_SBHX, dx_SBHX, dw, S,
+    launch(
+        kernels.project_backward, (H, pieces, B), x_SBHX, weight, rotation_SR, dy_SBHX, dx_SBHX, dw, S,
         *((0, 0, 0) if x_SBHX is None else eighths(x_SBHX, 3)), *_steps(weight), *eighths(dy_SBHX, 3),
         **how, TILES=tiles, **BACKWARD,
     )  # fmt: skip
@@ -248,9 +251,9 @@ class _KeysAndValues(torch.autograd.Function):
         kv_SBHX, rotary_SBR = aligned(kv_SBHX), aligned(rotary_SBR)
         k_SBHK, v_SBHV = kv_SBHX.new_empty(S, B, H, X - value_dim + R), kv_SBHX.new_empty(S, B, H, value_dim)
         ctx.how = {"C": X - value_dim, "R": R, "V": value_dim, "INTERLEAVED": interleaved}
-        kernels.keys_and_values[(H, triton.cdiv(S, KEYS["TOKENS"]), B)](
-            kv_SBHX, rotary_SBR, rotation_SR, k_SBHK, v_SBHV, S, *eighths(kv_SBHX, 3), *eighths(rotary_SBR),
-            **ctx.how, **KEYS,
+        launch(
+            kernels.keys_and_values, (H, triton.cdiv(S, KEYS["TOKENS"]), B), kv_SBHX, rotary_SBR, rotation_SR, k_SBHK, v_SBHV,
+            S, *eighths(kv_SBHX, 3), *eighths(rotary_SBR), **ctx.how, **KEYS,
         )  # fmt: skip
         ctx.save_for_backward(rotation_SR)
         return k_SBHK, v_SBHV
@@ -264,9 +267,9 @@ class _KeysAndValues(torch.autograd.Function):
         dkv_SBHX, dr_SBR = dk_SBHK.new_empty(S, B, H, C + V), dk_SBHK.new_empty(S, B, R)
         heads = min(HEADS, triton.next_power_of_2(H))
         tokens = ROWS // heads
-        kernels.keys_and_values_backward[(triton.cdiv(S, tokens), B)](
-            dk_SBHK, dv_SBHV, rotation_SR, dkv_SBHX, dr_SBR, S, H, *eighths(dk_SBHK, 3), *eighths(dv_SBHV, 3),
-            **ctx.how, TOKENS=tokens, HEADS=heads, **KEYS_BACKWARD,
+        launch(
+            kernels.keys_and_values_backward, (triton.cdiv(S, tokens), B), dk_SBHK, dv_SBHV, rotation_SR, dkv_SBHX, dr_SBR, S,
+            H, *eighths(dk_SBHK, 3), *eighths(dv_SBHV, 3), **ctx.how, TOKENS=tokens, HEADS=heads, **KEYS_BACKWARD,
         )  # fmt: skip
         return dkv_SBHX, dr_SBR, None, None, None
 
@@ -294,9 +297,10 @@ class _IndexerInputs(torch.autograd.Function):
         q_SBNR = _projected(_product(latent_SBQ, q_up_XQ).view(S, B, N, R), None, rotation_SR, ctx.whole)
         x_SBX = _product(hidden_SBD, torch.cat([k_down_RD, w_down_ND]))
         k_SBR, w_SBN = x_SBX.new_empty(S, B, R), x_SBX.new_empty(S, B, N)
-        kernels.indexer_keys[(triton.cdiv(S * B, NORMS["ROWS"]),)](
-            x_SBX, k_norm_R, k_bias_R, rotation_SR, k_SBR, w_SBN, *ctx.numbers, **ctx.how
-        )
+        launch(
+            kernels.indexer_keys, (triton.cdiv(S * B, NORMS["ROWS"]),), x_SBX, k_norm_R, k_bias_R, rotation_SR, k_SBR, w_SBN,
+            *ctx.numbers, **ctx.how,
+        )  # fmt: skip
         ctx.save_for_backward(hidden_SBD, latent_SBQ, x_SBX, k_norm_R, rotation_SR)
         return q_SBNR, k_SBR, w_SBN
 
@@ -309,17 +313,10 @@ class _IndexerInputs(torch.autograd.Function):
         T, R = ctx.numbers[2], len(k_norm_R)
         tiles = triton.cdiv(T, NORMS["ROWS"])
         dx_SBX, dnorm = torch.empty_like(x_SBX), x_SBX.new_empty(tiles, 2, R, dtype=torch.float32)
-        kernels.indexer_keys_backward[(tiles,)](
-            x_SBX,
-            k_norm_R,
-            rotation_SR,
-            dk_SBR.contiguous(),
-            dw_SBN.contiguous(),
-            dx_SBX,
-            dnorm,
-            *ctx.numbers,
-            **ctx.how,
-        )
+        launch(
+            kernels.indexer_keys_backward, (tiles,), x_SBX, k_norm_R, rotation_SR, dk_SBR.contiguous(), dw_SBN.contiguous(),
+            dx_SBX, dnorm, *ctx.numbers, **ctx.how,
+        )  # fmt: skip
         dq_SBNR, _ = _projected_back(None, None, rotation_SR, aligned(dq_SBNR), ctx.whole)
         d_down = dx_SBX.view(T, -1).T @ hidden_SBD.reshape(T, -1)
         d_up = dq_SBNR.view(T, -1).T @ latent_SBQ.reshape(T, -1)

@@ -8,8 +8,7 @@ Legend: T rows, D values of a row, P programs of the backward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.launcher import Launcher
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.rms_norm import kernels
 from megacpp_mcore.ops.rms_norm.reference import check
 
@@ -29,27 +28,10 @@ LARGEST = 8192
 PROGRAMS = 2
 """Programs of the backward pass per multiprocessor."""
 
-PARTS, COLUMNS = 32, 32
-"""Tile of :func:`kernels.add_parts`: programs and values."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What follows from the length of a row."""
-
-    D: int
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Compile-time arguments of kernels, by name."""
-        return {"D": self.D, "BLOCK": triton.next_power_of_2(self.D), "PARTS": PARTS, "COLUMNS": COLUMNS}
-
-    def options(self, kernel: str) -> dict[str, int]:
-        """Launch options of a kernel."""
-        return {"num_warps": 8 if kernel == "backward" else 4}
-
-
-_plan = cache(Plan)
+FORWARD: dict[str, int] = {"num_warps": 4}
+BACKWARD: dict[str, int] = {"num_warps": 8}
+ADD_PARTS: dict[str, int] = {"PARTS": 32, "COLUMNS": 32, "num_warps": 4}
+"""Launch options; the tile of :func:`kernels.add_parts`, programs and values."""
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,8 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         # Not empty_like, which keeps strides: those of one sample's contiguous rows may prevent a matrix product from folding.
         normed, scale_T = rows.new_empty(rows.shape), rows.new_empty(T, dtype=torch.float32)
         if T:
-            launch = Launcher(_plan(D), rows, weight_D)
-            launch(kernels.forward, (T, 1, 1), rows, weight_D, normed, scale_T, eps)
+            launch(kernels.forward, (T,), rows, weight_D, normed, scale_T, eps, **row(D), **FORWARD)
         ctx.save_for_backward(rows, weight_D, scale_T)
         ctx.set_materialize_grads(False)
         return normed, x
@@ -97,10 +78,15 @@ class _RMSNorm(torch.autograd.Function):
         dresidual = None if dresidual is None else dresidual.contiguous()
         P = min(T, PROGRAMS * _processors(rows.device))
         dx, dweight_D, dweight_PD = rows.new_empty(rows.shape), torch.empty_like(weight_D), scale_T.new_empty(P, D)
-        launch = Launcher(_plan(D), rows, weight_D, dnormed, dresidual)
-        launch(kernels.backward, (P, 1, 1), rows, weight_D, scale_T, dnormed, dresidual, dx, dweight_PD, T)
-        launch(kernels.add_parts, (triton.cdiv(D, COLUMNS), 1, 1), dweight_PD, dweight_D, P)
+        given = (rows, weight_D, scale_T, dnormed, dresidual)
+        launch(kernels.backward, (P,), *given, dx, dweight_PD, T, **row(D), **BACKWARD)
+        launch(kernels.add_parts, (triton.cdiv(D, ADD_PARTS["COLUMNS"]),), dweight_PD, dweight_D, P, D=D, **ADD_PARTS)
         return dx, dweight_D, None
+
+
+def row(D: int) -> dict[str, int]:
+    """Compile-time arguments of the kernels of whole rows."""
+    return {"D": D, "BLOCK": triton.next_power_of_2(D)}
 
 
 @cache

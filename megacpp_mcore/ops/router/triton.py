@@ -15,6 +15,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.router import kernels
 from megacpp_mcore.ops.router.reference import TINY, Routed, check
 
@@ -53,9 +54,10 @@ class Route(torch.autograd.Function):
         grid, shape = _launch(T, E, batch)
         sums_PBC = logits_TE.new_empty(grid[0], batch, 4 * E)
         if T:
-            kernels.route[grid](
-                logits_TE, score_TE, bias_E, probs_TE, routing_TE, sums_PBC, T // batch, batch, K=topk, **shape
-            )
+            launch(
+                kernels.route, grid, logits_TE, score_TE, bias_E, probs_TE, routing_TE, sums_PBC, T // batch, batch, K=topk,
+                **shape,
+            )  # fmt: skip
         sums_BC = sums_PBC.sum(0)
         load_BE, best_BE, score_BE, squared_BE = sums_BC.unflatten(1, (4, E)).unbind(1)
         load_E = load_BE.sum(0)
@@ -77,9 +79,10 @@ class Route(torch.autograd.Function):
         (T, E), dlogits_TE = logits_TE.shape, torch.empty_like(logits_TE)
         grid, shape = _launch(T, E, ctx.batch)
         if T:
-            kernels.route_backward[grid](
-                logits_TE, score_TE, routing_TE, *given, dlogits_TE, T // ctx.batch, ctx.batch, **shape
-            )
+            launch(
+                kernels.route_backward, grid, logits_TE, score_TE, routing_TE, *given, dlogits_TE, T // ctx.batch, ctx.batch,
+                **shape,
+            )  # fmt: skip
         return dlogits_TE, None, None, None
 
 

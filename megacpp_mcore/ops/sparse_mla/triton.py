@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.sparse_mla import kernels, wide
 from megacpp_mcore.ops.sparse_mla.reference import check_attention
@@ -116,11 +117,11 @@ class SparseMLAKernels(torch.autograd.Function):
         (S, B, H, K), V = q_SBHK.shape, value_dim
         q_SBHK, kv_TBK, index_BSP = aligned(q_SBHK), aligned(kv_TBK), _padded(index_BSN)
         o_SBHV, lse_BSH = q_SBHK.new_empty(S, B, H, V), q_SBHK.new_empty(B, S, H, dtype=torch.float32)
-        kernel, launch = (wide.forward, WIDE_FORWARD) if (K, V) in WIDE else (kernels.forward, FORWARD)
+        kernel, options = (wide.forward, WIDE_FORWARD) if (K, V) in WIDE else (kernels.forward, FORWARD)
         for first in range(0, H, HEADS):
-            kernel[(S, B)](
-                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, softmax_scale, S, H, index_BSP.shape[2], first,
-                *eighths(q_SBHK, 3), *eighths(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **launch,
+            launch(
+                kernel, (S, B), q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, softmax_scale, S, H, index_BSP.shape[2], first,
+                *eighths(q_SBHK, 3), *eighths(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **options,
             )  # fmt: skip
         ctx.save_for_backward(q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH)
         ctx.softmax_scale, ctx.sink = softmax_scale, sink
@@ -170,13 +171,13 @@ def _backward(
     if (K, V) not in WIDE:
         mean_BSH = lse_BSH.new_empty(B, S, H)
         for first in range(0, H, HEADS):
-            kernels.means[(S, B)](
-                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, softmax_scale,
-                S, H, P, first, *strides, M=_rows(H - first, 64), **widths, **MEANS,
+            launch(
+                kernels.means, (S, B), q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, softmax_scale, S, H, P,
+                first, *strides, M=_rows(H - first, 64), **widths, **MEANS,
             )  # fmt: skip
-            kernels.backward[(S, B)](
-                q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, softmax_scale,
-                S, H, selected, P, first, *strides, M=_rows(H - first, 32), **widths, **BACKWARD,
+            launch(
+                kernels.backward, (S, B), q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN,
+                unit, softmax_scale, S, H, selected, P, first, *strides, M=_rows(H - first, 32), **widths, **BACKWARD,
             )  # fmt: skip
         return dq_SBHK
     chunk = min(S, max(1, SCRATCH // (2 * B * P * _all_rows(H) * q_SBHK.itemsize)))
@@ -187,16 +188,17 @@ def _backward(
             ALL, place = _all_rows(H - first), (P, begin, first)
             groups, sizes = max(1, ALL // HEADS), {"ALL": ALL, **widths}
             for group in range(groups):
-                wide.scores[(queries, B)](
-                    q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPD, sum_BSN, softmax_scale,
-                    S, H, selected, *place, *strides, M=min(ALL, HEADS), GROUP=group, **sizes, **SCORES,
+                launch(
+                    wide.scores, (queries, B), q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, d_CBPD, sum_BSN,
+                    softmax_scale, S, H, selected, *place, *strides, M=min(ALL, HEADS), GROUP=group, **sizes, **SCORES,
                 )  # fmt: skip
-            wide.queries[(queries, B, QUERIES["PARTS"])](
-                kv_TBK, index_BSP, d_CBPD, dq_SBHK, S, H, *place, *of_keys, **sizes, **QUERIES
+            launch(
+                wide.queries, (queries, B, QUERIES["PARTS"]), kv_TBK, index_BSP, d_CBPD, dq_SBHK, S, H, *place, *of_keys,
+                **sizes, **QUERIES,
             )  # fmt: skip
-            wide.keys[(queries, B, groups)](
-                q_SBHK, index_BSP, do_SBHV, d_CBPD, dkv_TBK, unit,
-                S, H, *place, *of_queries, *of_output, PARTS=groups, **sizes, **GRADIENTS,
+            launch(
+                wide.keys, (queries, B, groups), q_SBHK, index_BSP, do_SBHV, d_CBPD, dkv_TBK, unit, S, H, *place, *of_queries,
+                *of_output, PARTS=groups, **sizes, **GRADIENTS,
             )  # fmt: skip
     return dq_SBHK
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
+from torch import Tensor
+from torch.nn import Parameter
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -24,8 +25,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     3.6 (``runtime/jit.py``, ``python/src/specialize.cc``) specialises a kernel for: of a tensor the dtype and the address
     modulo 16; of an integer whether it is 1, a multiple of 16, and what holds it (int32, int64 or uint64); of a tensor
     descriptor the dtype and block; of any other the type. That is at least as fine as Triton's key, which leaves some of it out
-    under ``do_not_specialize``. Besides, their tensors are on the same device, and that is the current one. The stream is
-    looked up for each call.
+    under ``do_not_specialize``. Besides, all tensors are on the device that is current; the stream is looked up for each call.
 
     Triton itself launches what is not a plain ``triton.jit`` (but autotuned, or interpreted) or has arguments of other types,
     such as subclasses of tensors; and everything while there are launch hooks, in debug mode, and in versions that are not
@@ -35,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         kernel: its compile-time arguments are the last ones.
         grid: numbers of programs, of one to three axes.
         arguments: those at run time.
-        constants: those at compile time, by name, and launch options such as ``num_warps``.
+        constants: those at compile time, and launch options such as ``num_warps``.
 
     Raises:
         TypeError: an argument at run time has been given by name, or one at compile time by position.
@@ -49,20 +49,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     kinds, given = [id(kernel), *constants, *constants.values()], []
     for argument in arguments:
         kind: Any = type(argument)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            # Plain addresses: for a tensor, the launch would query the driver.
-            given.append(address := argument.data_ptr())
-            kinds.append((argument.dtype, address % 16, argument.get_device()))
-            continue
         if kind is int:
             kind = argument % 16 == 0 if 1 < argument < 2**31 else _integer(argument)
+        elif kind is Tensor or kind is Parameter:
+            # A plain address is launched with: for a tensor, the launch would query the driver.
+            kind, argument = (argument.dtype, (address := argument.data_ptr()) % 16, argument.get_device()), address
         elif kind is TensorDescriptor:
             kind = argument.base.dtype, argument.base.get_device(), *argument.block_shape
         elif kind is not float and kind is not bool and argument is not None:
             kernel[grid](*arguments, **constants)
             return
-        given.append(argument)
         kinds.append(kind)
+        given.append(argument)
     key, driver = tuple(kinds), triton.runtime.driver.active
     device = driver.get_current_device()
     found = _compiled.get(key)
@@ -74,16 +72,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         )  # fmt: skip
         return
     made = kernel[grid](*arguments, **constants)
-    if [parameter.is_constexpr for parameter in kernel.params].index(True) != len(arguments):
+    names = kernel.arg_names[len(arguments) :]
+    if names != [parameter.name for parameter in kernel.params if parameter.is_constexpr]:
         raise TypeError(
-            f"{kernel.__name__} was launched with {len(arguments)} arguments by position; expected all those at run time, "
-            "and by name those at compile time, which its signature has last"
+            f"{kernel.__name__} was launched with {len(arguments)} arguments by position; expected those at run time, and by "
+            "name those at compile time, which its signature has last"
         )
     given = [getattr(argument, "base", argument) for argument in arguments]
-    devices = {tensor.get_device() for tensor in given if isinstance(tensor, torch.Tensor)}
+    devices = {tensor.get_device() for tensor in given if isinstance(tensor, Tensor)}
     if isinstance(made, CompiledKernel) and devices == {device}:
         # The compiled kernel keeps the kernel alive, whose id no other one has until then.
-        _compiled[key] = made, device, (None,) * (len(kernel.params) - len(arguments))
+        _compiled[key] = made, device, (None,) * len(names)
 
 
 def _integer(number: int) -> tuple[str, bool, bool]:

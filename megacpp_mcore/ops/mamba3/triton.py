@@ -12,6 +12,7 @@ tables and the gate's input; keys, queries and the gradient of the scan's output
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from typing import Any, NamedTuple
@@ -181,11 +182,10 @@ class Plan:
     @cached_property
     def constants(self) -> dict[str, dict[str, Any]]:
         """Of each kernel the compile-time arguments that are sizes, and the launch options."""
-        made = {name: kernel for name, kernel in vars(kernels).items() if hasattr(kernel, "arg_names")}
+        names = {name: kernel.fn.__annotations__ for name, kernel in vars(kernels).items() if hasattr(kernel, "fn")}
         return {
-            kernel: {name: size for name, size in self.sizes.items() if name in made[kernel].fn.__annotations__}
-            | self.options(kernel)
-            for kernel in made
+            kernel: {name: self.sizes[name] for name in taken if name in self.sizes} | self.options(kernel)
+            for kernel, taken in names.items()
         }
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
@@ -395,7 +395,7 @@ def _tables(
     plan: Plan,
     b: torch.Tensor,
     c: torch.Tensor,
-    gates: tuple[torch.Tensor, ...],
+    gates: Sequence[torch.Tensor],
     dt_bias: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
     seq_idx: torch.Tensor,
@@ -408,8 +408,8 @@ def _tables(
     B, H, G, R, N, A, SP = plan.B, plan.H, plan.G, plan.R, plan.N, plan.A, plan.padded
     normed = torch.empty(2, B, G, R, SP, N, device=device, dtype=dtype)
     plan.launch(
-        kernels.norm_fwd, (triton.cdiv(SP, 32), G * R, 2 * B),
-        b, c, *weights, normed, *eighths(b), b.stride(2), b.stride(3), plan.S, SP, B, plan.eps, ROWS=32,
+        kernels.norm_fwd, (triton.cdiv(SP, 32), G * R, 2 * B), b, c, *weights, normed, *eighths(b), b.stride(2), b.stride(3),
+        plan.S, SP, B, plan.eps, ROWS=32,
     )  # fmt: skip
     dd_dt, dd_A, trap, angles = gates
     segments = plan.segments
@@ -417,22 +417,20 @@ def _tables(
     carries = torch.empty_like(totals)
     restarts = torch.empty(B, segments, device=device, dtype=torch.int32)
     plan.launch(
-        kernels.turn_totals, plan.grid,
-        dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt), *_per_token(angles), plan.S, segments,
+        kernels.turn_totals, plan.grid, dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt),
+        *_per_token(angles), plan.S, segments,
     )  # fmt: skip
     plan.launch(
-        kernels.turn_carries, (H, B, 1),
-        totals, restarts, totals if initial_theta is None else initial_theta, carries, BLOCK=32,
-        INITIAL=initial_theta is not None,
+        kernels.turn_carries, (H, B, 1), totals, restarts, totals if initial_theta is None else initial_theta, carries,
+        BLOCK=32, INITIAL=initial_theta is not None,
     )  # fmt: skip
     la, w, gamma = torch.empty(3, B, H, SP, device=device).unbind()
     turns = torch.empty(B, H, SP, 2 * A, device=device, dtype=dtype)
     theta = torch.empty(B, H, A, device=device)
     plan.launch(
-        kernels.tables_fwd, plan.grid,
-        dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
-        *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
-        plan.A_floor, FINAL=final,
+        kernels.tables_fwd, plan.grid, dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
+        *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments, plan.A_floor,
+        FINAL=final,
     )  # fmt: skip
     return _Tables(normed, la, w, gamma, turns, theta)
 
@@ -445,9 +443,8 @@ def _pass_states(
     block = min(1024, elements)
     final = torch.empty(plan.B, plan.H, plan.P, plan.N, device=states.device)
     plan.launch(
-        kernels.pass_states, (elements // block, plan.H, plan.B),
-        states, keeps, final if initial is None else initial, final, BLOCK=block, REVERSE=reverse,
-        INITIAL=initial is not None,
+        kernels.pass_states, (elements // block, plan.H, plan.B), states, keeps, final if initial is None else initial, final,
+        BLOCK=block, REVERSE=reverse, INITIAL=initial is not None,
     )  # fmt: skip
     return final
 
@@ -457,31 +454,13 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, final: bool, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        (
-            x,
-            z,
-            b,
-            c,
-            dd_dt,
-            dd_A,
-            trap,
-            angles,
-            dt_bias,
-            D,
-            b_bias,
-            c_bias,
-            b_norm,
-            c_norm,
-            *mix,
-            seq_idx,
-            h0,
-            theta0,
-        ) = inputs
+        x, z, b, c, *gates = inputs[:8]
+        dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, h0, theta0 = inputs[8:]
         x, z = aligned(x, 2), aligned(z, 2)
         b, c = aligned(b, 1), aligned(c, 1)
         if b.stride() != c.stride():
             b, c = b.contiguous(), c.contiguous()
-        gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
+        gates = [t if t.stride(-1) == 1 else t.contiguous() for t in gates]
         documents = gates[0] if seq_idx is None else seq_idx
         parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
         tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
@@ -540,9 +519,8 @@ def _turn_and_add(
     if back:
         normed, biases, rows = normed[::-1], biases[::-1], rows[::-1]
     plan.launch(
-        kernels.turn_and_add, plan.grid,
-        x, *normed, *biases, parameters.mimo_x, tables.turns, tables.la, tables.w, *rows, states, keeps, *eighths(x, 3),
-        plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACK=back,
+        kernels.turn_and_add, plan.grid, x, *normed, *biases, parameters.mimo_x, tables.turns, tables.la, tables.w, *rows,
+        states, keeps, *eighths(x, 3), plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACK=back,
     )  # fmt: skip
 
 
@@ -560,10 +538,10 @@ def _scan(
 ) -> None:
     """The scan's output after the gate, before it, or both: whichever has a tensor to write to."""
     plan.launch(
-        kernels.scan_fwd, plan.grid,
-        x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D,
-        tables.la, tables.w, tables.gamma, states, gated, None if ungated is None else _chunks(ungated), *eighths(x),
-        *eighths(z), plan.S, plan.padded, plan.segments, plan.B, RAW=ungated is not None, GATED=gated is not None,
+        kernels.scan_fwd, plan.grid, x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z,
+        parameters.mimo_o, parameters.D, tables.la, tables.w, tables.gamma, states, gated,
+        None if ungated is None else _chunks(ungated), *eighths(x), *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
+        RAW=ungated is not None, GATED=gated is not None,
     )  # fmt: skip
 
 
@@ -627,7 +605,7 @@ def _backward_of_rows(
     if kept:
         tables, ungated = _Tables(*kept[:-1]), kept[-1]
     else:
-        tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
+        tables = _tables(plan, b, c, gates, dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
     dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # unused with SISO: any pointer does
@@ -638,9 +616,8 @@ def _backward_of_rows(
         ungated = do  # a tile is read before its gradient is written
         _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
     plan.launch(
-        kernels.gate_bwd, plan.grid,
-        x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz, dmimo_z, dmimo_o, dD,
-        *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), parts.stride(0), S, SP, segments,
+        kernels.gate_bwd, plan.grid, x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz,
+        dmimo_z, dmimo_o, dD, *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), parts.stride(0), S, SP, segments,
     )  # fmt: skip
     dstates = torch.empty_like(states)
     keeps = torch.empty(B, H, segments, device=device)
@@ -660,16 +637,14 @@ def _backward_of_rows(
     dqueries = do if N == P else _empty_rows(plan, x, N)
     for part in plan.key_parts:
         plan.launch(
-            kernels.scan_bwd_keys, plan.grid,
-            x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, states, dstates,
-            _chunks(dkeys), _chunks(dqueries) if part["QUERIES"] else None, dx, dmimo_x, dgamma, *eighths(x), *eighths(dx),
-            parts.stride(0), S, SP, segments, **part,
+            kernels.scan_bwd_keys, plan.grid, x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma,
+            states, dstates, _chunks(dkeys), _chunks(dqueries) if part["QUERIES"] else None, dx, dmimo_x, dgamma, *eighths(x),
+            *eighths(dx), parts.stride(0), S, SP, segments, **part,
         )  # fmt: skip
     if plan.R > 1:
         plan.launch(
-            kernels.scan_bwd_queries, plan.grid,
-            x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w, tables.gamma, states, _chunks(dqueries),
-            *eighths(x), S, SP, segments,
+            kernels.scan_bwd_queries, plan.grid, x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w,
+            tables.gamma, states, _chunks(dqueries), *eighths(x), S, SP, segments,
         )  # fmt: skip
     plan.launch(kernels.borders, (H, segments + 1, B), states, dstates, border_value, border_turn, segments + 1)
     del do, chunks_of, keys, queries
@@ -678,16 +653,15 @@ def _backward_of_rows(
     dbiases = torch.empty(2, B * (SP // plan.chunk), H, R, N, device=device)
     values, dturns = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
     plan.launch(
-        kernels.turn_back, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B),
-        tables.normed, parameters.biases, dkeys, dqueries, tables.turns, dnormed, dbiases, values, dturns, SP, B,
+        kernels.turn_back, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B), tables.normed, parameters.biases, dkeys,
+        dqueries, tables.turns, dnormed, dbiases, values, dturns, SP, B,
     )  # fmt: skip
     del dkeys, dqueries
     tiles = triton.cdiv(SP, 32)
     dnorms = torch.empty(2, B * G * R * tiles, N, device=device)
     plan.launch(
-        kernels.norm_bwd, (tiles, G * R, 2 * B),
-        b, c, *norms, dnormed, db, dc, dnorms, *eighths(b), b.stride(2), b.stride(3), *eighths(db), db.stride(2), db.stride(3),
-        S, SP, B, plan.eps, ROWS=32,
+        kernels.norm_bwd, (tiles, G * R, 2 * B), b, c, *norms, dnormed, db, dc, dnorms, *eighths(b), b.stride(2), b.stride(3),
+        *eighths(db), db.stride(2), db.stride(3), S, SP, B, plan.eps, ROWS=32,
     )  # fmt: skip
 
     if dh is not None:
@@ -696,15 +670,14 @@ def _backward_of_rows(
     dturned = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
     plan.launch(
-        kernels.tables_bwd, plan.grid,
-        dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, values, dgamma, dturns,
-        border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias, dtheta0,
-        *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), parts.stride(0), S, SP, segments,
-        plan.A_floor, FINAL=dtheta is not None, INITIAL=theta0 is not None,
+        kernels.tables_bwd, plan.grid, dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, values, dgamma,
+        dturns, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias,
+        dtheta0, *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), parts.stride(0), S, SP,
+        segments, plan.A_floor, FINAL=dtheta is not None, INITIAL=theta0 is not None,
     )  # fmt: skip
     plan.launch(
-        kernels.angles_bwd, (triton.cdiv(S, 8), B, 1),
-        angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, TOKENS=8, HEADS=16,
+        kernels.angles_bwd, (triton.cdiv(S, 8), B, 1), angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S,
+        SP, TOKENS=8, HEADS=16,
     )  # fmt: skip
     return parts.sum(0), _to_model(dbiases.sum(1), plan), dnorms.sum(1), dh0, dtheta0
 

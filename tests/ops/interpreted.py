@@ -127,7 +127,7 @@ def experts_in_fp8() -> None:
     fp8.WEIGHTS.update({"BN": 32, "BW": 16})
     fp8.TRANSPOSED.update({"BP": 32, "BW": 16, "STEPS": 2})
     fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
-    fp8.PARTS = 8
+    fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
     products = []
 
     def product(

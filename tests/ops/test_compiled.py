@@ -105,16 +105,17 @@ IN_FP8 = types(
     bf16="x x_NW w w_ENW h_RF a_RF da_RF gradient",
     i32="row_NC end_E end_P row_P token_R",
     fp8e4nv="values values_ENW values_EWN values_WP",
-    fp32="scales scale_EN scale_EW largest largest_EP largest_2R prob_R dprob_R total",
+    fp32="scales scale_EN scale_EW largest largest_EP largest_4R x_scale_R dy_scale_R prob_R dprob_R total",
 )
 ROW = {"ROWS": 1, "BLOCK": 4096, "W": D, "num_warps": 4}
 WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024, "num_warps": 4}
 BACK = {"F": F, "ROWS": fp8.BACKWARD["elements"] // 1024, "BLOCK": 1024, "num_warps": fp8.BACKWARD["warps"]}
-COLUMNS = fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.PARTS}
+COLUMNS = fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.LARGEST_ROW["PARTS"]}
 FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens": ("scale_rows", ROW | {"COPIES": K}),
     "rows": ("scale_rows", ROW | {"COPIES": 1, "row_NC": None}),
-    "largest": ("largest_parts", fp8.LARGEST_OF | {"STEPS": 7}),
+    "largest": ("largest_parts", fp8.LARGEST_OF),
+    "largest row": ("largest_parts", fp8.LARGEST_ROW),
     "weights": ("scale_weights", fp8.WEIGHTS | {"PARTS": fp8.LARGEST_OF["PARTS"]}),
     "added": ("add", {"BLOCK": fp8.ADDED, "num_warps": 4}),
     "places": ("pad", {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),

@@ -47,8 +47,8 @@ WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
 """Launch options of the weights' quantisation: partial maxima per expert matrix, and rows and columns of a tile."""
 
 TRANSPOSED = {"BP": 128, "BW": 64, "STEPS": 14, "num_warps": 8}
-PARTS = 512
-"""Launch options of the transpose: rows and columns of a tile, tiles per program; and partial maxima over the tokens."""
+LARGEST_ROW = {"PARTS": 32, "BLOCK": 1024, "num_warps": 4}
+"""Launch options of the transpose, rows and columns of a tile and tiles per program; and of the largest of all rows' maxima."""
 
 ADDED = 2048
 """Elements of a gradient that one program adds."""
@@ -116,13 +116,13 @@ def scale_rows(
 
 
 @triton.jit
-def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def largest_parts(w, largest_EP, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Partial maxima, PARTS of them, of the absolute values of an expert's SIZE elements."""
     expert = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.float32)
-    for step in tl.range(STEPS):
-        at = (step * PARTS + part).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for start in tl.range(part * BLOCK, SIZE, PARTS * BLOCK):
+        at = start + tl.arange(0, BLOCK)
         value = tl.load(w + expert * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
     tl.store(largest_EP + expert * PARTS + part, tl.max(largest, 0))
@@ -224,9 +224,11 @@ def activate_backward(
     h_RF,
     prob_R,
     da_RF,
+    x_scale_R,
+    dy_scale_R,
     a_RF,
     dprob_R,
-    largest_2R,
+    largest_4R,
     values,
     scales,
     R,
@@ -235,7 +237,10 @@ def activate_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace ``da`` by ``dh``, the gradient of the first product, and quantise it; recompute ``a``; row maxima of both."""
+    """Replace ``da`` by ``dh``, the gradient of the first product, and quantise it; recompute ``a``.
+
+    Row maxima of ``a``, ``dh``, and of what the gradients of weights multiply them by: ``dy`` and ``x``.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
@@ -259,8 +264,12 @@ def activate_backward(
         tl.store(_at(values, row, column, F), (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
     tl.store(dprob_R + row, dprob, mask=row < R)
-    tl.store(largest_2R + row, largest_a, mask=row < R)
-    tl.store(largest_2R + R + row, largest, mask=row < R)
+    tl.store(largest_4R + row, largest_a, mask=row < R)
+    tl.store(largest_4R + R + row, largest, mask=row < R)
+    dy_scale = tl.load(dy_scale_R + row, mask=row < R, other=0.0)
+    tl.store(largest_4R + 2 * R + row, dy_scale * LARGEST, mask=row < R)
+    x_scale = tl.load(x_scale_R + row, mask=row < R, other=0.0)
+    tl.store(largest_4R + 3 * R + row, x_scale * LARGEST, mask=row < R)
 
 
 @triton.jit
@@ -396,13 +405,18 @@ def _kept(w: torch.Tensor) -> Quantized:
     return made
 
 
+def _largest(x_EN: torch.Tensor, how: dict[str, int]) -> torch.Tensor:
+    """Partial maxima of the absolute values of each ``x[e]``."""
+    largest_EP = x_EN.new_empty(len(x_EN), how["PARTS"], dtype=torch.float32)
+    launch(largest_parts, (how["PARTS"], len(x_EN)), x_EN, largest_EP, x_EN[0].numel(), **how)
+    return largest_EP
+
+
 @torch.no_grad()
 def _scaled(w_ENW: torch.Tensor) -> Quantized:
     """Every expert's matrix quantised, its scale repeated for each row ``[E, N]``; then the same transposed."""
     w_ENW, (E, N, W) = packed(w_ENW), w_ENW.shape
-    largest_EP = w_ENW.new_empty(E, LARGEST_OF["PARTS"], dtype=torch.float32)
-    steps = triton.cdiv(N * W, LARGEST_OF["PARTS"] * LARGEST_OF["BLOCK"])
-    launch(largest_parts, (LARGEST_OF["PARTS"], E), w_ENW, largest_EP, N * W, STEPS=steps, **LARGEST_OF)
+    largest_EP = _largest(w_ENW, LARGEST_OF)
     forth, back = _empty(w_ENW, E, N, W), _empty(w_ENW, E, W, N)
     grid = triton.cdiv(N, WEIGHTS["BN"]) * triton.cdiv(W, WEIGHTS["BW"]), E
     launch(scale_weights, grid, w_ENW, largest_EP, *forth, *back, N, W, E, PARTS=LARGEST_OF["PARTS"], **WEIGHTS)
@@ -417,13 +431,14 @@ def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows:
     )  # fmt: skip
 
 
-def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[torch.Tensor, Scaled]:
-    h_RF = product(of_rows(x, rows.row_TK), weights.w1_EFD, weights.w1_scale_EF, rows)
+def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[Sequence[torch.Tensor], Scaled]:
+    right = of_rows(x, rows.row_TK)
+    h_RF = product(right, weights.w1_EFD, weights.w1_scale_EF, rows)
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
         launch(activate, grid, h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
-    return h_RF, left
+    return (h_RF, right.scale), left
 
 
 def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
@@ -465,22 +480,23 @@ def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
-) -> tuple[Transposed, Transposed, torch.Tensor, Scaled]:
-    weights = Weights(*saved)
-    dh_RF = product(of_rows(dy, rows.row_TK), weights.w2_EFD, weights.w2_scale_EF, rows)
+    dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: str
+) -> tuple[tuple[Transposed, torch.Tensor], tuple[Transposed, torch.Tensor], torch.Tensor, Scaled]:
+    """Beside the transposed ``a`` and ``dh``: partial maxima of ``dy`` and ``x``, by which they are multiplied."""
+    weights, (h_RF, x_scale_R) = Weights(*saved), kept
+    right = of_rows(dy, rows.row_TK)
+    dh_RF = product(right, weights.w2_EFD, weights.w2_scale_EF, rows)
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
     a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
-    largest_2R = h_RF.new_empty(2, R, dtype=torch.float32)
+    largest_4R = h_RF.new_empty(4, R, dtype=torch.float32)
     if R:
-        grid = (triton.cdiv(R, tile["ROWS"]),)
-        tanh = activation == "gelu_tanh"
         launch(
-            activate_backward, grid, h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, largest_2R, *left, R, F=F, TANH=tanh, **tile,
+            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, right.scale, a_RF, dprob_PR, largest_4R, *left, R, F=F,
+            TANH=activation == "gelu_tanh", **tile,
         )  # fmt: skip
-    places, largest = padded(rows.end_E, R), largest_2R.amax(1) if R else largest_2R.new_zeros(2)
-    a, dh = (transposed(each, None, largest[at : at + 1], *places) for at, each in enumerate((a_RF, dh_RF)))
-    return a, dh, dprob_PR, left
+    places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), _largest(largest_4R, LARGEST_ROW)
+    a, dh = transposed(a_RF, None, of_a, *places), transposed(dh_RF, None, of_dh, *places)
+    return (a, of_dy), (dh, of_x), dprob_PR, left
 
 
 def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
@@ -489,14 +505,12 @@ def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> 
 
 
 def _weight_gradient(
-    x: torch.Tensor, rows: Rows, other: Transposed, *, tokens_left: bool, total: torch.Tensor | None
+    x: torch.Tensor, rows: Rows, h: tuple[Transposed, torch.Tensor], *, tokens_left: bool, total: torch.Tensor | None
 ) -> torch.Tensor:
+    other, largest = h
     if not x.shape[0]:
         widths = (x.shape[1], len(other.values_WP)) if tokens_left else (len(other.values_WP), x.shape[1])
         return x.new_zeros(len(other.end_P), *widths) if total is None else total
-    largest = x.new_empty(PARTS, dtype=torch.float32)
-    steps = triton.cdiv(x.numel(), PARTS * LARGEST_OF["BLOCK"])
-    launch(largest_parts, (PARTS, 1), x, largest, x.numel(), STEPS=steps, **(LARGEST_OF | {"PARTS": PARTS}))
     mine = transposed(x, rows.token_R, largest, other.row_P, other.end_P)
     left, right = (mine, other) if tokens_left else (other, mine)
     gradient = torch._scaled_grouped_mm(

@@ -66,7 +66,9 @@ def _starts(rows: Rows) -> torch.Tensor:
     return torch.nn.functional.pad(rows.end_E, (1, 0))
 
 
-def _hidden(x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activation: str) -> tuple[torch.Tensor, Side]:
+def _hidden(
+    x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activation: str
+) -> tuple[tuple[torch.Tensor], Side]:
     (w1_EFD, _), start_E = weights, _starts(rows)
     h_RF = x.new_empty((x if rows.token_R is None else rows.token_R).shape[0], w1_EFD.shape[1])
     a_RF = torch.empty_like(h_RF)
@@ -75,7 +77,7 @@ def _hidden(x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activa
             x, w1_EFD.mT, None, out={"D": h_RF, "a": a_RF}, store_d=True, tuned=False, config=_tile(h_RF.shape[1]),
             cu_seqlens_m=start_E, A_idx=rows.token_R, prob=rows.prob_R,
         )  # fmt: skip
-    return h_RF, Side(a_RF, start_E)
+    return (h_RF,), Side(a_RF, start_E)
 
 
 def _output(left: Side, weights: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
@@ -83,9 +85,9 @@ def _output(left: Side, weights: Sequence[torch.Tensor], rows: Rows) -> torch.Te
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
+    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: str
 ) -> tuple[Side, Side, torch.Tensor, Side]:
-    start_E = _starts(rows)
+    (h_RF,), start_E = kept, _starts(rows)
     dh_RF, a_RF, dprob_R = vendors.entry("quack_backward")(
         dy, weights[1], PreAct=h_RF, activation=ACTIVATIONS[activation], colvec_scale=rows.prob_R, colvec_reduce=True,
         cu_seqlens_m=start_E, A_idx=rows.token_R, dynamic_scheduler=False, tuned=False, config=_tile(h_RF.shape[1]),

@@ -58,10 +58,11 @@ class Products(NamedTuple):
     Attributes:
         multiple: what widths have to be a multiple of.
         weights: (w1, w2) -> the tuple that the other functions take as ``weights``.
-        hidden: (x, rows, weights, activation) -> the first product, and the left operand of the second one.
+        hidden: (x, rows, weights, activation) -> what backward needs of it, and the left operand of the second product.
         output: (that operand, weights, rows) -> the second product.
-        hidden_gradient: (gradient of the second product, rows, weights, first product, activation) -> the activation, the
-            gradient of the first product, partial gradients of the probabilities, and the left operand of ``input_gradient``.
+        hidden_gradient: (gradient of the second product, rows, weights, what ``hidden`` kept, activation) -> the activation,
+            the gradient of the first product, partial gradients of the probabilities, and the left operand of
+            ``input_gradient``.
         input_gradient: (that operand, weights, rows) -> the gradient of the rows.
         weight_gradient: as :func:`weight_gradient`, of x and the gradient of the first product (for w1), or of the output's
             gradient and the activation (for w2), these in the form in which ``hidden_gradient`` returns them.
@@ -70,7 +71,7 @@ class Products(NamedTuple):
 
     multiple: int
     weights: Callable[[torch.Tensor, torch.Tensor], Any]
-    hidden: Callable[..., tuple[torch.Tensor, Any]]
+    hidden: Callable[..., tuple[Sequence[torch.Tensor], Any]]
     output: Callable[[Any, Any, Rows], torch.Tensor]
     hidden_gradient: Callable[..., tuple[Any, Any, torch.Tensor, Any]]
     input_gradient: Callable[[Any, Any, Rows], torch.Tensor]
@@ -137,18 +138,19 @@ class GroupedMLP(torch.autograd.Function):
         """The output; ``weights`` are those of the products."""
         x_RD, prob_R = packed(x_RD), None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
-        h_RF, left = call.products.hidden(x_RD, rows, weights, call.activation)
-        ctx.save_for_backward(x_RD, h_RF, end_E, prob_R, *weights)
-        ctx.call = call
+        kept, left = call.products.hidden(x_RD, rows, weights, call.activation)
+        ctx.save_for_backward(x_RD, end_E, prob_R, *weights, *kept)
+        ctx.call, ctx.weights = call, len(weights)
         return call.products.output(left, weights, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, w1, w2 and the probabilities."""
-        x_RD, h_RF, end_E, prob_R, *weights = ctx.saved_tensors
+        x_RD, end_E, prob_R, *others = ctx.saved_tensors
+        weights, kept = others[: ctx.weights], others[ctx.weights :]
         dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.call.products
-        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, h_RF, ctx.call.activation)
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, kept, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_RD, rows, a, tokens_left=True) if ctx.needs_input_grad[3] else None
         dx_RD = products.input_gradient(left, weights, rows) if ctx.needs_input_grad[0] else None
         dw1_EFD = _of_weight(ctx.call, x_RD, rows, dh, tokens_left=False) if ctx.needs_input_grad[2] else None
@@ -174,9 +176,9 @@ class RoutedMLP(torch.autograd.Function):
         """The output; ``weights`` are those of the products."""
         x_TD, routing_TE = packed(x_TD), routing_TE.contiguous()
         rows, row_TK = placed(routing_TE, probs_TE, topk)
-        h_RF, left = call.products.hidden(x_TD, rows, weights, call.activation)
-        ctx.save_for_backward(x_TD, routing_TE, h_RF, *rows, *weights)
-        ctx.call, ctx.probs_dtype = call, probs_TE.dtype
+        kept, left = call.products.hidden(x_TD, rows, weights, call.activation)
+        ctx.save_for_backward(x_TD, routing_TE, *rows, *weights, *kept)
+        ctx.call, ctx.weights, ctx.probs_dtype = call, len(weights), probs_TE.dtype
         y_RD = call.products.output(left, weights, rows)
         return summed(y_RD, row_TK)
 
@@ -184,9 +186,10 @@ class RoutedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
-        x_TD, routing_TE, h_RF, end_E, row_TK, token_R, prob_R, *weights = ctx.saved_tensors
+        x_TD, routing_TE, end_E, row_TK, token_R, prob_R, *others = ctx.saved_tensors
+        weights, kept = others[: ctx.weights], others[ctx.weights :]
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
-        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.call.activation)
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, kept, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a  # what follows reuses its memory
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
@@ -235,7 +238,7 @@ def _weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> tuple[torch.Tensor, 
 
 def _hidden(
     x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[tuple[torch.Tensor], torch.Tensor]:
     w1_EFD, _ = weights
     (E, F, D), R = w1_EFD.shape, (x if rows.token_R is None else rows.token_R).shape[0]
     h_RF, a_RF = x.new_empty(R, F), x.new_empty(R, F)
@@ -243,13 +246,13 @@ def _hidden(
         w_tiles = TensorDescriptor.from_tensor(w1_EFD.view(E * F, D), [FORWARD["BN"], FORWARD["BK"]])
         outputs = h_RF, a_RF, None, None
         _product(x, rows, w_tiles, outputs, activation, FORWARD, MODE=kernels.ACTIVATE.value, OUTER_FIRST=True)
-    return h_RF, a_RF
+    return (h_RF,), a_RF
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
+    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, w2_EDF = weights
+    (_, w2_EDF), (h_RF,) = weights, kept
     (E, D, F), R = w2_EDF.shape, h_RF.shape[0]
     a_RF, dh_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
     dprob_PR = h_RF.new_empty(triton.cdiv(F, BACKWARD["BN"]), R, dtype=torch.float32)

@@ -125,7 +125,7 @@ def experts_in_fp8() -> None:
     grouped.DTYPES, fp8.E4M3 = (case.dtype,), torch.float32
     fp8.ELEMENTS = 32  # parts of a row
     fp8.WEIGHTS.update({"BN": 32, "BW": 16})
-    fp8.TRANSPOSED.update({"BP": 32, "BW": 16, "STEPS": 2})
+    fp8.TRANSPOSED.update({"BP": 32, "BW": 16})
     fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
     fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
     products = []

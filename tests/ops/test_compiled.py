@@ -119,19 +119,20 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "weights": ("scale_weights", fp8.WEIGHTS | {"PARTS": fp8.LARGEST_OF["PARTS"]}),
     "added": ("add", {"BLOCK": fp8.ADDED, "num_warps": 4}),
     "places": ("pad", {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),
-    "transposed tokens": ("transpose_rows", COLUMNS | {"W": D}),
-    "transposed rows": ("transpose_rows", COLUMNS | {"W": F, "token_R": None}),
+    "transposed tokens": ("transpose_rows", COLUMNS | {"W": D, "STEPS": 28}),
+    "transposed rows": ("transpose_rows", COLUMNS | {"W": F, "STEPS": 7, "token_R": None}),
     "activate, erf": ("activate", WIDTH | {"TANH": False}),
     "activate, tanh": ("activate", WIDTH | {"TANH": True}),
     "backward, erf": ("activate_backward", BACK | {"TANH": False}),
     "backward, tanh": ("activate_backward", BACK | {"TANH": True}),
+    "backward, wide": ("activate_backward", BACK | {"TANH": True, "F": 4096, "BLOCK": 4096}),
 }
 
 
 @pytest.mark.parametrize(("kernel", "constants"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
 def test_experts_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> None:
     made = compiled(getattr(fp8, kernel), IN_FP8, constants, tmp_path, multiples=("N", "W", "P", "SIZE"))
-    assert made.registers <= 128, made
+    assert made.programs >= 2, made
     if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs
         assert made.instructions["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), made
 

@@ -42,13 +42,14 @@ CAPABILITY = (9, 0)
 ELEMENTS = 4096
 """Elements of a program's tile: whole rows, or a part of one longer row."""
 
-LARGEST_OF = {"PARTS": 64, "BLOCK": 8192, "num_warps": 8}
+LARGEST_OF = {"PARTS": 256, "BLOCK": 2048, "num_warps": 8}
 WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
 """Launch options of the weights' quantisation: partial maxima per expert matrix, and rows and columns of a tile."""
 
-TRANSPOSED = {"BP": 128, "BW": 64, "STEPS": 14, "num_warps": 8}
+TRANSPOSED = {"BP": 128, "BW": 64, "num_warps": 8}
+ACROSS = 2
 LARGEST_ROW = {"PARTS": 32, "BLOCK": 1024, "num_warps": 4}
-"""Launch options of the transpose, rows and columns of a tile and tiles per program; and of the largest of all rows' maxima."""
+"""Launch options of the transpose: rows and columns of a tile, programs across the columns; and of the largest row maximum."""
 
 ADDED = 2048
 """Elements of a gradient that one program adds."""
@@ -56,7 +57,7 @@ ADDED = 2048
 MULTIPLE = 16
 """Alignment of widths, and of each expert's rows in a weight gradient: E4M3 operands begin at multiples of 16 bytes."""
 
-BACKWARD = {"elements": 2048, "warps": 8}
+BACKWARD = {"elements": 1024, "warps": 4}
 """Launch options of :func:`activate_backward`."""
 
 
@@ -338,8 +339,8 @@ def add(total, gradient, SIZE, BLOCK: tl.constexpr):
 
 
 def _tile(width: int, elements: int = ELEMENTS, warps: int = 4) -> dict[str, int]:
-    block = min(elements, triton.next_power_of_2(width))
-    return {"ROWS": elements // block, "BLOCK": block, "num_warps": warps}
+    block = min(ELEMENTS, triton.next_power_of_2(width))
+    return {"ROWS": max(1, elements // block), "BLOCK": block, "num_warps": warps}
 
 
 def _empty(like: torch.Tensor, *shape: int) -> Scaled:
@@ -460,10 +461,9 @@ def transposed(
     """The rows ``row_P`` of ``x``, transposed and quantised with one scale."""
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
     values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
-    grid = triton.cdiv(P, TRANSPOSED["BP"]), triton.cdiv(W, TRANSPOSED["BW"] * TRANSPOSED["STEPS"])
     launch(
-        transpose_rows, grid, x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W, EXPERTS=triton.next_power_of_2(E),
-        PARTS=largest.numel(), **TRANSPOSED,
+        transpose_rows, (triton.cdiv(P, TRANSPOSED["BP"]), ACROSS), x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W,
+        EXPERTS=triton.next_power_of_2(E), PARTS=largest.numel(), STEPS=triton.cdiv(W, TRANSPOSED["BW"] * ACROSS), **TRANSPOSED,
     )  # fmt: skip
     return Transposed(values_WP, scale_EW, row_P, end_P)
 
@@ -491,8 +491,8 @@ def _hidden_gradient(
     largest_4R = h_RF.new_empty(4, R, dtype=torch.float32)
     if R:
         launch(
-            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, right.scale, a_RF, dprob_PR, largest_4R, *left, R, F=F,
-            TANH=activation == "gelu_tanh", **tile,
+            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, right.scale, a_RF, dprob_PR,
+            largest_4R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile,
         )  # fmt: skip
     places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), _largest(largest_4R, LARGEST_ROW)
     a, dh = transposed(a_RF, None, of_a, *places), transposed(dh_RF, None, of_dh, *places)

@@ -491,8 +491,8 @@ def _hidden_gradient(
     largest_4R = h_RF.new_empty(4, R, dtype=torch.float32)
     if R:
         launch(
-            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, right.scale, a_RF, dprob_PR,
-            largest_4R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile,
+            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, right.scale, a_RF,
+            dprob_PR, largest_4R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile,
         )  # fmt: skip
     places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), _largest(largest_4R, LARGEST_ROW)
     a, dh = transposed(a_RF, None, of_a, *places), transposed(dh_RF, None, of_dh, *places)

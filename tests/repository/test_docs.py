@@ -274,16 +274,17 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
             assert not anchor or anchor in {re.sub(r"[^\w]+", "-", one.lower()).strip("-") for one in headings}, target
 
 
+E_LAYER = "(experts megacpp_mcore, router triton, rms_norm triton, routed_mlp triton)"
 ROWS = {
     "MLA core": ("mla", "stock Transformer Engine", "sdpa", "flash4"),
     "sparse MLA": ("sparse_mla", "stock unfused", "triton", "reference"),
     "DSA's indexer": ("indexer", "stock", "triton"),
     "its gradient": ("indexer_grad", "triton", "reference"),
     "Mamba-3 MIMO": ("mamba3", "mamba-ssm MIMO", "triton", "reference"),
-    "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "reference"),
-    "M²RNN": ("m2rnn", "triton", "reference"),
+    "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "triton, CUDA graph", "reference"),
+    "M²RNN": ("m2rnn", "xma's recurrence (Triton) in the reference", "triton", "reference"),
     "routed experts": ("routed_mlp", "stock TEGroupedMLP", "triton", "triton_fp8, weights kept quantised"),
-    "E layer": ("layer_e", "stock MoELayer", "ours (experts megacpp_mcore, router triton, routed_mlp triton)"),
+    "E layer": ("layer_e", "stock MoELayer", f"ours {E_LAYER}", f"ours, CUDA graph {E_LAYER}"),
     "output layer": (
         "linear_cross_entropy",
         "stock, fused cross-entropy",

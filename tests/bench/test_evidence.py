@@ -43,7 +43,7 @@ EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
         {
             "benchmark": "layer_e",
             "work": "forward+backward",
-            "variant": "ours (experts megacpp_mcore, router triton, routed_mlp triton)",
+            "variant": "ours (experts megacpp_mcore, router triton, rms_norm triton, routed_mlp triton)",
         },
         {"benchmark": "layer_e", "work": "forward+backward", "variant": "stock MoELayer"},
     ),

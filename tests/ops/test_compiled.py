@@ -259,11 +259,11 @@ NARROW = [widths for widths in sparse_launch.WIDTHS if widths not in sparse_laun
 
 @pytest.mark.parametrize("widths", NARROW)
 @pytest.mark.parametrize("heads", [sparse_launch.HEADS, 16])
-@pytest.mark.parametrize("kernel", ["forward", "means"])
+@pytest.mark.parametrize("kernel", ["forward", "means", "sums"])
 def test_heads_on_rows(
     tmp_path: Path, attention: dict[str, str], kernel: str, widths: tuple[int, int], heads: int
 ) -> None:
-    launch = sparse_launch.FORWARD if kernel == "forward" else sparse_launch.MEANS
+    launch = {"forward": sparse_launch.FORWARD, "means": sparse_launch.MEANS, "sums": sparse_launch.SUMS}[kernel]
     constants = launch | {"M": heads, "V": widths[1], "R": widths[0] - widths[1]}
     made = compiled(getattr(sparse_mla, kernel), attention, constants, tmp_path)
     assert made.registers <= THREE_A_PROCESSOR, made
@@ -294,6 +294,7 @@ WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "queries": ("queries", sparse_launch.QUERIES, []),
     "keys": ("keys", sparse_launch.GRADIENTS, ["unit_ptr"]),
     "keys, integers": ("keys", sparse_launch.GRADIENTS, []),
+    "sums": ("sums", sparse_launch.WIDE_SUMS, []),
 }
 SHARED_MEMORY = 232_448
 """Bytes that one program may have on an H200."""
@@ -307,7 +308,7 @@ def test_wide_sparse_mla(
 ) -> None:
     """Of all heads that are rounded up to: others are several launches."""
     kernel, launch, absent = WIDE_SPARSE[variant]
-    function = getattr(wide_sparse_mla, kernel)
+    function = getattr(sparse_mla if kernel == "sums" else wide_sparse_mla, kernel)
     groups = max(1, heads // sparse_launch.HEADS)
     sizes = {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
     sizes |= {"V": widths[1], "R": widths[0] - widths[1]}

@@ -5,10 +5,11 @@ per query (top-k), A attention heads (of this rank), G key heads of the attentio
 
 Where the S × T pairs exceed a chunk (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of them, and none
 has B·S·T elements except the result of :func:`indexer_scores`. Nothing here synchronises with a GPU or copies from the host,
-so a CUDA graph can capture all of it. Everything is plain PyTorch, except that scores are a Triton kernel's for the inputs
-that it takes (:attr:`Indexer.by_kernel`); it makes no tensor with a head dimension. Scores and the gradient of the sparse loss
-are those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks,
-scores without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
+so a CUDA graph can capture all of it. Everything is plain PyTorch, except for what Triton kernels compute of the inputs that
+they take, without a tensor with a head dimension: scores (:attr:`Indexer.by_kernel`), and for the sparse loss its target
+(:meth:`Attention.by_kernel`) and gradient (:attr:`Indexer.learns_by_kernel`). Scores and the gradient of the sparse loss are
+those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks, scores
+without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
 """
@@ -161,6 +162,15 @@ class Indexer:
 
         return q.shape[-1] in SCORE_ALL
 
+    @property
+    def learns_by_kernel(self) -> bool:
+        """Whether the gradient of the sparse loss is the Triton kernel's where its target is (:meth:`Attention.by_kernel`)."""
+        if not self.by_kernel:
+            return False
+        from megacpp_mcore.ops.indexer.triton import HEAD_DIM, MOST_HEADS
+
+        return self.q_SBHD.shape[-1] == HEAD_DIM and self.q_SBHD.shape[2] <= MOST_HEADS
+
     @cached_property
     def k_BTD(self) -> torch.Tensor:
         """The keys in the compute dtype."""
@@ -232,6 +242,29 @@ class Attention:
                 "with the same B and K and nothing empty"
             )
 
+    def by_kernel(self, rule: KeyRule) -> bool:
+        """Whether targets at selected keys are the Triton kernel's: query and key of one 16-bit dtype on one GPU, one key head,
+        its widths, and no additive mask."""
+        query, key = self.query_SBAK, self.key_TBGK
+        if query.device != key.device or not _runs_kernels(query.device) or rule.mask_BST is not None:
+            return False
+        if query.dtype != key.dtype or key.shape[2] > 1 or self.softmax_scale <= 0:
+            return False
+        from megacpp_mcore.ops.sparse_mla.triton import DTYPES, WIDTHS
+
+        return query.dtype in DTYPES and query.shape[-1] in dict(WIDTHS)
+
+    def target_at(self, index_BSN: torch.Tensor) -> torch.Tensor:
+        """The target at the selected keys (int32, -1 = none) by the Triton kernel, in float32."""
+        from megacpp_mcore.ops.sparse_mla.triton import WIDTHS, summed_probabilities
+
+        query, key_TBK = self.query_SBAK, self.key_TBGK[:, :, 0]
+        with torch.cuda.device_of(query):
+            target = summed_probabilities(
+                query, key_TBK, index_BSN, softmax_scale=self.softmax_scale, value_dim=dict(WIDTHS)[query.shape[-1]]
+            )
+        return self._normalised(target)
+
     def keys(self) -> torch.Tensor:
         """``key_BGTK`` in the compute dtype."""
         return self.key_TBGK.to(compute_dtype(self.query_SBAK, self.key_TBGK)).permute(1, 2, 0, 3)
@@ -276,7 +309,10 @@ class Attention:
         # The lowest finite number and not -inf: a row of -inf has NaN as its difference from its maximum.
         logit.masked_fill_(hidden, torch.finfo(logit.dtype).min)
         logit.sub_(logit.amax(dim=-1, keepdim=True)).exp_().masked_fill_(hidden, 0.0)
-        target = logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2)
+        return self._normalised(logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2))
+
+    def _normalised(self, target: torch.Tensor) -> torch.Tensor:
+        """``target``, in place summed over ranks and L1-normalised."""
         if self.reduce is not None:
             self.reduce(target)
         return target.div_(target.sum(dim=-1, keepdim=True).clamp_min(EPSILON))
@@ -374,14 +410,14 @@ def sparse_divergence(
     Returns:
         divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
     """
-    (batch, num_queries, topk), key_BGTK = index_BSN.shape, attention.keys()
+    batch, num_queries, _ = index_BSN.shape
     divergence_BS = best_BSN.new_empty((batch, num_queries))
-    per_query = batch * attention.elements_per_query(topk)
-    for rows in query_chunks(num_queries, per_query, BLOCK_ELEMENTS, query_chunk):
-        at, valid, bias = _selected(index_BSN, rule, rows)
-        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
+    targets, per_query = _targets(attention, index_BSN, rule)
+    for rows in query_chunks(num_queries, batch * per_query, BLOCK_ELEMENTS, query_chunk):
+        index, target, bias = targets(rows)
         best = best_BSN[:, rows.start : rows.stop]
-        divergence_BS[:, rows.start : rows.stop] = _divergence(target, best if bias is None else best + bias, valid)
+        score = best if bias is None else best + bias
+        divergence_BS[:, rows.start : rows.stop] = _divergence(target, score, index >= 0)
     return divergence_BS
 
 
@@ -418,13 +454,37 @@ def dense_divergence(
     return divergence_BS
 
 
-def _selected(
-    index_BSN: torch.Tensor, rule: KeyRule, rows: range
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A chunk's selection as keys that can be gathered, which of them are valid, and their bias."""
-    index = index_BSN[:, rows.start : rows.stop]
-    at = index.clamp_min(0).long()
-    return at, (index >= 0) & rule.valid_at(rows, at), rule.bias_at(rows, at)
+Targets = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+"""Of a chunk's queries: the selected keys that count, -1 in place of others, the target at them, and their bias."""
+
+
+def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tuple[Targets, int]:
+    """The targets of chunks, and the size of their temporaries for one query and batch row."""
+    num_queries, topk = index_BSN.shape[1:]
+
+    def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        index = index_BSN[:, rows.start : rows.stop]
+        at = index.clamp_min(0).long()
+        valid = (index >= 0) & rule.valid_at(rows, at)
+        return at, at.masked_fill(~valid, -1), valid
+
+    if attention.by_kernel(rule):
+        kept_BSN = selected(range(num_queries))[1].int()
+        target_BSN = attention.target_at(kept_BSN)
+
+        def made(rows: range) -> tuple[torch.Tensor, torch.Tensor, None]:
+            here = slice(rows.start, rows.stop)
+            return kept_BSN[:, here], target_BSN[:, here], None
+
+        return made, topk
+    key_BGTK = attention.keys()
+
+    def of(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        at, kept, valid = selected(rows)
+        bias = rule.bias_at(rows, at)
+        return kept, attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias), bias
+
+    return of, attention.elements_per_query(topk)
 
 
 @dataclass
@@ -456,35 +516,47 @@ def sparse_backward(
     attention: Attention,
     index_BSN: torch.Tensor,
     rule: KeyRule,
-    weight_BS: torch.Tensor,
+    weight: torch.Tensor,
+    rows_BS: torch.Tensor | None = None,
     *,
     query_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``Σ weight[b, i] · KL[b, i]`` over the selected keys; every other key has none.
+    """Gradients of ``Σ weight · rows[b, i] · KL[b, i]`` over the selected keys; every other key has none.
 
-    The gradient of k is summed with ``index_add_``: on a GPU in no fixed order, unless
-    ``torch.use_deterministic_algorithms(True)``.
+    The gradient of k is summed in no fixed order on a GPU, unless ``torch.use_deterministic_algorithms(True)``.
 
     Args:
         indexer: what scored.
         attention: defines the target, which is a constant here.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
-        weight_BS: the loss's gradient with respect to each query's divergence.
+        weight: the loss's gradient with respect to the divergence of a query that counts, a tensor of one.
+        rows_BS: 1 for queries that count, 0 for others; None: all count.
         query_chunk: as for :func:`select`.
 
     Returns:
         grad_q_SBHD, grad_w_SBH and grad_k_TBD in the dtypes of q, w and k.
     """
-    key_BGTK, topk = attention.keys(), index_BSN.shape[2]
+    (batch, num_queries, topk), (targets, per_query) = index_BSN.shape, _targets(attention, index_BSN, rule)
+    if attention.by_kernel(rule) and indexer.learns_by_kernel:
+        from megacpp_mcore.ops.indexer.triton import indexer_grad
+
+        kept_BSN, target_BSN, _ = targets(range(num_queries))
+        counted = target_BSN if rows_BS is None else target_BSN * rows_BS[:, :, None]  # without a target, no gradient
+        inputs = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH
+        with torch.cuda.device_of(indexer.q_SBHD):
+            _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = indexer_grad(
+                *inputs, kept_BSN, counted, weight * (batch * num_queries)
+            )
+        return grad_q_SBHD, grad_w_SBH, grad_k_TBD
+    weight_BS = weight.to(indexer.dtype).expand(batch, num_queries)
+    weight_BS = weight_BS if rows_BS is None else weight_BS * rows_BS
 
     def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        at, valid, bias = _selected(index_BSN, rule, rows)
-        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
-        return at.masked_fill_(~valid, -1), target, weight_BS[:, rows.start : rows.stop], bias
+        kept, target, bias = targets(rows)
+        return kept, target, weight_BS[:, rows.start : rows.stop], bias
 
-    per_query = max(attention.elements_per_query(topk), topk * sum(indexer.q_SBHD.shape[2:]))
-    chunks = indexer.chunks(per_query, query_chunk)
+    chunks = indexer.chunks(max(per_query, topk * sum(indexer.q_SBHD.shape[2:])), query_chunk)
     _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(
         indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, selected, chunks, relu=indexer.relu
     )
@@ -502,7 +574,7 @@ def dense_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Divergences over all keys that a query sees, and the gradients of ``Σ weight[b, i] · KL[b, i]``.
 
-    Returns divergence_BS in the compute dtype, then the gradients; arguments and gradients as in :func:`sparse_backward`.
+    Returns divergence_BS in the compute dtype, then the gradients; other arguments and gradients as in :func:`sparse_backward`.
     """
     heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
     key_BGTK, gradients = attention.keys(), _Gradients.of(indexer)

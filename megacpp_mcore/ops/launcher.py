@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,8 +29,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     under ``do_not_specialize``. Besides, all tensors are on the device that is current; the stream is looked up for each call.
 
     Triton itself launches what is not a plain ``triton.jit`` (but autotuned, or interpreted) or has arguments of other types,
-    such as subclasses of tensors; and everything while there are launch hooks, in debug mode, and in versions that are not
-    :data:`DIRECT`. Only then it checks that no global variable of the kernel has changed.
+    such as subclasses of tensors; and everything while there are launch hooks, in debug mode, with instrumented kernels, under
+    ``torch.compile``, and in versions that are not :data:`DIRECT`. Only then it checks that no global variable of the kernel
+    has changed.
 
     Args:
         kernel: its compile-time arguments are the last ones.
@@ -40,9 +42,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Raises:
         TypeError: an argument at run time has been given by name, or one at compile time by position.
     """
+    if torch.compiler.is_compiling():  # which can trace Triton's own launch alone
+        kernel[grid](*arguments, **constants)
+        return
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    watched = runtime.debug or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    watched = watched or runtime.debug or triton.knobs.compilation.instrumentation_mode
     if watched or type(kernel) is not JITFunction or kernel.pre_run_hooks or not DIRECT:
         kernel[grid](*arguments, **constants)
         return
@@ -71,13 +77,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             None, None, *given, *placeholders,
         )  # fmt: skip
         return
-    made = kernel[grid](*arguments, **constants)
     names = kernel.arg_names[len(arguments) :]
     if names != [parameter.name for parameter in kernel.params if parameter.is_constexpr]:
         raise TypeError(
             f"{kernel.__name__} was launched with {len(arguments)} arguments by position; expected those at run time, and by "
             "name those at compile time, which its signature has last"
         )
+    made = kernel[grid](*arguments, **constants)
     given = [getattr(argument, "base", argument) for argument in arguments]
     devices = {tensor.get_device() for tensor in given if isinstance(tensor, Tensor)}
     if isinstance(made, CompiledKernel) and devices == {device}:

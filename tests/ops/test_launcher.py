@@ -168,7 +168,7 @@ def test_keys_are_as_fine_as_specialisations(driver: Driver, monkeypatch: pytest
 
 
 def test_triton_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another device, with hooks, in debug mode, for a subclass of tensors, and what is not a plain kernel."""
+    """On another device, with hooks, in debug mode, instrumented, for a subclass of tensors, and what is not a plain kernel."""
     call()
     by_triton = looked_up(monkeypatch)
     driver.device = 0
@@ -181,20 +181,40 @@ def test_triton_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Non
     call()
     triton.knobs.runtime.launch_enter_hook.remove(hooks.append)
     assert len(by_triton) == 3
-    with monkeypatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, "debug", True)
-        call()
-    assert len(by_triton) == 4
+    for knobs, name, value in (
+        (triton.knobs.runtime, "debug", True),
+        (triton.knobs.compilation, "instrumentation_mode", "any"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs, name, value)
+            call()
+    assert len(by_triton) == 5
     for _ in range(2):
         call(x=X.as_subclass(type("Subclass", (torch.Tensor,), {})))
-    assert len(by_triton) == 6
+    assert len(by_triton) == 7
     call()
-    assert len(by_triton) == 6
+    assert len(by_triton) == 7
     tuned = triton.heuristics({"WIDE": lambda given: given["size"] > 4})(store)
     for size in (3, 5):
         launch(tuned, (1,), X, X, size, 5, 0.5, BLOCK=16)
-    assert len(by_triton) == 8
+    assert len(by_triton) == 9
     assert driver.launches[-1][0] is not driver.launches[-2][0]
+
+
+def test_a_compiled_function_has_the_kernel_in_its_graph(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("has_triton", "has_triton_package"):
+        monkeypatch.setattr(f"torch.utils._triton.{name}", lambda: True)
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *given: ()
+
+    def run(x: torch.Tensor) -> None:
+        launch(store, (1,), x, x, 3, 5, 0.5, BLOCK=16, WIDE=False)
+
+    torch.compile(run, backend=backend, fullgraph=True)(X)
+    assert traced == ["triton_kernel_wrapper_mutation"]
 
 
 def test_arguments_in_the_wrong_place_are_refused(driver: Driver) -> None:

@@ -58,7 +58,7 @@ MULTIPLE = 16
 """Alignment of widths, and of each expert's rows in a weight gradient: E4M3 operands begin at multiples of 16 bytes."""
 
 BACKWARD = {"elements": 1024, "warps": 4}
-"""Launch options of :func:`activate_backward`."""
+"""Launch options of :func:`activate_backward`: most elements of a tile of more than one row."""
 
 
 class Scaled(NamedTuple):
@@ -338,9 +338,9 @@ def add(total, gradient, SIZE, BLOCK: tl.constexpr):
     tl.store(total + at, value.to(total.dtype.element_ty), mask=at < SIZE)
 
 
-def _tile(width: int, elements: int = ELEMENTS, warps: int = 4) -> dict[str, int]:
+def _tile(width: int, elements: int | None = None, warps: int = 4) -> dict[str, int]:
     block = min(ELEMENTS, triton.next_power_of_2(width))
-    return {"ROWS": max(1, elements // block), "BLOCK": block, "num_warps": warps}
+    return {"ROWS": max(1, (elements or ELEMENTS) // block), "BLOCK": block, "num_warps": warps}
 
 
 def _empty(like: torch.Tensor, *shape: int) -> Scaled:
@@ -433,13 +433,14 @@ def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows:
 
 
 def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[Sequence[torch.Tensor], Scaled]:
-    right = of_rows(x, rows.row_TK)
-    h_RF = product(right, weights.w1_EFD, weights.w1_scale_EF, rows)
+    quantised = of_rows(x, rows.row_TK)
+    h_RF, x_scale_R = product(quantised, weights.w1_EFD, weights.w1_scale_EF, rows), quantised.scale
+    del quantised  # what follows reuses its memory
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
         launch(activate, grid, h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
-    return (h_RF, right.scale), left
+    return (h_RF, x_scale_R), left
 
 
 def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
@@ -484,14 +485,15 @@ def _hidden_gradient(
 ) -> tuple[tuple[Transposed, torch.Tensor], tuple[Transposed, torch.Tensor], torch.Tensor, Scaled]:
     """Beside the transposed ``a`` and ``dh``: partial maxima of ``dy`` and ``x``, by which they are multiplied."""
     weights, (h_RF, x_scale_R) = Weights(*saved), kept
-    right = of_rows(dy, rows.row_TK)
-    dh_RF = product(right, weights.w2_EFD, weights.w2_scale_EF, rows)
+    quantised = of_rows(dy, rows.row_TK)
+    dh_RF, dy_scale_R = product(quantised, weights.w2_EFD, weights.w2_scale_EF, rows), quantised.scale
+    del quantised
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
     a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
     largest_4R = h_RF.new_empty(4, R, dtype=torch.float32)
     if R:
         launch(
-            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, right.scale, a_RF,
+            activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, dy_scale_R, a_RF,
             dprob_PR, largest_4R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile,
         )  # fmt: skip
     places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), _largest(largest_4R, LARGEST_ROW)

@@ -140,7 +140,7 @@ class GroupedMLP(torch.autograd.Function):
         rows = Rows(end_E, None, None, prob_R)
         kept, left = call.products.hidden(x_RD, rows, weights, call.activation)
         ctx.save_for_backward(x_RD, end_E, prob_R, *weights, *kept)
-        ctx.call, ctx.weights = call, len(weights)
+        ctx.call, ctx.num_weights = call, len(weights)
         return call.products.output(left, weights, rows)
 
     @staticmethod
@@ -148,7 +148,7 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, w1, w2 and the probabilities."""
         x_RD, end_E, prob_R, *others = ctx.saved_tensors
-        weights, kept = others[: ctx.weights], others[ctx.weights :]
+        weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
         dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.call.products
         a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, kept, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_RD, rows, a, tokens_left=True) if ctx.needs_input_grad[3] else None
@@ -178,7 +178,7 @@ class RoutedMLP(torch.autograd.Function):
         rows, row_TK = placed(routing_TE, probs_TE, topk)
         kept, left = call.products.hidden(x_TD, rows, weights, call.activation)
         ctx.save_for_backward(x_TD, routing_TE, *rows, *weights, *kept)
-        ctx.call, ctx.weights, ctx.probs_dtype = call, len(weights), probs_TE.dtype
+        ctx.call, ctx.num_weights, ctx.probs_dtype = call, len(weights), probs_TE.dtype
         y_RD = call.products.output(left, weights, rows)
         return summed(y_RD, row_TK)
 
@@ -187,7 +187,7 @@ class RoutedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, end_E, row_TK, token_R, prob_R, *others = ctx.saved_tensors
-        weights, kept = others[: ctx.weights], others[ctx.weights :]
+        weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
         a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, kept, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None

@@ -3,9 +3,9 @@
 Activate: ``megacpp_mcore.patches.apply(["dsa-indexer-memory"])``.
 Scope: float32 and 16-bit inputs on one device, called without autograd (as stock does) and without autocast; masks of shape
 [sq, sk] or [b, sq, sk], packed sequences, or neither. Every other call goes to the original.
-Scores come from a Triton kernel on a GPU for q and k of one 16-bit dtype, head widths 64 and 128 and ReLU. So do, for the
-sparse loss without an additive mask, its target for one key head of 128 or 576, and then its gradient for a head width of 64
-and up to 64 heads. Everything else is PyTorch in float32.
+Triton kernels compute on a GPU, in 16-bit dtypes: scores with ReLU for head widths 64 and 128; without an additive mask, the
+target of the loss for one key head of 128 or 576; and where they compute both, gradients (of the sparse loss for a head width
+of 64 and up to 64 heads). Everything else is PyTorch in float32.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 """
 
@@ -55,7 +55,7 @@ def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]
 def _note(**by_kernel: bool) -> None:
     """Record for receipts a call that ran in chunks, and by what, without its layer, which stock does not pass."""
     parts = [part for part, does in by_kernel.items() if does]
-    how = f"{' and '.join(parts)} by Triton kernels, the rest in PyTorch" if parts else "all in PyTorch"
+    how = f"{', '.join(parts)} by Triton kernels, the rest in PyTorch" if parts else "all in PyTorch"
     reason = f"the patch dsa-indexer-memory, {how}"
     observed.note("indexer", "chunked", reason, speed=Speed.COMPILED, requested="chunked")
 
@@ -97,7 +97,7 @@ def _forward(call: SimpleNamespace) -> Any:
     # loss's forward pass and once in its backward pass; for masks of 0 and -inf that makes no difference.
     rule = key_rule(call, call.q, call.k)
     best_BSN, index_BSN = select(indexer, call.topk, rule)
-    _note(scores=indexer.by_kernel, targets=call.sparse_loss and attention.by_kernel(loss_rule))
+    _note(scores=indexer.by_kernel, targets=attention.by_kernel(loss_rule))
     if call.sparse_loss:
         divergence_BS = sparse_divergence(attention, best_BSN, index_BSN, loss_rule)
     else:
@@ -126,11 +126,11 @@ def _backward(call: SimpleNamespace) -> Any:
     rows_BS, weight = _valid_rows(call), call.grad_loss.float() * call.loss_coeff
     if not call.calculate_per_token_loss:
         weight = weight / (batch * num_queries if rows_BS is None else rows_BS.sum().clamp_min(1))
+    targets = attention.by_kernel(rule)
     if call.sparse_loss:
-        targets = attention.by_kernel(rule)
         _note(targets=targets, gradients=targets and indexer.learns_by_kernel)
         return sparse_backward(indexer, attention, call.topk_indices, rule, weight, rows_BS)
-    _note(scores=indexer.by_kernel)
+    _note(scores=indexer.by_kernel, targets=targets, gradients=targets and indexer.by_kernel)
     weight_BS = weight.reshape(1, 1).expand(batch, num_queries)
     return dense_backward(indexer, attention, rule, weight_BS if rows_BS is None else weight_BS * rows_BS)[1:]
 

@@ -323,6 +323,36 @@ def test_the_sparse_loss_and_its_gradients_are_pytorchs(
         assert_parity(ours, plain.double(), rms=1e-4 if name == "loss" else 1e-2, name=name)
 
 
+@pytest.mark.parametrize("rule", ["causal", "within"])
+@pytest.mark.parametrize("D", fused.SCORE_ALL)
+@pytest.mark.parametrize(("width", "heads"), [(128, 56), (576, 16)])
+def test_the_dense_loss_and_its_gradients_are_pytorchs(
+    width: int, heads: int, D: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several chunks of queries; the same bits each time."""
+    S = 700
+    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * S * 300)
+    indexer = chunked.Indexer(*draw(S, D=D, device="cuda"))
+    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
+    attention = chunked.Attention(query, key[:, :, None], width**-0.5)
+    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
+    assert keys is not None
+    weight_BS = 100.0 * (torch.arange(2 * S, device="cuda") % 7).view(2, S)
+
+    def run() -> list[torch.Tensor]:
+        divergence_BS = chunked.dense_divergence(indexer, attention, (None, keys))
+        return [divergence_BS, *chunked.dense_backward(indexer, attention, keys, weight_BS)]
+
+    assert attention.by_kernel(keys)
+    assert indexer.by_kernel
+    found, again = run(), run()
+    monkeypatch.setattr(chunked, "_runs_kernels", lambda device: False)
+    for name, ours, same, plain in zip(("loss", "loss again", "dq", "dw", "dk"), found, again, run(), strict=True):
+        assert ours.dtype == plain.dtype
+        assert torch.equal(ours, same), name
+        assert_parity(ours, plain.double(), rms=1e-4 if name.startswith("loss") else 1e-2, name=name)
+
+
 def test_scores_of_all_keys_wait_for_nothing_and_a_graph_replays() -> None:
     inputs, others = (draw(601, D=128, T=900, device="cuda", seed=seed) for seed in (0, 1))
     indexer, rules = chunked.Indexer(*inputs), draw_rules(601, 900, device="cuda")

@@ -22,6 +22,7 @@ from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
 from megacpp_mcore.ops.indexer import chunked as indexer_chunks
+from megacpp_mcore.ops.indexer import dense
 from megacpp_mcore.ops.indexer import reference as indexer_reference
 from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.linear_cross_entropy import eager
@@ -291,6 +292,31 @@ def indexer_learns() -> None:
     assert not indexer_chunks.Attention(query, key[:, :, None].expand(-1, -1, 5, -1), 0.2).by_kernel(rules["causal"])
 
 
+def indexer_learns_densely() -> None:
+    """The dense target, loss and gradients by kernels are plain PyTorch's, in several chunks whose tiles are not full."""
+    for D, (V, W) in ((64, (32, 0)), (128, (32, 16))):
+        sparse_mla.WIDTHS = ((V + W, V),)
+        dense.HALVES, dense.TARGET = {V + W: (V, W)}, {V + W: {"QUERIES": 16, "KEYS": 32, "num_warps": 4}}
+        dense.LEARN[D] = {"QUERIES": 16, "KEYS": 32, "num_warps": 4}
+        S, T = 50, 90
+        made = indexer_chunks.Indexer(*indexer_case.draw(S, H=5, D=D, T=T, dtype=torch.float16))
+        query, key, _ = indexer_case.draw(S, H=3, D=V + W, T=T, dtype=torch.float16)
+        attention = indexer_chunks.Attention(query, key[:, :, None], 0.2)
+        rules = indexer_case.draw_rules(S, T)
+        causal = indexer_chunks.KeyRule.causal(S, T, torch.device("cpu"))
+        weight_BS = (torch.arange(2 * S) % 7).view(2, S) * 70.0  # far from float16's smallest
+        for rule in (rules["within"], causal):
+            both = []
+            for kernel in (False, True):
+                indexer_chunks._runs_kernels = lambda device, kernel=kernel: kernel
+                loss_BS = indexer_chunks.dense_divergence(made, attention, (None, rule), query_chunk=23)
+                both.append([loss_BS, *indexer_chunks.dense_backward(made, attention, rule, weight_BS, query_chunk=23)])
+            for number, (plain, ours) in enumerate(zip(*both, strict=True)):
+                assert plain.dtype == ours.dtype
+                assert ours.isfinite().all()
+                assert_parity(ours, plain.double(), rms=1e-4 if number < 2 else 5e-3, name=f"{D}, {number}")
+
+
 def indexer_gradient() -> None:
     """Selected keys at a time, all and some of them."""
     inputs = indexer_case.draw(40, H=3, dtype=torch.float16)
@@ -484,6 +510,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "indexer, chunks": partial(indexer_by_chunks, 64),
     "indexer, chunks, 128": partial(indexer_by_chunks, 128),
     "indexer, learns": indexer_learns,
+    "indexer, learns densely": indexer_learns_densely,
     "linear_cross_entropy": linear_cross_entropy,
     "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),

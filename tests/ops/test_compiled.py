@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
+from megacpp_mcore.ops.indexer import dense
 from megacpp_mcore.ops.indexer import kernels as indexer
 from megacpp_mcore.ops.indexer import triton as indexer_launch
 from megacpp_mcore.ops.linear_cross_entropy import triton as cross_entropy
@@ -243,6 +244,34 @@ def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, determinis
         indexer.learn, given, launch | ({} if deterministic else {"units": None}), tmp_path, multiples=STRIDES
     )
     assert made.instructions["HGMMA"]
+
+
+DENSE = types(
+    fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH",
+) | {"scale": "fp32"}  # fmt: skip
+WHOLE = ("q_s", "q_b", "q_a", "q_h", "k_t", "k_b")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("width", dense.HALVES)
+@pytest.mark.parametrize("kernel", [dense.log_sums, dense.targets])
+def test_dense_target(tmp_path: Path, kernel: Any, width: int, dtype: str) -> None:
+    constants = dense.TARGET[width] | dict(zip("VW", dense.HALVES[width], strict=True))
+    made = compiled(kernel, DENSE | types(**{dtype: "query key"}), constants, tmp_path, multiples=WHOLE)
+    assert made.instructions["HGMMA"], made
+    assert made.shared <= SHARED_MEMORY // (1 if width > 128 else 3), made
+    assert made.programs >= 3, made
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("D", indexer_launch.SCORE_ALL)
+@pytest.mark.parametrize("kernel", [dense.learn_queries, dense.learn_keys])
+def test_dense_gradients(tmp_path: Path, kernel: Any, D: int, dtype: str) -> None:
+    constants = dense.LEARN[D] | {"D": D} | ({"PARTS": dense.PARTS} if kernel is dense.learn_keys else {})
+    given = DENSE | types(**{dtype: "q_SBHD k_TBD dq_SBHD"})
+    made = compiled(kernel, given, constants, tmp_path, multiples=WHOLE)
+    assert made.instructions["HGMMA"], made
+    assert made.programs >= 8 // constants["num_warps"], made
 
 
 # --- sparse MLA -------------------------------------------------------------------------------------------------------

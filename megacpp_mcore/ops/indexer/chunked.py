@@ -6,10 +6,10 @@ per query (top-k), A attention heads (of this rank), G key heads of the attentio
 Where the S × T pairs exceed a chunk (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of them, and none
 has B·S·T elements except the result of :func:`indexer_scores`. Nothing here synchronises with a GPU or copies from the host,
 so a CUDA graph can capture all of it. Everything is plain PyTorch, except for what Triton kernels compute of the inputs that
-they take, without a tensor with a head dimension: scores (:attr:`Indexer.by_kernel`), and for the sparse loss its target
-(:meth:`Attention.by_kernel`) and gradient (:attr:`Indexer.learns_by_kernel`). Scores and the gradient of the sparse loss are
-those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks, scores
-without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
+they take, without a tensor with a head dimension: scores (:attr:`Indexer.by_kernel`), targets (:meth:`Attention.by_kernel`),
+and with both of them gradients (of the sparse loss, :attr:`Indexer.learns_by_kernel`). Scores and the gradient of the sparse
+loss are those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks,
+scores without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
 """
@@ -98,6 +98,11 @@ class KeyRule:
             score_BRT.masked_fill_(~self.valid(rows), float("-inf"))
         else:
             score_BRT.add_(bias)
+
+    def kernel_bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Starts, ends and positions for the kernels."""
+        starts_S, ends_S, position_T = (bound.int().contiguous() for bound in self._bounds())
+        return starts_S, ends_S, position_T
 
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.starts_S is None or self.ends_S is None or self.position_T is None:
@@ -222,6 +227,7 @@ class Attention:
         key_TBGK: attention keys; one head (multi-query, as absorbed MLA has) or as many as queries.
         softmax_scale: factor on q·k before the softmax.
         reduce: sums the target over the tensor-parallel ranks, in place, or None. Every rank has to hold the same selection.
+        kernel: whether targets may be the Triton kernels', where they cover them.
 
     Raises:
         ModelError: shapes or dtypes are not as described.
@@ -231,6 +237,7 @@ class Attention:
     key_TBGK: torch.Tensor
     softmax_scale: float
     reduce: Reduce | None = None
+    kernel: bool = True
 
     def __post_init__(self) -> None:
         require_float(query_SBAK=self.query_SBAK, key_TBGK=self.key_TBGK)
@@ -243,12 +250,12 @@ class Attention:
             )
 
     def by_kernel(self, rule: KeyRule) -> bool:
-        """Whether targets at selected keys are the Triton kernel's: query and key of one 16-bit dtype on one GPU, one key head,
-        its widths, and no additive mask."""
+        """Whether targets are the Triton kernels': query and key of one 16-bit dtype on one GPU, one key head, a width of
+        theirs, and no additive mask."""
         query, key = self.query_SBAK, self.key_TBGK
-        if query.device != key.device or not _runs_kernels(query.device) or rule.mask_BST is not None:
+        if not self.kernel or query.device != key.device or not _runs_kernels(query.device):
             return False
-        if query.dtype != key.dtype or key.shape[2] > 1 or self.softmax_scale <= 0:
+        if rule.mask_BST is not None or query.dtype != key.dtype or key.shape[2] > 1 or self.softmax_scale <= 0:
             return False
         from megacpp_mcore.ops.sparse_mla.triton import DTYPES, WIDTHS
 
@@ -263,7 +270,7 @@ class Attention:
             target = summed_probabilities(
                 query, key_TBK, index_BSN, softmax_scale=self.softmax_scale, value_dim=dict(WIDTHS)[query.shape[-1]]
             )
-        return self._normalised(target)
+        return self.normalised(target)
 
     def keys(self) -> torch.Tensor:
         """``key_BGTK`` in the compute dtype."""
@@ -309,9 +316,9 @@ class Attention:
         # The lowest finite number and not -inf: a row of -inf has NaN as its difference from its maximum.
         logit.masked_fill_(hidden, torch.finfo(logit.dtype).min)
         logit.sub_(logit.amax(dim=-1, keepdim=True)).exp_().masked_fill_(hidden, 0.0)
-        return self._normalised(logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2))
+        return self.normalised(logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2))
 
-    def _normalised(self, target: torch.Tensor) -> torch.Tensor:
+    def normalised(self, target: torch.Tensor) -> torch.Tensor:
         """``target``, in place summed over ranks and L1-normalised."""
         if self.reduce is not None:
             self.reduce(target)
@@ -441,17 +448,44 @@ def dense_divergence(
         divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
     """
     num_queries, batch = indexer.q_SBHD.shape[:2]
-    key_BGTK = attention.keys()
     divergence_BS = indexer.k_TBD.new_empty((batch, num_queries), dtype=indexer.dtype)
-    for rows in indexer.chunks(max(indexer.scored_elements, attention.elements_per_query(None)), query_chunk):
+    targets, per_query = _dense_targets(attention, rules[1])
+    for rows in indexer.chunks(max(indexer.scored_elements, per_query), query_chunk):
         valid = rules[1].valid(rows)
-        target = attention.target_(attention.logits(key_BGTK, rows), valid, rules[1].bias(rows))
+        target = targets(rows, valid)
         score_BRT = indexer.scores(rows)
         for rule in rules:
             if rule is not None:
                 rule.apply_(score_BRT, rows)
         divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
     return divergence_BS
+
+
+DenseTargets = Callable[[range, torch.Tensor], torch.Tensor]
+"""The target of a chunk's queries over all keys, given which are valid."""
+
+
+def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, int]:
+    """The dense targets of chunks, and the size of their temporaries for one query and batch row."""
+    if attention.by_kernel(rule):
+        from megacpp_mcore.ops.indexer import dense
+
+        query, key_TBK = attention.query_SBAK, attention.key_TBGK[:, :, 0]
+        how = rule.kernel_bounds(), attention.softmax_scale
+        with torch.cuda.device_of(query):
+            lse_BAS = dense.denominators(query, key_TBK, *how)
+
+        def made(rows: range, _: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.device_of(query):
+                return attention.normalised(dense.summed_probabilities(query, key_TBK, lse_BAS, *how, rows))
+
+        return made, len(key_TBK)
+    key_BGTK = attention.keys()
+
+    def of(rows: range, valid: torch.Tensor) -> torch.Tensor:
+        return attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
+
+    return of, attention.elements_per_query(None)
 
 
 Targets = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
@@ -489,17 +523,31 @@ def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tu
 
 @dataclass
 class _Gradients:
-    """Accumulators of the indexer's gradients: q and w in their own dtypes, k summed in the compute dtype."""
+    """Accumulators of the indexer's gradients: q and w in their own dtypes, k in the compute dtype, as a sum of parts."""
 
     q_SBHD: torch.Tensor
     w_SBH: torch.Tensor
-    k_BTD: torch.Tensor
+    k_PBTD: torch.Tensor
 
     @classmethod
-    def of(cls, indexer: Indexer) -> _Gradients:
+    def of(cls, indexer: Indexer, by_kernel: bool) -> _Gradients:
+        parts = 1
+        if by_kernel:
+            from megacpp_mcore.ops.indexer.dense import PARTS as parts
         length, batch, width = indexer.k_TBD.shape
-        k_BTD = indexer.k_TBD.new_zeros((batch, length, width), dtype=indexer.dtype)
-        return cls(torch.empty_like(indexer.q_SBHD), torch.empty_like(indexer.w_SBH), k_BTD)
+        k_PBTD = indexer.k_TBD.new_zeros((parts, batch, length, width), dtype=indexer.dtype)
+        q_SBHD, w_SBH = (tensor.new_empty(tensor.shape) for tensor in (indexer.q_SBHD, indexer.w_SBH))
+        return cls(q_SBHD, w_SBH, k_PBTD)
+
+    def add(
+        self, indexer: Indexer, grad_BRT: torch.Tensor, weight_BS: torch.Tensor, rule: KeyRule, rows: range
+    ) -> None:
+        """Write the gradients of a chunk's queries and weights, and add its part to that of the keys, by the Triton kernels."""
+        from megacpp_mcore.ops.indexer.dense import add_gradients
+
+        given = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, weight_BS.float().contiguous(), rule.kernel_bounds()
+        with torch.cuda.device_of(grad_BRT):
+            add_gradients(grad_BRT, *given, rows, (self.q_SBHD, self.w_SBH, self.k_PBTD))
 
     def put(self, rows: range, q_BRHD: torch.Tensor, w_BRH: torch.Tensor) -> None:
         """Write the gradients of a chunk's queries and weights."""
@@ -507,7 +555,7 @@ class _Gradients:
         self.w_SBH[rows.start : rows.stop] = w_BRH.transpose(0, 1)
 
     def result(self, indexer: Indexer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.q_SBHD, self.w_SBH, self.k_BTD.transpose(0, 1).to(indexer.k_TBD.dtype).contiguous()
+        return self.q_SBHD, self.w_SBH, self.k_PBTD.sum(0).transpose(0, 1).to(indexer.k_TBD.dtype).contiguous()
 
 
 @torch.no_grad()
@@ -577,21 +625,25 @@ def dense_backward(
     Returns divergence_BS in the compute dtype, then the gradients; other arguments and gradients as in :func:`sparse_backward`.
     """
     heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
-    key_BGTK, gradients = attention.keys(), _Gradients.of(indexer)
-    divergence_BS = indexer.k_BTD.new_empty(weight_BS.shape)
-    for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
+    by_kernel = indexer.by_kernel and attention.by_kernel(rule)
+    gradients, (targets, per_query) = _Gradients.of(indexer, by_kernel), _dense_targets(attention, rule)
+    divergence_BS = indexer.k_TBD.new_empty(weight_BS.shape, dtype=indexer.dtype)
+    for rows in indexer.chunks(max(num_keys * (1 if by_kernel else heads), per_query), query_chunk):
         valid = rule.valid(rows)
-        target = attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
+        target = targets(rows, valid)
         score_BRT = indexer.scores(rows)
         rule.apply_(score_BRT, rows)
         divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
         grad_BRT = _probabilities(score_BRT, valid).sub_(target)
+        if by_kernel:
+            gradients.add(indexer, grad_BRT.masked_fill_(~valid, 0.0), weight_BS, rule, rows)
+            continue
         grad_BRT.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
         q_BRHD, w_BRH = indexer.rows(rows)
         logit_BRHT, grad_w_BRH = through_heads(logits(q_BRHD, indexer.k_BTD), w_BRH, grad_BRT, indexer.relu)
         grad_logit_BXT = logit_BRHT.flatten(1, 2)
         gradients.put(rows, (grad_logit_BXT @ indexer.k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
-        gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
+        gradients.k_PBTD[0].baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
     return divergence_BS, *gradients.result(indexer)
 
 
@@ -622,7 +674,7 @@ def dense_grad(
         seq_idx_S: number of each row's document, the same for the whole batch; None: one document.
         reduce: sums the target over the tensor-parallel ranks, in place.
         query_chunk: as for :func:`select`.
-        kernel: as for :class:`Indexer`.
+        kernel: as for :class:`Indexer` and :class:`Attention`.
 
     Returns:
         divergence_BS in the compute dtype, and dq_SBHD, dk_SBD and dw_SBH in the dtypes of q, k and w.
@@ -631,7 +683,7 @@ def dense_grad(
         ModelError: shapes or dtypes are not as described.
     """
     indexer = Indexer(q_SBHD, k_SBD, w_SBH, kernel=kernel)
-    attention = Attention(query_SBAK, key_SB1K, softmax_scale, reduce)
+    attention = Attention(query_SBAK, key_SB1K, softmax_scale, reduce, kernel)
     rows, batch = q_SBHD.shape[:2]
     rule = KeyRule.causal(rows, rows, q_SBHD.device)
     if seq_idx_S is not None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megacpp_mcore.backends import observed
+from megacpp_mcore.ops.indexer import chunked
 from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
@@ -165,10 +166,12 @@ def drawn(S: int, width: int = 64) -> Any:
     return inputs
 
 
+@pytest.mark.parametrize("targets", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kind", ["none", "packed", "mask"])
-def test_16_bit_scores_are_the_kernels(kind: str, width: int) -> None:
+def test_16_bit_inputs_go_to_the_kernels(kind: str, width: int, targets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection, scores and losses are stock's; notes say what kernels computed."""
+    monkeypatch.setattr(chunked, "TARGETS_BY_KERNEL", targets)
     inputs, options = drawn(700, width), on_gpu(selection(kind, 700, 700, 1))
 
     def results() -> tuple[torch.Tensor, ...]:
@@ -185,11 +188,11 @@ def test_16_bit_scores_are_the_kernels(kind: str, width: int) -> None:
     assert_same_selection(ours, index, score)
     torch.testing.assert_close(ours_losses, losses, rtol=1e-4, atol=0)
     notes = {note["reason"] for note in observed.notes() if note["op"] == "indexer"}
-    parts = ["scores"]
-    if kind != "mask":
+    parts, plain = ["scores"], kind == "mask" or not targets
+    if not plain:
         parts += ["scores, targets", "scores, targets, gradients", "targets, gradients" if width == 64 else "targets"]
     expected = {f"{part} by Triton kernels, the rest in PyTorch" for part in parts}
-    expected |= {"all in PyTorch"} if kind == "mask" else set()
+    expected |= {"all in PyTorch"} if plain else set()
     assert notes == {f"the patch dsa-indexer-memory, {how}" for how in expected}
 
 

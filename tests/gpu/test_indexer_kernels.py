@@ -299,6 +299,7 @@ def test_the_sparse_loss_and_its_gradients_are_pytorchs(
     width: int, heads: int, rule: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     S = 700
+    monkeypatch.setattr(chunked, "TARGETS_BY_KERNEL", True)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     indexer = chunked.Indexer(*draw(S, device="cuda"))
     query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
@@ -332,6 +333,7 @@ def test_the_dense_loss_and_its_gradients_are_pytorchs(
     """In several chunks of queries; the same bits each time."""
     S = 700
     monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * S * 300)
+    monkeypatch.setattr(chunked, "TARGETS_BY_KERNEL", True)
     indexer = chunked.Indexer(*draw(S, D=D, device="cuda"))
     query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
     attention = chunked.Attention(query, key[:, :, None], width**-0.5)

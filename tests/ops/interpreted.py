@@ -261,6 +261,7 @@ def indexer_by_chunks(D: int) -> None:
 def indexer_learns() -> None:
     """The sparse loss and its gradients by kernels are plain PyTorch's, but for an additive mask and many key heads, which are
     PyTorch's alone."""
+    indexer_chunks.TARGETS_BY_KERNEL = True
     sparse_mla.WIDTHS, sparse_mla.kernels.KEYS = ((32, 16),), 16
     sparse_mla.SUMS["KEYS"] = 16
     S, T = 50, 90
@@ -294,6 +295,7 @@ def indexer_learns() -> None:
 
 def indexer_learns_densely() -> None:
     """The dense target, loss and gradients by kernels are plain PyTorch's, in several chunks whose tiles are not full."""
+    indexer_chunks.TARGETS_BY_KERNEL = True
     for D, (V, W) in ((64, (32, 0)), (128, (32, 16))):
         sparse_mla.WIDTHS = ((V + W, V),)
         dense.HALVES, dense.TARGET = {V + W: (V, W)}, {V + W: {"QUERIES": 16, "KEYS": 32, "num_warps": 4}}

@@ -34,6 +34,10 @@ BLOCK_ELEMENTS = 2**24
 without a head dimension, smaller by it), which bounds what a call needs beside its inputs, float32 copies of k and key,
 and its results. A chunk has at least one query: where B·T·max(H, A) is more than this, that is the size."""
 
+TARGETS_BY_KERNEL = False
+"""Whether targets, and with them gradients, may be the Triton kernels': not before these have run on a GPU. So far they agree
+with PyTorch in Triton's interpreter."""
+
 EPSILON = 1e-10
 """Smallest divisor of a probability and smallest argument of a logarithm, as in megatron-core's loss."""
 
@@ -253,7 +257,8 @@ class Attention:
         """Whether targets are the Triton kernels': query and key of one 16-bit dtype on one GPU, one key head, a width of
         theirs, and no additive mask."""
         query, key = self.query_SBAK, self.key_TBGK
-        if not self.kernel or query.device != key.device or not _runs_kernels(query.device):
+        may = self.kernel and TARGETS_BY_KERNEL
+        if not may or query.device != key.device or not _runs_kernels(query.device):
             return False
         if rule.mask_BST is not None or query.dtype != key.dtype or key.shape[2] > 1 or self.softmax_scale <= 0:
             return False

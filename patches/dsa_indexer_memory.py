@@ -4,8 +4,8 @@ Activate: ``megacpp_mcore.patches.apply(["dsa-indexer-memory"])``.
 Scope: float32 and 16-bit inputs on one device, called without autograd (as stock does) and without autocast; masks of shape
 [sq, sk] or [b, sq, sk], packed sequences, or neither. Every other call goes to the original.
 Triton kernels compute on a GPU, in 16-bit dtypes, scores with ReLU for head widths 64 and 128; and, once they have run on one
-(``ops.indexer.chunked.TARGETS_BY_KERNEL``): without an additive mask, the target of the loss for one key head of 128 or 576, and
-where they compute both, gradients (of the sparse loss for a head width of 64 and up to 64 heads). The rest is PyTorch in
+(``ops.indexer.chunked.TARGETS_BY_KERNEL``): without an additive mask, the target of the loss for one key head of 128 or 576,
+and where they compute both, gradients (of the sparse loss for a head width of 64 and up to 64 heads). The rest is PyTorch in
 float32.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 """

@@ -301,7 +301,8 @@ def test_the_sparse_loss_and_its_gradients_are_pytorchs(
     S = 700
     monkeypatch.setattr(chunked, "TARGETS_BY_KERNEL", True)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    indexer = chunked.Indexer(*draw(S, device="cuda"))
+    q, k, w = draw_exact(S, device="cuda")  # no logit rounds to the other side of ReLU's step
+    indexer = chunked.Indexer(q, k, w / 16)
     query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
     attention = chunked.Attention(query, key[:, :, None], width**-0.5)
     keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
@@ -334,7 +335,8 @@ def test_the_dense_loss_and_its_gradients_are_pytorchs(
     S = 700
     monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * S * 300)
     monkeypatch.setattr(chunked, "TARGETS_BY_KERNEL", True)
-    indexer = chunked.Indexer(*draw(S, D=D, device="cuda"))
+    q, k, w = draw_exact(S, D=D, device="cuda")  # no logit rounds to the other side of ReLU's step
+    indexer = chunked.Indexer(q, k, w / 16)
     query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
     attention = chunked.Attention(query, key[:, :, None], width**-0.5)
     keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]

@@ -298,8 +298,8 @@ def indexer_learns_densely() -> None:
     indexer_chunks.TARGETS_BY_KERNEL = True
     for D, (V, W) in ((64, (32, 0)), (128, (32, 16))):
         sparse_mla.WIDTHS = ((V + W, V),)
-        dense.HALVES, dense.TARGET = {V + W: (V, W)}, {V + W: {"QUERIES": 16, "KEYS": 32, "num_warps": 4}}
-        dense.LEARN[D] = {"QUERIES": 16, "KEYS": 32, "num_warps": 4}
+        dense.HALVES, tile = {V + W: (V, W)}, {"QUERIES": 16, "KEYS": 32, "num_warps": 4}
+        dense.SUMS[V + W] = dense.TARGETS[V + W] = dense.LEARN[D] = tile
         S, T = 50, 90
         made = indexer_chunks.Indexer(*indexer_case.draw(S, H=5, D=D, T=T, dtype=torch.float16))
         query, key, _ = indexer_case.draw(S, H=3, D=V + W, T=T, dtype=torch.float16)
@@ -317,6 +317,13 @@ def indexer_learns_densely() -> None:
                 assert plain.dtype == ours.dtype
                 assert ours.isfinite().all()
                 assert_parity(ours, plain.double(), rms=1e-4 if number < 2 else 5e-3, name=f"{D}, {number}")
+        q, k, w = made.q_SBHD.clone(), made.k_TBD, made.w_SBH
+        q[7, 0, 1, 3] = float("nan")
+        _, dq, dw, dk = indexer_chunks.dense_backward(indexer_chunks.Indexer(q, k, w), attention, causal, weight_BS)
+        assert dq[7, 0].isnan().all()
+        assert dw[7, 0].isnan().all()
+        assert dk[:8, 0].isnan().any(-1).all()
+        assert dq[:, 1].isfinite().all()
 
 
 def indexer_gradient() -> None:

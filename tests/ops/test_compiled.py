@@ -249,18 +249,18 @@ def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, determinis
 DENSE = types(
     fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH",
 ) | {"scale": "fp32"}  # fmt: skip
-WHOLE = ("q_s", "q_b", "q_a", "q_h", "k_t", "k_b")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("width", dense.HALVES)
 @pytest.mark.parametrize("kernel", [dense.log_sums, dense.targets])
 def test_dense_target(tmp_path: Path, kernel: Any, width: int, dtype: str) -> None:
-    constants = dense.TARGET[width] | dict(zip("VW", dense.HALVES[width], strict=True))
-    made = compiled(kernel, DENSE | types(**{dtype: "query key"}), constants, tmp_path, multiples=WHOLE)
+    launch = (dense.SUMS if kernel is dense.log_sums else dense.TARGETS)[width]
+    constants = launch | dict(zip("VW", dense.HALVES[width], strict=True))
+    made = compiled(kernel, DENSE | types(**{dtype: "query key"}), constants, tmp_path)
     assert made.instructions["HGMMA"], made
-    assert made.shared <= SHARED_MEMORY // (1 if width > 128 else 3), made
-    assert made.programs >= 3, made
+    several = kernel is dense.log_sums and width == 128
+    assert min(made.programs, SHARED_MEMORY // made.shared) >= (2 if several else 1), made
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -269,7 +269,7 @@ def test_dense_target(tmp_path: Path, kernel: Any, width: int, dtype: str) -> No
 def test_dense_gradients(tmp_path: Path, kernel: Any, D: int, dtype: str) -> None:
     constants = dense.LEARN[D] | {"D": D} | ({"PARTS": dense.PARTS} if kernel is dense.learn_keys else {})
     given = DENSE | types(**{dtype: "q_SBHD k_TBD dq_SBHD"})
-    made = compiled(kernel, given, constants, tmp_path, multiples=WHOLE)
+    made = compiled(kernel, given, constants, tmp_path)
     assert made.instructions["HGMMA"], made
     assert made.programs >= 8 // constants["num_warps"], made
 

@@ -484,7 +484,7 @@ def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, i
             with torch.cuda.device_of(query):
                 return attention.normalised(dense.summed_probabilities(query, key_TBK, lse_BAS, *how, rows))
 
-        return made, len(key_TBK)
+        return made, 2 * len(key_TBK)  # without a head dimension these are the largest temporaries, six of them
     key_BGTK = attention.keys()
 
     def of(rows: range, valid: torch.Tensor) -> torch.Tensor:
@@ -508,7 +508,9 @@ def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tu
         return at, at.masked_fill(~valid, -1), valid
 
     if attention.by_kernel(rule):
-        kept_BSN = selected(range(num_queries))[1].int()
+        kept_BSN = torch.empty_like(index_BSN, dtype=torch.int32)
+        for rows in query_chunks(num_queries, 4 * len(index_BSN) * topk, BLOCK_ELEMENTS, None):
+            kept_BSN[:, rows.start : rows.stop] = selected(rows)[1]
         target_BSN = attention.target_at(kept_BSN)
 
         def made(rows: range) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -633,7 +635,7 @@ def dense_backward(
     by_kernel = indexer.by_kernel and attention.by_kernel(rule)
     gradients, (targets, per_query) = _Gradients.of(indexer, by_kernel), _dense_targets(attention, rule)
     divergence_BS = indexer.k_TBD.new_empty(weight_BS.shape, dtype=indexer.dtype)
-    for rows in indexer.chunks(max(num_keys * (1 if by_kernel else heads), per_query), query_chunk):
+    for rows in indexer.chunks(per_query if by_kernel else max(num_keys * heads, per_query), query_chunk):
         valid = rule.valid(rows)
         target = targets(rows, valid)
         score_BRT = indexer.scores(rows)

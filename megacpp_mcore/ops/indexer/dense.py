@@ -35,8 +35,8 @@ LEARN = {
     64: {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
     128: {"QUERIES": 64, "KEYS": 64, "num_warps": 8, "num_stages": 2},
 }
-"""Launch options, by head width, of the target's denominators, of the target, and of the gradients. None spills, and at width
-128 of the target the tiles read least from the L2 cache."""
+"""Launch options, by head width, of the target's denominators, of the target, and of the gradients: of tiles without a spill,
+those that should read least from the L2 cache. Not timed yet."""
 
 PARTS = 4
 """Parts, by heads, of the keys' gradient, which is a sum over queries and heads."""
@@ -45,7 +45,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LARGEST = tl.constexpr(1024.0)
 """What the largest gradient of a logit is scaled to as an operand, to stay in float16's range."""
-
 
 Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """``starts_S``, ``ends_S`` and ``position_T``: query i sees the keys j with ``starts[i] <= position[j] < ends[i]``; contiguous

@@ -217,7 +217,11 @@ def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
 
 
 def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:
-    """Set the fields of Megatron's configuration that a hybrid model needs and no flag sets; ``sources``: all of the run's."""
+    """Set the fields of Megatron's configuration that a hybrid model needs and no flag sets; ``sources``: all of the run's.
+
+    The backward pass stays in the thread that calls it: PyTorch's own thread for a GPU takes the host longer to launch from.
+    """
+    torch.autograd.set_multithreading_enabled(False)
     set_start(model, config)
     # Heterogeneous layers do not share one stacked checkpoint tensor (the field's spelling is upstream's).
     config.hetereogenous_dist_checkpoint = True

@@ -3,8 +3,9 @@
 Activate: ``megacpp_mcore.patches.apply(["dsa-indexer-memory"])``.
 Scope: float32 and 16-bit inputs on one device, called without autograd (as stock does) and without autocast; masks of shape
 [sq, sk] or [b, sq, sk], packed sequences, or neither. Every other call goes to the original.
-Scores come from a Triton kernel on a GPU for q and k of one 16-bit dtype, head widths 64 and 128 and ReLU; everything else is
-PyTorch in float32.
+Triton kernels compute on a GPU, in 16-bit dtypes: scores with ReLU for head widths 64 and 128; without an additive mask, the
+target of the loss for one key head of 128 or 576; where they compute both, gradients (of the sparse loss for a head width of 64
+and up to 64 heads). The rest is PyTorch in float32.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 """
 
@@ -51,9 +52,10 @@ def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]
     return make
 
 
-def _note(by_kernel: bool) -> None:
+def _note(**by_kernel: bool) -> None:
     """Record for receipts a call that ran in chunks, and by what, without its layer, which stock does not pass."""
-    how = "scores by the Triton kernel, the rest in PyTorch" if by_kernel else "all in PyTorch"
+    parts = [part for part, does in by_kernel.items() if does]
+    how = f"{', '.join(parts)} by Triton kernels, the rest in PyTorch" if parts else "all in PyTorch"
     reason = f"the patch dsa-indexer-memory, {how}"
     observed.note("indexer", "chunked", reason, speed=Speed.COMPILED, requested="chunked")
 
@@ -68,7 +70,7 @@ def _topk(call: SimpleNamespace) -> Any:
         return None
     rule = key_rule(call, call.q, call.k)
     _, index_BSN = select(indexer, call.index_topk, rule)
-    _note(indexer.by_kernel)
+    _note(scores=indexer.by_kernel)
     (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
     read = [call.q, call.k, call.weights, call.mask, call.varlen_starts, call.varlen_ends, call.key_positions]
     scores = DeferredScores(
@@ -95,7 +97,7 @@ def _forward(call: SimpleNamespace) -> Any:
     # loss's forward pass and once in its backward pass; for masks of 0 and -inf that makes no difference.
     rule = key_rule(call, call.q, call.k)
     best_BSN, index_BSN = select(indexer, call.topk, rule)
-    _note(indexer.by_kernel)
+    _note(scores=indexer.by_kernel, targets=attention.by_kernel(loss_rule))
     if call.sparse_loss:
         divergence_BS = sparse_divergence(attention, best_BSN, index_BSN, loss_rule)
     else:
@@ -124,13 +126,13 @@ def _backward(call: SimpleNamespace) -> Any:
     rows_BS, weight = _valid_rows(call), call.grad_loss.float() * call.loss_coeff
     if not call.calculate_per_token_loss:
         weight = weight / (batch * num_queries if rows_BS is None else rows_BS.sum().clamp_min(1))
-    weight_BS = weight.reshape(1, 1).expand(batch, num_queries)
-    if rows_BS is not None:
-        weight_BS = weight_BS * rows_BS
-    _note(indexer.by_kernel and not call.sparse_loss)
+    targets = attention.by_kernel(rule)
     if call.sparse_loss:
-        return sparse_backward(indexer, attention, call.topk_indices, rule, weight_BS)
-    return dense_backward(indexer, attention, rule, weight_BS)[1:]
+        _note(targets=targets, gradients=targets and indexer.learns_by_kernel)
+        return sparse_backward(indexer, attention, call.topk_indices, rule, weight, rows_BS)
+    _note(scores=indexer.by_kernel, targets=targets, gradients=targets and indexer.by_kernel)
+    weight_BS = weight.reshape(1, 1).expand(batch, num_queries)
+    return dense_backward(indexer, attention, rule, weight_BS if rows_BS is None else weight_BS * rows_BS)[1:]
 
 
 def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:

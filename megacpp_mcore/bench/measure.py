@@ -21,8 +21,12 @@ FEWEST = 3
 
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[None]:
-    """Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; destroyed at the end."""
+    """Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; destroyed at the end.
+
+    Backward passes run in the caller's thread, as in training.
+    """
     with contextlib.ExitStack() as held:
+        held.enter_context(torch.autograd.set_multithreading_enabled(False))
         if device == "cpu":
             from megacpp_mcore import cpu
 

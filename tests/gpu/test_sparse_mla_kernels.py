@@ -14,7 +14,7 @@ from megacpp_mcore.ops.sparse_mla import triton as launch
 from megacpp_mcore.ops.sparse_mla.reference import attend as reference
 from megacpp_mcore.ops.sparse_mla.triton import attend
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.ops.sparse_mla_case import Case, assert_same, draw, eager, outcome
+from tests.ops.sparse_mla_case import Case, assert_same, assert_same_sums, draw, eager, outcome
 
 RMS = 5e-3
 
@@ -81,6 +81,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parity_with_fp64(case: Case) -> None:
     inputs = draw(case, "cuda")
     truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)
+    assert_same_sums(case, inputs, launch.summed_probabilities, truth, RMS)
     for deterministic in (False, True):
         with ordered(deterministic):
             found = outcome(attend, case, inputs)

@@ -488,6 +488,12 @@ def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(ma
     patches.verify()
 
 
+def test_a_build_keeps_backward_passes_in_the_callers_thread(make: Callable[..., Any]) -> None:
+    with torch.autograd.set_multithreading_enabled(True):
+        make()
+        assert not torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_the_loss_has_our_patch_on_gpus_unless_told_not_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, wanted: bool

@@ -22,6 +22,7 @@ from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
 from megacpp_mcore.ops.indexer import chunked as indexer_chunks
+from megacpp_mcore.ops.indexer import dense
 from megacpp_mcore.ops.indexer import reference as indexer_reference
 from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.linear_cross_entropy import eager
@@ -257,6 +258,72 @@ def indexer_by_chunks(D: int) -> None:
     assert not indexer_chunks.Indexer(*half).by_kernel  # on a CPU
 
 
+def indexer_learns() -> None:
+    """The sparse loss and its gradients by kernels are plain PyTorch's, but for an additive mask and many key heads, which are
+    PyTorch's alone."""
+    sparse_mla.WIDTHS, sparse_mla.kernels.KEYS = ((32, 16),), 16
+    sparse_mla.SUMS["KEYS"] = 16
+    S, T = 50, 90
+    made = indexer_chunks.Indexer(*indexer_case.draw(S, H=3, T=T, dtype=torch.float16))
+    query, key, _ = indexer_case.draw(S, H=5, D=32, T=T, dtype=torch.float16)
+    attention = indexer_chunks.Attention(query, key[:, :, None], 0.2)
+    rules = indexer_case.draw_rules(S, T)
+    rules["causal"] = indexer_chunks.KeyRule.causal(S, T, torch.device("cpu"))
+    weight, rows_BS = torch.tensor(700.0), (torch.arange(2 * S) % 7 > 0).view(2, S).float()
+    grad, called = indexer.indexer_grad, []
+    indexer.indexer_grad = lambda *given: called.append(None) or grad(*given)
+    for name, rule in rules.items():
+        if rule is None:
+            continue
+        both = []
+        for kernel in (False, True):
+            indexer_chunks._runs_kernels = lambda device, kernel=kernel: kernel
+            assert attention.by_kernel(rule) == (kernel and name != "additive")
+            best_BSN, index_BSN = indexer_chunks.select(made, 20, rule)
+            loss_BS = indexer_chunks.sparse_divergence(attention, best_BSN, index_BSN, rule)
+            given = made, attention, index_BSN, rule, weight
+            both.append(
+                [loss_BS, *indexer_chunks.sparse_backward(*given), *indexer_chunks.sparse_backward(*given, rows_BS)]
+            )
+        for number, (plain, ours) in enumerate(zip(*both, strict=True)):
+            assert plain.dtype == ours.dtype
+            assert_parity(ours, plain.double(), rms=1e-4 if number == 0 else 5e-3, name=f"{name}, {number}")
+    assert len(called) == 4
+    assert not indexer_chunks.Attention(query, key[:, :, None].expand(-1, -1, 5, -1), 0.2).by_kernel(rules["causal"])
+
+
+def indexer_learns_densely() -> None:
+    """The dense target, loss and gradients by kernels are plain PyTorch's, in several chunks whose tiles are not full."""
+    for D, (V, W) in ((64, (32, 0)), (128, (32, 16))):
+        sparse_mla.WIDTHS = ((V + W, V),)
+        dense.HALVES, tile = {V + W: (V, W)}, {"QUERIES": 16, "KEYS": 32, "num_warps": 4}
+        dense.SUMS[V + W] = dense.TARGETS[V + W] = dense.LEARN[D] = tile
+        S, T = 50, 90
+        made = indexer_chunks.Indexer(*indexer_case.draw(S, H=5, D=D, T=T, dtype=torch.float16))
+        query, key, _ = indexer_case.draw(S, H=3, D=V + W, T=T, dtype=torch.float16)
+        attention = indexer_chunks.Attention(query, key[:, :, None], 0.2)
+        rules = indexer_case.draw_rules(S, T)
+        causal = indexer_chunks.KeyRule.causal(S, T, torch.device("cpu"))
+        weight_BS = (torch.arange(2 * S) % 7).view(2, S) * 70.0  # far from float16's smallest
+        for rule in (rules["within"], causal):
+            both = []
+            for kernel in (False, True):
+                indexer_chunks._runs_kernels = lambda device, kernel=kernel: kernel
+                loss_BS = indexer_chunks.dense_divergence(made, attention, (None, rule), query_chunk=23)
+                both.append([loss_BS, *indexer_chunks.dense_backward(made, attention, rule, weight_BS, query_chunk=23)])
+            for number, (plain, ours) in enumerate(zip(*both, strict=True)):
+                assert plain.dtype == ours.dtype
+                assert ours.isfinite().all()
+                assert_parity(ours, plain.double(), rms=1e-4 if number < 2 else 5e-3, name=f"{D}, {number}")
+        q, k, w = made.q_SBHD.clone(), made.k_TBD, made.w_SBH
+        q[7, 0, 1, 3] = float("nan")
+        _, dq, dw, dk = indexer_chunks.dense_backward(indexer_chunks.Indexer(q, k, w), attention, causal, weight_BS)
+        assert dq[7, 0].isnan().all()
+        assert dw[7, 0].isnan().all()
+        assert dk[:8, 0].isnan().any(-1).all()
+        assert dq[:, 1].isfinite().all()
+
+
 def indexer_gradient() -> None:
     """Selected keys at a time, all and some of them."""
     inputs = indexer_case.draw(40, H=3, dtype=torch.float16)
@@ -398,7 +465,7 @@ def sparse_attention(rms: float, wide: bool = False, heads: int = 64, **sizes: A
     sparse_mla.WIDTHS, sparse_mla.DTYPES = ((case.K, case.V),), (case.dtype,)
     sparse_mla.WIDE = sparse_mla.WIDTHS if wide else ()
     sparse_mla.kernels.KEYS = 16
-    for launch in (sparse_mla.FORWARD, sparse_mla.MEANS, sparse_mla.BACKWARD, *sparse_mla.WIDE_LAUNCHES):
+    for launch in (*sparse_mla.NARROW_LAUNCHES, *sparse_mla.WIDE_LAUNCHES):
         launch["KEYS"] = 16
     if wide:
         poison_new_memory()
@@ -411,6 +478,7 @@ def sparse_attention(rms: float, wide: bool = False, heads: int = 64, **sizes: A
     sparse_mla.wide.SPAN = tl.constexpr(16)
     inputs, outcome = sparse_mla_case.draw(case), sparse_mla_case.outcome
     truth, plain = outcome(attend, case, inputs, torch.float64), outcome(sparse_mla_case.eager, case, inputs)
+    sparse_mla_case.assert_same_sums(case, inputs, sparse_mla.summed_probabilities, truth, rms)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         sparse_mla_case.assert_same(case, inputs, outcome(sparse_mla.attend, case, inputs), truth, plain, rms)
@@ -448,6 +516,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "indexer, all keys, 128": partial(indexer_all_keys, 128),
     "indexer, chunks": partial(indexer_by_chunks, 64),
     "indexer, chunks, 128": partial(indexer_by_chunks, 128),
+    "indexer, learns": indexer_learns,
+    "indexer, learns densely": indexer_learns_densely,
     "linear_cross_entropy": linear_cross_entropy,
     "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),

@@ -145,6 +145,13 @@ def assert_same(case: Case, inputs: dict[str, Any], found: Tensors, truth: Tenso
     assert not failures, "\n".join(failures)
 
 
+def assert_same_sums(case: Case, inputs: dict[str, Any], fn: Callable[..., Any], truth: Tensors, rms: float) -> None:
+    """The sums of probabilities that ``fn`` computes by themselves are the truth's."""
+    how = {"softmax_scale": case.softmax_scale, "value_dim": case.V}
+    found = sum(fn(q.detach(), inputs["kv"].detach(), inputs["index"], **how) for q in inputs["q"])
+    assert_parity(found, truth["p"], rms=max(1e-5, rms / 500), name="sums")
+
+
 def _terms(case: Case, inputs: dict[str, Any], layer: int) -> torch.Tensor:
     """The size of the terms in dq, one query at a time in place of a batch of keys that would be as large as the scores."""
     index_BSN, kv_TBK = inputs["index"], inputs["kv"]

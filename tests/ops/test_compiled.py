@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
+from megacpp_mcore.ops.indexer import dense
 from megacpp_mcore.ops.indexer import kernels as indexer
 from megacpp_mcore.ops.indexer import triton as indexer_launch
 from megacpp_mcore.ops.linear_cross_entropy import triton as cross_entropy
@@ -245,6 +246,34 @@ def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, determinis
     assert made.instructions["HGMMA"]
 
 
+DENSE = types(
+    fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH",
+) | {"scale": "fp32"}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("width", dense.HALVES)
+@pytest.mark.parametrize("kernel", [dense.log_sums, dense.targets])
+def test_dense_target(tmp_path: Path, kernel: Any, width: int, dtype: str) -> None:
+    launch = (dense.SUMS if kernel is dense.log_sums else dense.TARGETS)[width]
+    constants = launch | dict(zip("VW", dense.HALVES[width], strict=True))
+    made = compiled(kernel, DENSE | types(**{dtype: "query key"}), constants, tmp_path)
+    assert made.instructions["HGMMA"], made
+    several = kernel is dense.log_sums and width == 128
+    assert min(made.programs, SHARED_MEMORY // made.shared) >= (2 if several else 1), made
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("D", indexer_launch.SCORE_ALL)
+@pytest.mark.parametrize("kernel", [dense.learn_queries, dense.learn_keys])
+def test_dense_gradients(tmp_path: Path, kernel: Any, D: int, dtype: str) -> None:
+    constants = dense.LEARN[D] | {"D": D} | ({"PARTS": dense.PARTS} if kernel is dense.learn_keys else {})
+    given = DENSE | types(**{dtype: "q_SBHD k_TBD dq_SBHD"})
+    made = compiled(kernel, given, constants, tmp_path)
+    assert made.instructions["HGMMA"], made
+    assert made.programs >= 8 // constants["num_warps"], made
+
+
 # --- sparse MLA -------------------------------------------------------------------------------------------------------
 
 
@@ -259,11 +288,11 @@ NARROW = [widths for widths in sparse_launch.WIDTHS if widths not in sparse_laun
 
 @pytest.mark.parametrize("widths", NARROW)
 @pytest.mark.parametrize("heads", [sparse_launch.HEADS, 16])
-@pytest.mark.parametrize("kernel", ["forward", "means"])
+@pytest.mark.parametrize("kernel", ["forward", "means", "sums"])
 def test_heads_on_rows(
     tmp_path: Path, attention: dict[str, str], kernel: str, widths: tuple[int, int], heads: int
 ) -> None:
-    launch = sparse_launch.FORWARD if kernel == "forward" else sparse_launch.MEANS
+    launch = {"forward": sparse_launch.FORWARD, "means": sparse_launch.MEANS, "sums": sparse_launch.SUMS}[kernel]
     constants = launch | {"M": heads, "V": widths[1], "R": widths[0] - widths[1]}
     made = compiled(getattr(sparse_mla, kernel), attention, constants, tmp_path)
     assert made.registers <= THREE_A_PROCESSOR, made
@@ -294,6 +323,7 @@ WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "queries": ("queries", sparse_launch.QUERIES, []),
     "keys": ("keys", sparse_launch.GRADIENTS, ["unit_ptr"]),
     "keys, integers": ("keys", sparse_launch.GRADIENTS, []),
+    "sums": ("sums", sparse_launch.WIDE_SUMS, []),
 }
 SHARED_MEMORY = 232_448
 """Bytes that one program may have on an H200."""
@@ -307,7 +337,7 @@ def test_wide_sparse_mla(
 ) -> None:
     """Of all heads that are rounded up to: others are several launches."""
     kernel, launch, absent = WIDE_SPARSE[variant]
-    function = getattr(wide_sparse_mla, kernel)
+    function = getattr(sparse_mla if kernel == "sums" else wide_sparse_mla, kernel)
     groups = max(1, heads // sparse_launch.HEADS)
     sizes = {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
     sizes |= {"V": widths[1], "R": widths[0] - widths[1]}

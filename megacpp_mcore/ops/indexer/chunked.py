@@ -5,9 +5,10 @@ per query (top-k), A attention heads (of this rank), G key heads of the attentio
 
 Where the S × T pairs exceed a chunk (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of them, and none
 has B·S·T elements except the result of :func:`indexer_scores`. Nothing here synchronises with a GPU or copies from the host,
-so a CUDA graph can capture all of it. Everything is plain PyTorch, except that scores are a Triton kernel's for the inputs
-that it takes (:attr:`Indexer.by_kernel`); it makes no tensor with a head dimension. Scores and the gradient of the sparse loss
-are those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks,
+so a CUDA graph can capture all of it. Everything is plain PyTorch, except for what Triton kernels compute of the inputs that
+they take, without a tensor with a head dimension: scores (:attr:`Indexer.by_kernel`), targets (:meth:`Attention.by_kernel`),
+and with both of them gradients (of the sparse loss, :attr:`Indexer.learns_by_kernel`). Scores and the gradient of the sparse
+loss are those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks,
 scores without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
@@ -98,6 +99,11 @@ class KeyRule:
         else:
             score_BRT.add_(bias)
 
+    def kernel_bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Starts, ends and positions for the kernels."""
+        starts_S, ends_S, position_T = (bound.int().contiguous() for bound in self._bounds())
+        return starts_S, ends_S, position_T
+
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.starts_S is None or self.ends_S is None or self.position_T is None:
             raise ModelError("a rule without a mask needs starts, ends and positions; make it with KeyRule.within")
@@ -161,6 +167,15 @@ class Indexer:
 
         return q.shape[-1] in SCORE_ALL
 
+    @property
+    def learns_by_kernel(self) -> bool:
+        """Whether the gradient of the sparse loss is the Triton kernel's where its target is (:meth:`Attention.by_kernel`)."""
+        if not self.by_kernel:
+            return False
+        from megacpp_mcore.ops.indexer.triton import HEAD_DIM, MOST_HEADS
+
+        return self.q_SBHD.shape[-1] == HEAD_DIM and self.q_SBHD.shape[2] <= MOST_HEADS
+
     @cached_property
     def k_BTD(self) -> torch.Tensor:
         """The keys in the compute dtype."""
@@ -212,6 +227,7 @@ class Attention:
         key_TBGK: attention keys; one head (multi-query, as absorbed MLA has) or as many as queries.
         softmax_scale: factor on q·k before the softmax.
         reduce: sums the target over the tensor-parallel ranks, in place, or None. Every rank has to hold the same selection.
+        kernel: whether targets may be the Triton kernels', where they cover them.
 
     Raises:
         ModelError: shapes or dtypes are not as described.
@@ -221,6 +237,7 @@ class Attention:
     key_TBGK: torch.Tensor
     softmax_scale: float
     reduce: Reduce | None = None
+    kernel: bool = True
 
     def __post_init__(self) -> None:
         require_float(query_SBAK=self.query_SBAK, key_TBGK=self.key_TBGK)
@@ -231,6 +248,29 @@ class Attention:
                 f"attention query and key have shapes {query} and {key}, expected [S, B, A, K] and [T, B, 1 or A, K] "
                 "with the same B and K and nothing empty"
             )
+
+    def by_kernel(self, rule: KeyRule) -> bool:
+        """Whether targets are the Triton kernels': query and key of one 16-bit dtype on one GPU, one key head, a width of
+        theirs, and no additive mask."""
+        query, key = self.query_SBAK, self.key_TBGK
+        if not self.kernel or query.device != key.device or not _runs_kernels(query.device):
+            return False
+        if rule.mask_BST is not None or query.dtype != key.dtype or key.shape[2] > 1 or self.softmax_scale <= 0:
+            return False
+        from megacpp_mcore.ops.sparse_mla.triton import DTYPES, WIDTHS
+
+        return query.dtype in DTYPES and query.shape[-1] in dict(WIDTHS)
+
+    def target_at(self, index_BSN: torch.Tensor) -> torch.Tensor:
+        """The target at the selected keys (int32, -1 = none) by the Triton kernel, in float32."""
+        from megacpp_mcore.ops.sparse_mla.triton import WIDTHS, summed_probabilities
+
+        query, key_TBK = self.query_SBAK, self.key_TBGK[:, :, 0]
+        with torch.cuda.device_of(query):
+            target = summed_probabilities(
+                query, key_TBK, index_BSN, softmax_scale=self.softmax_scale, value_dim=dict(WIDTHS)[query.shape[-1]]
+            )
+        return self.normalised(target)
 
     def keys(self) -> torch.Tensor:
         """``key_BGTK`` in the compute dtype."""
@@ -276,7 +316,10 @@ class Attention:
         # The lowest finite number and not -inf: a row of -inf has NaN as its difference from its maximum.
         logit.masked_fill_(hidden, torch.finfo(logit.dtype).min)
         logit.sub_(logit.amax(dim=-1, keepdim=True)).exp_().masked_fill_(hidden, 0.0)
-        target = logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2)
+        return self.normalised(logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2))
+
+    def normalised(self, target: torch.Tensor) -> torch.Tensor:
+        """``target``, in place summed over ranks and L1-normalised."""
         if self.reduce is not None:
             self.reduce(target)
         return target.div_(target.sum(dim=-1, keepdim=True).clamp_min(EPSILON))
@@ -374,14 +417,14 @@ def sparse_divergence(
     Returns:
         divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
     """
-    (batch, num_queries, topk), key_BGTK = index_BSN.shape, attention.keys()
+    batch, num_queries, _ = index_BSN.shape
     divergence_BS = best_BSN.new_empty((batch, num_queries))
-    per_query = batch * attention.elements_per_query(topk)
-    for rows in query_chunks(num_queries, per_query, BLOCK_ELEMENTS, query_chunk):
-        at, valid, bias = _selected(index_BSN, rule, rows)
-        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
+    targets, per_query = _targets(attention, index_BSN, rule)
+    for rows in query_chunks(num_queries, batch * per_query, BLOCK_ELEMENTS, query_chunk):
+        index, target, bias = targets(rows)
         best = best_BSN[:, rows.start : rows.stop]
-        divergence_BS[:, rows.start : rows.stop] = _divergence(target, best if bias is None else best + bias, valid)
+        score = best if bias is None else best + bias
+        divergence_BS[:, rows.start : rows.stop] = _divergence(target, score, index >= 0)
     return divergence_BS
 
 
@@ -405,11 +448,11 @@ def dense_divergence(
         divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
     """
     num_queries, batch = indexer.q_SBHD.shape[:2]
-    key_BGTK = attention.keys()
     divergence_BS = indexer.k_TBD.new_empty((batch, num_queries), dtype=indexer.dtype)
-    for rows in indexer.chunks(max(indexer.scored_elements, attention.elements_per_query(None)), query_chunk):
+    targets, per_query = _dense_targets(attention, rules[1])
+    for rows in indexer.chunks(max(indexer.scored_elements, per_query), query_chunk):
         valid = rules[1].valid(rows)
-        target = attention.target_(attention.logits(key_BGTK, rows), valid, rules[1].bias(rows))
+        target = targets(rows, valid)
         score_BRT = indexer.scores(rows)
         for rule in rules:
             if rule is not None:
@@ -418,28 +461,95 @@ def dense_divergence(
     return divergence_BS
 
 
-def _selected(
-    index_BSN: torch.Tensor, rule: KeyRule, rows: range
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A chunk's selection as keys that can be gathered, which of them are valid, and their bias."""
-    index = index_BSN[:, rows.start : rows.stop]
-    at = index.clamp_min(0).long()
-    return at, (index >= 0) & rule.valid_at(rows, at), rule.bias_at(rows, at)
+DenseTargets = Callable[[range, torch.Tensor], torch.Tensor]
+"""The target of a chunk's queries over all keys, given which are valid."""
+
+
+def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, int]:
+    """The dense targets of chunks, and the size of their temporaries for one query and batch row."""
+    if attention.by_kernel(rule):
+        from megacpp_mcore.ops.indexer import dense
+
+        query, key_TBK = attention.query_SBAK, attention.key_TBGK[:, :, 0]
+        how = rule.kernel_bounds(), attention.softmax_scale
+        with torch.cuda.device_of(query):
+            lse_BAS = dense.denominators(query, key_TBK, *how)
+
+        def made(rows: range, _: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.device_of(query):
+                return attention.normalised(dense.summed_probabilities(query, key_TBK, lse_BAS, *how, rows))
+
+        return made, 2 * len(key_TBK)  # without a head dimension these are the largest temporaries, six of them
+    key_BGTK = attention.keys()
+
+    def of(rows: range, valid: torch.Tensor) -> torch.Tensor:
+        return attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
+
+    return of, attention.elements_per_query(None)
+
+
+Targets = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+"""Of a chunk's queries: the selected keys that count, -1 in place of others, the target at them, and their bias."""
+
+
+def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tuple[Targets, int]:
+    """The targets of chunks, and the size of their temporaries for one query and batch row."""
+    num_queries, topk = index_BSN.shape[1:]
+
+    def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        index = index_BSN[:, rows.start : rows.stop]
+        at = index.clamp_min(0).long()
+        valid = (index >= 0) & rule.valid_at(rows, at)
+        return at, at.masked_fill(~valid, -1), valid
+
+    if attention.by_kernel(rule):
+        kept_BSN = torch.empty_like(index_BSN, dtype=torch.int32)
+        for rows in query_chunks(num_queries, 4 * len(index_BSN) * topk, BLOCK_ELEMENTS, None):
+            kept_BSN[:, rows.start : rows.stop] = selected(rows)[1]
+        target_BSN = attention.target_at(kept_BSN)
+
+        def made(rows: range) -> tuple[torch.Tensor, torch.Tensor, None]:
+            here = slice(rows.start, rows.stop)
+            return kept_BSN[:, here], target_BSN[:, here], None
+
+        return made, topk
+    key_BGTK = attention.keys()
+
+    def of(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        at, kept, valid = selected(rows)
+        bias = rule.bias_at(rows, at)
+        return kept, attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias), bias
+
+    return of, attention.elements_per_query(topk)
 
 
 @dataclass
 class _Gradients:
-    """Accumulators of the indexer's gradients: q and w in their own dtypes, k summed in the compute dtype."""
+    """Accumulators of the indexer's gradients: q and w in their own dtypes, k in the compute dtype, as a sum of parts."""
 
     q_SBHD: torch.Tensor
     w_SBH: torch.Tensor
-    k_BTD: torch.Tensor
+    k_PBTD: torch.Tensor
 
     @classmethod
-    def of(cls, indexer: Indexer) -> _Gradients:
+    def of(cls, indexer: Indexer, by_kernel: bool) -> _Gradients:
+        parts = 1
+        if by_kernel:
+            from megacpp_mcore.ops.indexer.dense import PARTS as parts
         length, batch, width = indexer.k_TBD.shape
-        k_BTD = indexer.k_TBD.new_zeros((batch, length, width), dtype=indexer.dtype)
-        return cls(torch.empty_like(indexer.q_SBHD), torch.empty_like(indexer.w_SBH), k_BTD)
+        k_PBTD = indexer.k_TBD.new_zeros((parts, batch, length, width), dtype=indexer.dtype)
+        q_SBHD, w_SBH = (tensor.new_empty(tensor.shape) for tensor in (indexer.q_SBHD, indexer.w_SBH))
+        return cls(q_SBHD, w_SBH, k_PBTD)
+
+    def add(
+        self, indexer: Indexer, grad_BRT: torch.Tensor, weight_BS: torch.Tensor, rule: KeyRule, rows: range
+    ) -> None:
+        """Write the gradients of a chunk's queries and weights, and add its part to that of the keys, by the Triton kernels."""
+        from megacpp_mcore.ops.indexer.dense import add_gradients
+
+        given = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, weight_BS.float().contiguous(), rule.kernel_bounds()
+        with torch.cuda.device_of(grad_BRT):
+            add_gradients(grad_BRT, *given, rows, (self.q_SBHD, self.w_SBH, self.k_PBTD))
 
     def put(self, rows: range, q_BRHD: torch.Tensor, w_BRH: torch.Tensor) -> None:
         """Write the gradients of a chunk's queries and weights."""
@@ -447,7 +557,7 @@ class _Gradients:
         self.w_SBH[rows.start : rows.stop] = w_BRH.transpose(0, 1)
 
     def result(self, indexer: Indexer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.q_SBHD, self.w_SBH, self.k_BTD.transpose(0, 1).to(indexer.k_TBD.dtype).contiguous()
+        return self.q_SBHD, self.w_SBH, self.k_PBTD.sum(0).transpose(0, 1).to(indexer.k_TBD.dtype).contiguous()
 
 
 @torch.no_grad()
@@ -456,35 +566,47 @@ def sparse_backward(
     attention: Attention,
     index_BSN: torch.Tensor,
     rule: KeyRule,
-    weight_BS: torch.Tensor,
+    weight: torch.Tensor,
+    rows_BS: torch.Tensor | None = None,
     *,
     query_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``Σ weight[b, i] · KL[b, i]`` over the selected keys; every other key has none.
+    """Gradients of ``Σ weight · rows[b, i] · KL[b, i]`` over the selected keys; every other key has none.
 
-    The gradient of k is summed with ``index_add_``: on a GPU in no fixed order, unless
-    ``torch.use_deterministic_algorithms(True)``.
+    The gradient of k is summed in no fixed order on a GPU, unless ``torch.use_deterministic_algorithms(True)``.
 
     Args:
         indexer: what scored.
         attention: defines the target, which is a constant here.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
-        weight_BS: the loss's gradient with respect to each query's divergence.
+        weight: the loss's gradient with respect to the divergence of a query that counts, a tensor of one.
+        rows_BS: 1 for queries that count, 0 for others; None: all count.
         query_chunk: as for :func:`select`.
 
     Returns:
         grad_q_SBHD, grad_w_SBH and grad_k_TBD in the dtypes of q, w and k.
     """
-    key_BGTK, topk = attention.keys(), index_BSN.shape[2]
+    (batch, num_queries, topk), (targets, per_query) = index_BSN.shape, _targets(attention, index_BSN, rule)
+    if attention.by_kernel(rule) and indexer.learns_by_kernel:
+        from megacpp_mcore.ops.indexer.triton import indexer_grad
+
+        kept_BSN, target_BSN, _ = targets(range(num_queries))
+        counted = target_BSN if rows_BS is None else target_BSN * rows_BS[:, :, None]  # without a target, no gradient
+        inputs = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH
+        with torch.cuda.device_of(indexer.q_SBHD):
+            _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = indexer_grad(
+                *inputs, kept_BSN, counted, weight * (batch * num_queries)
+            )
+        return grad_q_SBHD, grad_w_SBH, grad_k_TBD
+    weight_BS = weight.to(indexer.dtype).expand(batch, num_queries)
+    weight_BS = weight_BS if rows_BS is None else weight_BS * rows_BS
 
     def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        at, valid, bias = _selected(index_BSN, rule, rows)
-        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
-        return at.masked_fill_(~valid, -1), target, weight_BS[:, rows.start : rows.stop], bias
+        kept, target, bias = targets(rows)
+        return kept, target, weight_BS[:, rows.start : rows.stop], bias
 
-    per_query = max(attention.elements_per_query(topk), topk * sum(indexer.q_SBHD.shape[2:]))
-    chunks = indexer.chunks(per_query, query_chunk)
+    chunks = indexer.chunks(max(per_query, topk * sum(indexer.q_SBHD.shape[2:])), query_chunk)
     _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(
         indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, selected, chunks, relu=indexer.relu
     )
@@ -502,24 +624,28 @@ def dense_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Divergences over all keys that a query sees, and the gradients of ``Σ weight[b, i] · KL[b, i]``.
 
-    Returns divergence_BS in the compute dtype, then the gradients; arguments and gradients as in :func:`sparse_backward`.
+    Returns divergence_BS in the compute dtype, then the gradients; other arguments and gradients as in :func:`sparse_backward`.
     """
     heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
-    key_BGTK, gradients = attention.keys(), _Gradients.of(indexer)
-    divergence_BS = indexer.k_BTD.new_empty(weight_BS.shape)
-    for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
+    by_kernel = indexer.by_kernel and attention.by_kernel(rule)
+    gradients, (targets, per_query) = _Gradients.of(indexer, by_kernel), _dense_targets(attention, rule)
+    divergence_BS = indexer.k_TBD.new_empty(weight_BS.shape, dtype=indexer.dtype)
+    for rows in indexer.chunks(per_query if by_kernel else max(num_keys * heads, per_query), query_chunk):
         valid = rule.valid(rows)
-        target = attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
+        target = targets(rows, valid)
         score_BRT = indexer.scores(rows)
         rule.apply_(score_BRT, rows)
         divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
         grad_BRT = _probabilities(score_BRT, valid).sub_(target)
+        if by_kernel:
+            gradients.add(indexer, grad_BRT.masked_fill_(~valid, 0.0), weight_BS, rule, rows)
+            continue
         grad_BRT.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
         q_BRHD, w_BRH = indexer.rows(rows)
         logit_BRHT, grad_w_BRH = through_heads(logits(q_BRHD, indexer.k_BTD), w_BRH, grad_BRT, indexer.relu)
         grad_logit_BXT = logit_BRHT.flatten(1, 2)
         gradients.put(rows, (grad_logit_BXT @ indexer.k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
-        gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
+        gradients.k_PBTD[0].baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
     return divergence_BS, *gradients.result(indexer)
 
 
@@ -550,7 +676,7 @@ def dense_grad(
         seq_idx_S: number of each row's document, the same for the whole batch; None: one document.
         reduce: sums the target over the tensor-parallel ranks, in place.
         query_chunk: as for :func:`select`.
-        kernel: as for :class:`Indexer`.
+        kernel: as for :class:`Indexer` and :class:`Attention`.
 
     Returns:
         divergence_BS in the compute dtype, and dq_SBHD, dk_SBD and dw_SBH in the dtypes of q, k and w.
@@ -559,7 +685,7 @@ def dense_grad(
         ModelError: shapes or dtypes are not as described.
     """
     indexer = Indexer(q_SBHD, k_SBD, w_SBH, kernel=kernel)
-    attention = Attention(query_SBAK, key_SB1K, softmax_scale, reduce)
+    attention = Attention(query_SBAK, key_SB1K, softmax_scale, reduce, kernel)
     rows, batch = q_SBHD.shape[:2]
     rule = KeyRule.causal(rows, rows, q_SBHD.device)
     if seq_idx_S is not None:

@@ -293,7 +293,7 @@ def learn(
         divergence += tl.sum(tl.where(p > 0, p * tl.log(p), 0.0) - tl.where(valid, p * (x - tl.log(total)), 0.0), 0)
         g = tl.where(valid, tl.exp(x) / total - p, 0.0)
         dw += tl.sum(_relu(logit) * g[:, None], 0)
-        dlogit = tl.where(logit > 0, (g * inverse)[:, None] * w[None, :], 0.0).to(q.dtype)
+        dlogit = tl.where(logit <= 0, 0.0, (g * inverse)[:, None] * w[None, :]).to(q.dtype)
         dq = tl.dot(tl.trans(keys), dlogit, dq)
         dk = (tl.dot(dlogit, q) * to_dk).to(dk_TBD.dtype.element_ty)
         to = dk_TBD + (at[:, None] * B + b) * D + d[None, :]

@@ -113,6 +113,50 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
     tl.store(lse_ptr + (b * S + s) * H + h, lse, mask=h < H)
 
 
+@triton.jit
+def log2_scores(q_l, k_l, q_r, k_r, scale):
+    """The scores [M, KEYS] in units of log 2.
+
+    The two products are scaled separately and then added: if the second accumulated onto the first, Triton would have both
+    halves of a program's warps compute all of the first.
+    """
+    return tl.dot(q_l, tl.trans(k_l)) * (scale * LOG2E) + tl.dot(q_r, tl.trans(k_r)) * (scale * LOG2E)
+
+
+@triton.jit(do_not_specialize=["scale", "S", "H", "N", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b"])
+def sums(q_ptr, kv_ptr, index_ptr, sum_ptr, scale, S, H, N, P, first, q_s, q_b, q_h, kv_t, kv_b,
+         M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Write, or add to it from the second group of heads on, the sum of probabilities over heads [B, S, N].
+
+    Grid and heads as forward.
+    """
+    s, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h, n = first + tl.arange(0, M), tl.arange(0, KEYS)
+    q_rows = q_ptr + (s * q_s + b * q_b) * 8 + h.to(tl.int64)[:, None] * (q_h * 8)
+    q_l, q_r = _load_halves(q_rows, (h < H)[:, None], V, R)
+    top, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    index_ptr += (b * S + s) * P
+    sum_ptr += (b * S + s) * N
+    kv_ptr += b * (kv_b * 8)
+    for start in tl.range(0, P, KEYS, num_stages=STAGES):
+        key = tl.load(index_ptr + start + n).to(tl.int64)
+        k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
+        x = tl.where((key >= 0)[None, :], log2_scores(q_l, k_l, q_r, k_r, scale), float("-inf"))
+        before = top
+        top = tl.maximum(before, tl.max(x, 1))
+        total = total * exp2(before - top) + tl.sum(exp2(x - top[:, None]), 1)
+    lse = tl.where((total == 0) | (h >= H), float("inf"), top + tl.log2(total))  # heads beyond H: probability 0
+    for start in tl.range(0, P, KEYS, num_stages=STAGES):
+        key = tl.load(index_ptr + start + n).to(tl.int64)
+        k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
+        x = log2_scores(q_l, k_l, q_r, k_r, scale)
+        p = tl.sum(tl.where((key >= 0)[None, :], exp2(x - lse[:, None]), 0.0), 0)
+        at = sum_ptr + start + n
+        if first > 0:
+            p += tl.load(at, mask=start + n < N, other=0.0)
+        tl.store(at, p, mask=start + n < N)
+
+
 @triton.jit(
     do_not_specialize=["scale", "S", "H", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b", "do_s", "do_b", "do_h"]
 )

@@ -40,13 +40,16 @@ HEADS = 64
 FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 4}
 MEANS = FORWARD | {"STAGES": 1}
 BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
+SUMS = dict(FORWARD)
+NARROW_LAUNCHES = (FORWARD, MEANS, BACKWARD, SUMS)
 """Launch options of the kernels; for forward and backward, the fastest on an H200."""
 
 WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 8}
 SCORES = WIDE_FORWARD | {"STAGES": 1}
+WIDE_SUMS = WIDE_FORWARD | {"STAGES": 2}
 QUERIES = WIDE_FORWARD | {"STAGES": 5, "PARTS": 2}
 GRADIENTS = WIDE_FORWARD | {"STAGES": 1, "W": 128}
-WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS)
+WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS, WIDE_SUMS)
 """Launch options for :data:`WIDE` widths: of those without a spill in any kernel, the fewest cycles by estimate.
 
 On an H200, 4096 queries of 128 heads and 2048 keys: 5.5 ms forward, 21.7 with backward, 26.3 in deterministic mode."""
@@ -81,6 +84,35 @@ def attend(
         ModelError: as the reference; or dtypes that differ or are not in :data:`DTYPES`, widths not in :data:`WIDTHS`, or a
             scale that is not positive.
     """
+    _check(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim)
+    o_SBHV: torch.Tensor = SparseMLAKernels.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink)
+    return o_SBHV
+
+
+@torch.no_grad()
+def summed_probabilities(
+    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, *, softmax_scale: float, value_dim: int
+) -> torch.Tensor:
+    """The attention probabilities of :func:`attend`, summed over heads: float32 ``[B, S, N]``, 0 where no key is selected.
+
+    Arguments and errors as there. The same inputs give the same bits.
+    """
+    _check(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim)
+    (S, B, H, K), V, N = q_SBHK.shape, value_dim, index_BSN.shape[2]
+    q_SBHK, kv_TBK, index_BSP = aligned(q_SBHK), aligned(kv_TBK), _padded(index_BSN)
+    sum_BSN = q_SBHK.new_empty(B, S, N, dtype=torch.float32)
+    for first in range(0, H, HEADS):
+        launch(
+            kernels.sums, (S, B), q_SBHK, kv_TBK, index_BSP, sum_BSN, softmax_scale, S, H, N, index_BSP.shape[2], first,
+            *eighths(q_SBHK, 3), *eighths(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V,
+            **(WIDE_SUMS if (K, V) in WIDE else SUMS),
+        )  # fmt: skip
+    return sum_BSN
+
+
+def _check(
+    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, softmax_scale: float, value_dim: int
+) -> None:
     check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     if q_SBHK.dtype != kv_TBK.dtype or q_SBHK.dtype not in DTYPES:
         raise ModelError(
@@ -96,8 +128,6 @@ def attend(
         raise ModelError(
             f"softmax_scale is {softmax_scale}; sparse MLA's kernels take a positive one: use the reference"
         )
-    o_SBHV: torch.Tensor = SparseMLAKernels.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink)
-    return o_SBHV
 
 
 class SparseMLAKernels(torch.autograd.Function):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.ops.assembly import exp2
-from megacpp_mcore.ops.sparse_mla.kernels import FEW, KEYS, LOG2E, LOWEST, _add, _here, _load_halves
+from megacpp_mcore.ops.sparse_mla.kernels import FEW, KEYS, LOWEST, _add, _here, _load_halves, log2_scores
 
 TILE = tl.constexpr(KEYS)
 """Columns of the index in the largest tile of any kernel."""
@@ -61,16 +61,6 @@ def _index(index_row, start, end, KEYS: tl.constexpr):
     return tl.load(index_row + i, mask=i < end, other=-1)
 
 
-@triton.jit
-def _log2_scores(q_l, k_l, q_r, k_r, scale):
-    """The scores [M, KEYS] in units of log 2.
-
-    The two products are scaled separately and then added: if the second accumulated onto the first, Triton would have both
-    halves of a program's warps compute all of the first.
-    """
-    return tl.dot(q_l, tl.trans(k_l)) * (scale * LOG2E) + tl.dot(q_r, tl.trans(k_r)) * (scale * LOG2E)
-
-
 @triton.jit(do_not_specialize=["scale", "S", "H", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b"])
 def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s, q_b, q_h, kv_t, kv_b,
             M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
@@ -94,7 +84,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
         # in memory.
         p, shrink = (start + tl.zeros([M, KEYS], tl.int32)).to(k_l.dtype), total
         if start < end:
-            x = _log2_scores(q_l, k_l, q_r, k_r, scale)
+            x = log2_scores(q_l, k_l, q_r, k_r, scale)
             x = tl.where(seen[None, :], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, 1))
             exact, shrink = exp2(x - higher[:, None]), exp2(top - higher)
@@ -111,7 +101,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 @triton.jit
 def _products(q_l, q_r, do, lse, seen, k_l, k_r, scale):
     """The probabilities [M, KEYS], and do·v."""
-    x = _log2_scores(q_l, k_l, q_r, k_r, scale)
+    x = log2_scores(q_l, k_l, q_r, k_r, scale)
     return tl.where(seen[None, :], exp2(x - lse[:, None]), 0.0), tl.dot(do, tl.trans(k_l))
 
 

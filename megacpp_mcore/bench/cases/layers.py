@@ -44,10 +44,10 @@ LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
 SMALL = 1e-2
 """Scale of the hidden states: a layer normalises them, and a large residual would mask its own part of the output."""
 
-BEFORE_SELECTION = ("rms_norm", "mla_latents", "indexer_inputs", "indexer")
-"""Ops whose results select keys. Rounded differently, they exchange one key of 256, and four in the worst row, which changes
-the output by a fifth without being an error. So a layer that selects is compared with one that uses the same backends of
-these ops. The indexer's own benchmark checks that it selects the right keys."""
+BEFORE_SELECTION = ("rms_norm", "mla_latents", "indexer_inputs", "indexer", "router")
+"""Ops whose results select keys or experts. Rounded differently, they exchange one key of 256, and four in the worst row, or
+an expert of a token, which changes the output by a fifth without being an error. So a layer that selects is compared with one
+that uses the same backends of these ops. The indexer's and the router's benchmarks check that they select the right ones."""
 
 REFERENCE = "reference"
 MODELS = ("nam56r", "nam56r_h4096", "nam56r_tiny")
@@ -138,9 +138,10 @@ def _work(plan: Plan) -> Work:
 
 
 def _truth_and_limits(plan: Plan, ours: Built, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The same layer with its ops on their references, except :data:`BEFORE_SELECTION` where it selects keys; and the largest
-    error of a row, by result."""
-    selects = plan.number and plan.model.roles[plan.number - 1] == grammar.FULL_INDEX
+    """The same layer with its ops on their references, except :data:`BEFORE_SELECTION` where it selects; and the largest error
+    of a row, by result."""
+    number = plan.number - 1
+    selects = plan.number and (plan.model.layers[number] == "E" or plan.model.roles[number] == grammar.FULL_INDEX)
     same = BEFORE_SELECTION if selects else ()
     references = [one.op for one in own_candidates() if one.name == REFERENCE and one.op not in same]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megacpp_mcore import backends
-from megacpp_mcore.backends import Candidate, Speed
+from megacpp_mcore.backends import Candidate, ProbeResult, Speed
 from megacpp_mcore.bench import measure, runner
-from megacpp_mcore.bench.cases import dsa_indexer_memory, layers
+from megacpp_mcore.bench.cases import dsa_indexer_memory, layers, peers, sparse_mla
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
@@ -423,6 +423,57 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(monkeypatch: pyt
                 found = made.check(ours, name, made.inputs)
             assert found.right is False
             assert found.parity.startswith(f"FAILS: worst row {says[work]}"), name
+
+
+# --- stock's TileLang kernels of sparse_mla -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"heads": 128, "S": 4096, "topk": 2048}, ""),
+        ({"topk": 9999}, ""),  # all 64 keys
+        ({"heads": 56}, "heads 56 is none of 64, 128"),
+        ({"latent": 64}, "qk_dim 128 is none of 576; v_dim 64 is none of 512"),
+        ({"topk": 63}, "selected 63 is not a multiple of 64"),
+        ({"S": 65, "topk": 9999}, "selected 65 is not a multiple of 64"),
+        ({"dtype": "float32"}, "dtype float32 is none of bfloat16"),
+        ({"device": "cpu"}, "it runs on cuda, not on cpu"),
+    ],
+)
+@pytest.mark.parametrize("installed", [True, False])
+def test_tilelang_runs_at_shapes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str, installed: bool
+) -> None:
+    monkeypatch.setattr(peers, "probe_import", lambda name: ProbeResult(installed, f"{name} is not installed"))
+    shape = {"B": 1, "S": 64, "heads": 64, "latent": 512, "rope": 64, "topk": 64} | changes
+    conditions = {name: shape.pop(name, value) for name, value in (("device", "cuda"), ("dtype", "bfloat16"))}
+    found = sparse_mla._tilelang(Options(**conditions, shape=shape), shape["latent"] + 64, shape["latent"])
+    missing = "" if installed else "no peer installed: stock TileLang (tilelang is not installed)"
+    assert found.absent == (f"not here: {says}" if says else missing)
+
+
+def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's own choice of a backend, with our reference in place of its kernels."""
+    from megatron.core.transformer.experimental_attention_variant import dsa_tilelang_kernels
+
+    def attend(q: Any, key: Any, index: Any, scale: float, value_dim: int, length: Any, factor: float = 1.0) -> Any:
+        assert index.dtype == torch.int32
+        assert length is None
+        return factor * sparse_mla.attend(q, key.squeeze(2), index, softmax_scale=scale, value_dim=value_dim)
+
+    made, hook = tiny("sparse_mla", topk=16), "run_fused_absorbed_sparse_attention"
+    V, K = made.inputs.cotangents["o"].shape[-1], made.inputs.leaves["q"].shape[-1]
+    call = partial(sparse_mla._stock_tilelang, softmax_scale=K**-0.5, value_dim=V)
+    variant = Variant.of(sparse_mla.TILELANG, PEER, call)
+    monkeypatch.setattr(dsa_tilelang_kernels, hook, attend)
+    assert [made.check(variant, work, made.inputs).right for work in (FORWARD, BOTH)] == [True, True]
+    monkeypatch.setattr(dsa_tilelang_kernels, hook, partial(attend, factor=1.01))
+    assert made.check(variant, FORWARD, made.inputs).right is False
+    monkeypatch.setattr(dsa_tilelang_kernels, hook, lambda *call: None)
+    with pytest.raises(BenchmarkError, match="declined this call"):
+        made.check(variant, FORWARD, made.inputs)
 
 
 # --- the command --------------------------------------------------------------------------------------------------------

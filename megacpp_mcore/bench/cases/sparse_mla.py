@@ -1,4 +1,6 @@
-"""Absorbed attention to selected keys: the backends, and stock's unfused function with and without dsa-sparse-attention.
+"""Absorbed attention to selected keys: the backends, stock's TileLang kernels, its unfused function with and without our patch.
+
+Stock's ``cudnn`` kernels are no peer: their forward is a branch of FlashMLA of which there are no wheels.
 
 Legend: S queries and keys, B batch, H heads, K width of query and latent key (latent and rotary part), V latent width, N
 selected keys.
@@ -8,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.cases.peers import patched
+from megacpp_mcore.backends.support import Dim, Support
+from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
+from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.sparse_mla.reference import attend
@@ -26,6 +31,19 @@ STOCK, PATCH = "stock unfused", "dsa-sparse-attention"
 
 CANCELS = {"dq": 2.0}
 """Factor by which a result may be off more because the mean over keys cancels in it; plain PyTorch in bf16 is off further."""
+
+TILELANG = "stock TileLang"
+TILELANG_SUPPORT = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16",),
+    dims={
+        "qk_dim": Dim(one_of=(576,)),
+        "v_dim": Dim(one_of=(512,)),
+        "heads": Dim(one_of=(64, 128)),
+        "selected": Dim(multiple_of=64),
+    },
+)
+"""What its kernels run without padding heads; stock attends unfused where they decline a call."""
 
 QUERIES = 1024
 """Queries whose scores are drawn at a time, as all scores would be S × S numbers."""
@@ -67,6 +85,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, partial(_stock, **how)),
+            _tilelang(options, K, V),
             Variant.of(f"patch {PATCH}", OURS, partial(_stock, **how), around=partial(patched, PATCH)),
             *ours,
             *fixed,
@@ -80,7 +99,6 @@ def problem(options: Options) -> Problem:
             options.dtype,
         ),
         check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
-        stock=STOCK,
     )
 
 
@@ -125,4 +143,29 @@ def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Ten
     output: torch.Tensor = run(
         q, kv.unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends
     )
+    return output
+
+
+def _tilelang(options: Options, K: int, V: int) -> Variant:
+    """Stock's TileLang kernels, or why they cannot run here."""
+    S, H, N = options.sizes("S", "heads", "topk")
+    sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
+    if unfit := TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes}):
+        return Variant.missing(TILELANG, f"not here: {unfit}")
+    if reason := lacking(options.device, "tilelang", TILELANG):
+        return Variant.missing(TILELANG, reason)
+    return Variant.of(TILELANG, PEER, partial(_stock_tilelang, softmax_scale=K**-0.5, value_dim=V))
+
+
+def _stock_tilelang(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
+    """As stock's layers call them with ``dsa_kernel_backend`` "tilelang"."""
+    from megatron.core.transformer.experimental_attention_variant import dsa_kernels
+
+    (q, kv), index = inputs.leaves.values(), inputs.fixed["index"]
+    config: Any = SimpleNamespace(dsa_kernel_backend="tilelang")
+    output: torch.Tensor | None = dsa_kernels.run_fused_absorbed_sparse_attention(
+        config, q, kv.unsqueeze(2), index, softmax_scale, value_dim
+    )
+    if output is None:
+        raise BenchmarkError("stock's TileLang kernels declined this call, which its layers would then run unfused")
     return output

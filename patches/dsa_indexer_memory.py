@@ -276,14 +276,14 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "with the dense loss, one H200, b 1, sq 4096, 32 heads: 1.5 × stock's time, and 1.6 × with gradients (without ReLU, so "
-        "with scores in PyTorch); with those, forward: 1.1 ×; under a sparse loss the gradient of k is not deterministic on a "
-        "GPU, unless torch.use_deterministic_algorithms(True)"
+        "in plain PyTorch (float32, other widths, additive masks, no ReLU), one H200, b 1, sq 4096, 32 heads: forward 1.1 × "
+        "stock's time, with the dense loss 1.5 ×, and 1.6 × with gradients; under a sparse loss the gradient of k is not "
+        "deterministic on a GPU, unless torch.use_deterministic_algorithms(True)"
     ),
     gain=(
-        "b 1, 32 heads × 64, bf16, one H200: at sq 4096 forward 0.7 ms and 0.13 GB instead of 6.3 ms and 4.3 GB, with its "
-        "sparse loss 7 ms and 0.13 GB instead of 50 ms and 16.2 GB; with scores in PyTorch at sq 16,384 forward 0.19 GB "
-        "instead of 68.7 GB, with its sparse loss 0.19 GB where stock runs out of memory (243 GB computed)"
+        "b 1, 32 heads × 64, bf16: at sq 4096, one H200, forward 0.7 ms and 0.13 GB instead of 6.3 ms and 4.3 GB; at sq "
+        "16,384, one H100, where stock runs out of memory: forward 10 ms, with its sparse loss and gradients 12 ms and 0.18 GB (243 GB "
+        "computed), with the dense loss 49 ms, and 110 ms and 0.37 GB with gradients"
     ),
     retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
 )

@@ -282,8 +282,8 @@ PATCH = Patch(
     ),
     gain=(
         "b 1, 32 heads × 64, bf16: at sq 4096, one H200, forward 0.7 ms and 0.13 GB instead of 6.3 ms and 4.3 GB; at sq "
-        "16,384, one H100, where stock runs out of memory: forward 10 ms, with its sparse loss and gradients 12 ms and 0.18 GB (243 GB "
-        "computed), with the dense loss 49 ms, and 110 ms and 0.37 GB with gradients"
+        "16,384, one H100, where stock runs out of memory: forward 10 ms, with its sparse loss and gradients 12 ms and "
+        "0.18 GB (243 GB computed), with the dense loss 49 ms, and 110 ms and 0.37 GB with gradients"
     ),
     retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
 )

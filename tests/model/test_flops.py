@@ -253,11 +253,10 @@ def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
 
 def test_documents_kept_apart_count_their_own_pairs() -> None:
     """Two rows of 64 with documents of 40 + 24 and 5 + 9 + 50: attention by pairs counted one by one, the rest as it was."""
-    lengths = [[40, 24], [5, 9, 50]]
-    whole, apart = flops.step(SMALL, 2), flops.step(SMALL, 2, lengths=lengths)
-    documents = [length for row in lengths for length in row]
+    documents = [40, 24, 5, 9, 50]
     causal = sum(1 for length in documents for query in range(length) for _ in range(query + 1))
     selected = sum(min(query + 1, SMALL.dsa.topk) for length in documents for query in range(length))
+    whole, apart = flops.step(SMALL, 2), flops.step(SMALL, 2, pairs=(causal, selected))
     cores = flops.full_core(causal, SMALL.heads, SMALL.mla) + flops.sparse_core(2 * selected, SMALL.heads, SMALL.mla)
     assert apart.trunk.attention_core == cores
     assert apart.trunk.attention_core.training < whole.trunk.attention_core.training
@@ -272,20 +271,3 @@ def test_documents_kept_apart_count_their_own_pairs() -> None:
         heads=SMALL.dsa.indexer_heads, head_dim=SMALL.dsa.indexer_head_dim,
     )  # fmt: skip
     assert apart.trunk.indexer.forward == scored + without.forward
-    assert flops.step(SMALL, 2, lengths=[[64], [64]]) == whole
-
-
-def test_padding_counts_nothing() -> None:
-    short = flops.step(SMALL, 2, lengths=[[40], [10, 6]])
-    assert short.tokens == 56
-    assert short.families.dense_ffn == flops.step(SMALL, seq_length=56).families.dense_ffn
-    rows = [flops.mamba_scan(1, length, SMALL.mamba_heads, SMALL.mamba3) for length in (40, 16)]
-    assert short.layers[2].mamba_scan == rows[0] + rows[1]
-
-
-@pytest.mark.parametrize(
-    ("batch", "lengths"), [(1, [[64], [64]]), (2, [[64], []]), (1, [[0, 4]]), (1, [[40, 25]]), (2, [[64], [65]])]
-)
-def test_documents_that_are_not_the_batchs_are_refused(batch: int, lengths: list[list[int]]) -> None:
-    with pytest.raises(ModelError, match=r"lengths.*; (expected documents of|give one list)"):
-        flops.step(SMALL, batch, lengths=lengths)

@@ -1,7 +1,6 @@
 """Floating-point operations of a training step: the audited count and what recompute adds. No torch."""
 
 from megacpp_mcore.model.flops.count import (
-    Batch,
     Families,
     Step,
     Work,
@@ -24,7 +23,6 @@ from megacpp_mcore.model.flops.count import (
 )
 
 __all__ = [
-    "Batch",
     "Families",
     "Step",
     "Work",

@@ -9,7 +9,7 @@ Conventions (all counts are exact integers):
   :func:`indexer`. No recompute is counted: these are *model FLOPs*. Adding the run's activation recompute gives *hardware
   FLOPs* (:mod:`megacpp_mcore.model.flops.recompute`). What a kernel recomputes in its own backward pass is in neither.
 - Attention counts the unmasked pairs: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k. The indexer has to
-  score all causal pairs. Separate documents count only their own pairs (``lengths`` of :func:`step`). Full attention has
+  score all causal pairs. Separate documents count only their own pairs (``pairs`` of :func:`step`). Full attention has
   MLA's own widths (qk + rope, and v), sparse attention the absorbed ones (kv latent + rope, and kv latent), because that is
   what each of them computes; their projections cost the same.
 - The Mamba-3 scan is counted as ``ops/mamba3/reference.py`` computes it chunk by chunk: every row of a chunk with
@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -90,7 +88,7 @@ class Step:
     """The work of one pass over a batch.
 
     Attributes:
-        tokens: tokens of the batch, without padding.
+        tokens: tokens of the batch.
         layers: one entry per trunk layer.
         head: the main head, and the embedding, which counts 0.
         mtp: one entry per multi-token-prediction depth: its projection, its block and its head.
@@ -124,35 +122,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Batch:
-    """How many rows, and how many documents, of each length a batch has.
+    """``rows`` rows of ``length`` tokens, over which scans run, and the pairs of their documents: causal, and kept by top-k."""
 
-    Attributes:
-        rows: row length to number of rows; scans run over whole rows.
-        documents: document length to number of documents; attention stays within documents.
-        pairs: causal pairs of the documents, and those that top-k keeps, if these are known instead of lengths.
-    """
+    rows: int
+    length: int
+    causal_pairs: int
+    selected_pairs: int
 
-    rows: Counter[int]
-    documents: Counter[int]
-    pairs: tuple[int, int] | None = None
-
-    @cached_property
+    @property
     def tokens(self) -> int:
-        """Tokens, without padding."""
-        return sum(length * count for length, count in self.rows.items())
-
-    @cached_property
-    def causal_pairs(self) -> int:
-        """Causal pairs of all documents."""
-        if self.pairs is not None:
-            return self.pairs[0]
-        return sum(causal_pairs(length) * count for length, count in self.documents.items())
-
-    def selected_pairs(self, topk: int) -> int:
-        """Pairs of all documents if each query keeps ``topk`` keys."""
-        if self.pairs is not None:
-            return self.pairs[1]
-        return sum(selected_pairs(length, topk) * count for length, count in self.documents.items())
+        """Tokens of all rows."""
+        return self.rows * self.length
 
 
 def causal_pairs(sequence: int) -> int:
@@ -265,9 +245,9 @@ def depthwise_convolution(tokens: int, channels: int, kernel: int) -> Work:
     return product(tokens * channels * kernel)
 
 
-def feed_forward(tokens: int, hidden: int, width: int, *, gated: bool = False) -> Work:
-    """An MLP of two matrices, three when ``gated``; for experts, ``tokens`` are the routed ones."""
-    return product(tokens * hidden * width * (3 if gated else 2))
+def feed_forward(tokens: int, hidden: int, width: int) -> Work:
+    """An MLP of two matrices; for experts, ``tokens`` are the routed ones."""
+    return product(tokens * hidden * width * 2)
 
 
 def step(
@@ -276,7 +256,6 @@ def step(
     *,
     seq_length: int | None = None,
     vocab_size: int | None = None,
-    lengths: Sequence[Sequence[int]] | None = None,
     pairs: tuple[int, int] | None = None,
 ) -> Step:
     """The work of one pass of ``model`` over ``batch`` rows.
@@ -286,39 +265,24 @@ def step(
         batch: rows of the batch.
         seq_length: tokens of a row; None uses the model's.
         vocab_size: the actual padded vocabulary of the head; None uses the model's, padded for one process.
-        lengths: for each row, the lengths of its separate documents; the rest of a row is padding and does not count.
-            None: each row is one document.
-        pairs: instead of lengths, the causal pairs of all documents, and those that top-k keeps.
+        pairs: the causal pairs of all separate documents, and those that top-k keeps; None: each row is one document.
 
     Raises:
-        ModelError: a size below 1, or documents that are not ``batch`` rows of at most ``seq_length`` tokens.
+        ModelError: a size below 1.
     """
     sequence = model.seq_length if seq_length is None else seq_length
     vocabulary = model.vocab_size_padded(1) if vocab_size is None else vocab_size
     for name, value in (("batch", batch), ("seq_length", sequence), ("vocab_size", vocabulary)):
         if value < 1:
             raise ModelError(f"{name} is {value}; expected at least 1, there is nothing to count otherwise")
-    if lengths is None:
-        rows = Batch(Counter({sequence: batch}), Counter({sequence: batch}), pairs)
-    else:
-        rows = _packed(lengths, batch, sequence)
+    if pairs is None:
+        pairs = batch * causal_pairs(sequence), batch * selected_pairs(sequence, model.dsa.topk)
+    rows = Batch(batch, sequence, *pairs)
     head = Families(head=product(rows.tokens * model.hidden_size * vocabulary))
     kinds = {kind: _layer(model, *kind, rows) for kind in set(zip(model.layers, model.roles, strict=True))}
     layers = tuple(kinds[kind] for kind in zip(model.layers, model.roles, strict=True))
     depth = head + _mtp_block(model, rows)
     return Step(rows.tokens, layers, head, (depth,) * model.mtp.depth)
-
-
-def _packed(lengths: Sequence[Sequence[int]], batch: int, sequence: int) -> Batch:
-    """Check the document lengths of all rows, and count them."""
-    if len(lengths) != batch:
-        raise ModelError(f"lengths has {len(lengths)} rows, but the batch has {batch}; give one list of lengths a row")
-    for number, row in enumerate(lengths):
-        if not row or min(row) < 1 or sum(row) > sequence:
-            raise ModelError(
-                f"lengths[{number}] is {list(row)}; expected documents of at least 1 token, {sequence} together at most"
-            )
-    return Batch(Counter(map(sum, lengths)), Counter(length for row in lengths for length in row))
 
 
 def _layer(model: Model, letter: str, role: str | None, rows: Batch) -> Families:
@@ -329,10 +293,9 @@ def _layer(model: Model, letter: str, role: str | None, rows: Batch) -> Families
             return _full_attention(model, rows)
         return _sparse_attention(model, rows, owns_indexer=role == grammar.FULL_INDEX)
     if letter == "M":
-        scans = (mamba_scan(count, length, model.mamba_heads, model.mamba3) for length, count in rows.rows.items())
         return Families(
             mamba_projections=mamba_projections(tokens, hidden, model.mamba_heads, model.mamba3),
-            mamba_scan=reduce(add, scans),
+            mamba_scan=mamba_scan(rows.rows, rows.length, model.mamba_heads, model.mamba3),
         )
     if letter == "E":
         moe = model.moe
@@ -357,7 +320,7 @@ def _full_attention(model: Model, rows: Batch) -> Families:
 
 
 def _sparse_attention(model: Model, rows: Batch, *, owns_indexer: bool) -> Families:
-    dsa, kept = model.dsa, rows.selected_pairs(model.dsa.topk)
+    dsa, kept = model.dsa, rows.selected_pairs
     attention = Families(
         attention_projections=mla_projections(rows.tokens, model.hidden_size, model.heads, model.mla),
         attention_core=sparse_core(kept, model.heads, model.mla),

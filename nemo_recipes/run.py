@@ -292,7 +292,6 @@ def policy_run(chosen: Recipe, config: Any) -> policy.Run:
         bucket_elements=ddp.bucket_size,
         num_buckets=ddp.num_buckets,
         grad_bytes=2 if precision != "fp32" and not fp32_reduced else 4,
-        nccl_user_buffers=ddp.nccl_ub,
         cuda_graph_impl=model.cuda_graph_impl,
         cuda_graph_scope=_names(model.cuda_graph_modules) if graphs else (),
         gradient_accumulation_fusion=model.gradient_accumulation_fusion,

@@ -98,7 +98,6 @@ class Run:
     bucket_elements: int | None = None
     num_buckets: int | None = None
     grad_bytes: int = 4
-    nccl_user_buffers: bool = False
     gradient_accumulation_fusion: bool = False
     moe_permute_fusion: bool = False
     manual_gc: bool = False
@@ -207,7 +206,6 @@ class Run:
             bucket_elements=flags.whole(given, "--ddp-bucket-size", LaunchError, 1),
             num_buckets=flags.whole(given, "--ddp-num-buckets", LaunchError, 1),
             grad_bytes=_grad_bytes(given, precision),
-            nccl_user_buffers="--use-nccl-ub" in given,
             gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in given,
             moe_permute_fusion="--moe-permute-fusion" in given,
             manual_gc="--manual-gc" in given,

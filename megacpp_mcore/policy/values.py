@@ -6,7 +6,6 @@ is changed. Conditions that Megatron checks are those of megatron-core 0.19.2 an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.policy.run import PRECISION_FILE, Run
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaults
-from megacpp_mcore.util import host
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
 """Source of a value: the user's argument, file or environment; the recipe; this package or the software it runs on."""
@@ -143,10 +141,6 @@ def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) ->
 
 def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
     """Why segments must not grow; empty when they may. Where Megatron itself stops, the text says so."""
-    if run.nccl_user_buffers and installed_torch() < (2, 11):
-        if name == ALLOCATOR:
-            return "Megatron stops with NCCL user buffers (--use-nccl-ub) and expandable segments before torch 2.11"
-        return "NCCL user buffers (--use-nccl-ub) cannot be registered in expandable segments before torch 2.11"
     if run.cuda_graph_impl == "none" or lookup.asked("NCCL_GRAPH_REGISTER") == "0":
         return ""
     if run.cuda_graph_impl == "transformer_engine" and name == ALLOCATOR:
@@ -155,12 +149,6 @@ def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
         "NCCL may register buffers of CUDA graphs in expandable segments, which can end in illegal memory access; Megatron "
         "does not look for it here; set NCCL_GRAPH_REGISTER=0"
     )
-
-
-def installed_torch() -> tuple[int, int]:
-    """Return major and minor version of the installed torch, without importing it; (0, 0) without one."""
-    found = re.match(r"(\d+)\.(\d+)", host.version("torch") or "")
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:

@@ -205,7 +205,6 @@ def described(chosen: Recipe, **changes: Any) -> Any:
         "bucket_size": None,
         "num_buckets": None,
         "grad_reduce_in_fp32": True,
-        "nccl_ub": False,
     }
     return SimpleNamespace(
         model=SimpleNamespace(**model | changes),

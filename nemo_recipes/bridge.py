@@ -8,7 +8,6 @@ removes them: for all other imports Transformer Engine is still missing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -17,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from packaging.version import InvalidVersion, Version
 
@@ -112,21 +112,12 @@ def warm_up_off_the_generator() -> Iterator[str]:
     Bridge has a copy of Megatron's function that runs fused functions once, on random inputs as large as the micro-batch
     (``training/initialize.py``). On the CPU lane the same generator draws the weights, which would depend on the batch.
     """
-    import torch
+    from megacpp_mcore.cpu.torch_cuda import without_moving_the_generator  # brings torch
 
     initialize: Any = importlib.import_module("megatron.bridge.training.initialize")
-    stock = initialize._warmup_jit_function
-
-    @functools.wraps(stock)
-    def warm_up(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            return stock(*args, **kwargs)
-
-    initialize._warmup_jit_function = warm_up
-    try:
+    warm_up = without_moving_the_generator(initialize._warmup_jit_function)
+    with mock.patch.object(initialize, "_warmup_jit_function", warm_up):
         yield f"{initialize.__name__}._warmup_jit_function does not move the generator (weights do not depend on batches)"
-    finally:
-        initialize._warmup_jit_function = stock
 
 
 class _Refusing(types.ModuleType):

@@ -91,9 +91,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         launched = launch_policy(chosen, config, overrides, settings, environment)
         for line in launched.lines(settings):
             process.say(line)
-        for variable, value in launched.environment().items():
-            os.environ[variable] = value
-            stack.callback(os.environ.pop, variable, None)
+        stack.enter_context(process.environment(launched.environment()))
         policy.check_memory(policy_run(chosen, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         process.say(verify_data(config))

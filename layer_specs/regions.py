@@ -303,7 +303,7 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
     """
     if settings is None:
         return RegionPlan()
-    _check_recompute(settings.recompute, config)
+    settings.recompute.check(config.recompute_granularity, config.recompute_modules or ())
     features, source = settings.transformer_engine, str(settings.path)
     if features.linear and config.transformer_impl != "local":
         raise ModelError(
@@ -331,22 +331,6 @@ def _rows(config: TransformerConfig) -> int | None:
         return None
     cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return int(arguments.seq_length * arguments.micro_batch_size // cut)
-
-
-def _check_recompute(recompute: Recompute, config: TransformerConfig) -> None:
-    if not recompute.on or config.recompute_granularity is None:
-        return
-    if config.recompute_granularity == "full":
-        raise ModelError(
-            f"recompute asks for {', '.join(recompute.on)}, and --recompute-granularity full recomputes whole layers; leave "
-            "one of them out"
-        )
-    overlapping = {"a": {"core_attn", "mla_up_proj"}, "experts": {"moe", "moe_act"}}
-    for name in recompute.on:
-        if twice := sorted(overlapping.get(name, set()) & set(config.recompute_modules or ())):
-            raise ModelError(
-                f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; leave one of them out"
-            )
 
 
 # --- warm-up ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megacpp_mcore.errors import ModelError
@@ -34,6 +35,25 @@ class Recompute:
     def on(self) -> tuple[str, ...]:
         """The names of the families that are on."""
         return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+
+    def check(self, granularity: str | None, modules: Collection[str]) -> None:
+        """Refuse a family that Megatron's own recompute repeats already, in whole or in part.
+
+        Raises:
+            ModelError: names both.
+        """
+        if self.on and granularity == "full":
+            raise ModelError(
+                f"recompute asks for {', '.join(self.on)}, and --recompute-granularity full recomputes whole layers; leave "
+                "one of them out"
+            )
+        overlapping = {"a": {"core_attn", "mla_up_proj"}, "experts": {"moe", "moe_act"}}
+        for name in self.on if granularity == "selective" else ():
+            if twice := sorted(overlapping.get(name, set()) & set(modules)):
+                raise ModelError(
+                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; leave one of "
+                    "them out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,7 +212,7 @@ def test_the_command_prints_the_record() -> None:
 
 
 def test_the_command_refuses_what_no_run_can_have() -> None:
-    with pytest.raises(ModelError, match="asks for a, and recompute modules core_attn"):
+    with pytest.raises(ModelError, match="asks for a, and --recompute-modules core_attn"):
         printed("--recompute-granularity", "selective", "--recompute", "a")
     with pytest.raises(ModelError, match="seq_length is 0"):
         printed("--seq-length", "0")

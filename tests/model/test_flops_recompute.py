@@ -166,12 +166,12 @@ def test_the_default_of_selective_is_the_core() -> None:
         ({"granularity": "full", "method": "block", "num_layers": 0}, "full recompute of 0 layers; expected"),
         (
             {"granularity": "full", "method": "block", "num_layers": 1, "own": Recompute(m=True)},
-            "asks for m, and full recompute repeats whole layers",
+            "asks for m, and --recompute-granularity full recomputes whole layers",
         ),
         ({"granularity": "selective", "modules": ("gdn_norm_out",)}, "gdn_norm_out are not known; known: core_attn"),
         (
             {"granularity": "selective", "modules": ("core_attn",), "own": Recompute(a=True)},
-            "asks for a, and recompute modules core_attn",
+            "asks for a, and --recompute-modules core_attn",
         ),
     ],
 )

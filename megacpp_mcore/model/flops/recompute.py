@@ -27,8 +27,6 @@ MODULES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "moe_act"
 """The ``--recompute-modules`` that apply to an A/M/E/R model; the last two repeat element-wise work, which counts 0."""
 
 _ATTENTION = ("attention_projections", "attention_core", "indexer")
-_MODULES_OF_OURS = {"a": {"core_attn", "mla_up_proj"}, "experts": {"moe", "moe_act"}}
-"""Modules that overlap with our recompute of a family; :mod:`megacpp_mcore.layer_specs.regions` refuses both in one run."""
 _FAMILIES_OF_OURS = {
     "a": _ATTENTION,
     "m": ("mamba_projections", "mamba_scan"),
@@ -66,27 +64,18 @@ class Recomputation:
             self._check_full()
         if self.granularity == "selective":
             self._check_selective()
+        self.own.check(self.granularity, self.modules)
 
     def _check_full(self) -> None:
         if self.method not in ("uniform", "block"):
             raise ModelError(f"the method of full recompute is {self.method!r}; expected uniform or block")
         if self.num_layers is None or self.num_layers < 1:
             raise ModelError(f"full recompute of {self.num_layers} layers; expected recompute_num_layers of 1 or more")
-        if self.own.on:
-            raise ModelError(
-                f"recompute asks for {', '.join(self.own.on)}, and full recompute repeats whole layers; leave one of them out"
-            )
 
     def _check_selective(self) -> None:
         unknown = [name for name in self.modules if name not in MODULES]
         if unknown:
             raise ModelError(f"recompute modules {', '.join(unknown)} are not known; known: {', '.join(MODULES)}")
-        for name in self.own.on:
-            twice = sorted(_MODULES_OF_OURS.get(name, set()) & set(self.modules))
-            if twice:
-                raise ModelError(
-                    f"recompute asks for {name}, and recompute modules {', '.join(twice)} for a part of it; leave one out"
-                )
 
     @classmethod
     def of_run(cls, source: Any, own: Recompute | None = None) -> Recomputation:

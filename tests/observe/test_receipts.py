@@ -152,14 +152,20 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
     ("path", "value", "named"),
     [
         ("schema", 3, "schema is 3 (int); expected 2: record the run anew"),
-        ("attention_share", 1.5, "attention_share is 1.5 (float); expected a number from 0 to 1"),
-        ("step_time.p50_s", math.nan, "step_time.p50_s is nan (float); expected a finite number above 0"),
+        ("attention_share", 1.5, "attention_share is 1.5 (float); expected share"),
+        ("step_time.p50_s", math.nan, "step_time.p50_s is nan (float); expected positive"),
         ("notes", None, "notes is None"),
-        ("goodput", {}, "goodput has no rank, goodput, wall_s"),
-        ("model.definition", {"moe": {"experts": math.inf}}, "model.definition[moe][experts] is inf"),
-        ("routing.settings", {"a\x1b": 1}, r"a key of routing.settings is 'a\x1b' (str)"),
-        ("device", "H200\x1b]0;title\x07", "device is 'H200\\x1b]0;title\\x07' (str)"),
-        ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers[0].name is 'tired' (str)"),
+        ("parallelism.tensor", True, "parallelism.tensor is True (bool); expected size"),
+        ("goodput", {}, "goodput is {} (dict); expected {rank, goodput, wall_s"),
+        ("compile.mode", "hot", "compile.mode is 'hot' (str); expected one of `off`, `regional`"),
+        ("data.datasets", [{"name": "a", "weight": None, "sha256": 1}], "data.datasets is [{'name': 'a', 'weight'"),
+        (
+            "routing.layers",
+            {"2": {"asked": 1}},
+            "routing.layers is {'2': {'asked': 1}} (dict); expected map of {tokens_",
+        ),
+        ("flops", {"families": {}}, "flops is {'families': {}} (dict); expected {families, by_precision, …}"),
+        ("disqualifiers", [{"name": "tired\x1b", "evidence": ""}], r"disqualifiers is [{'name': 'tired\x1b'"),
         ("memory", 3, "memory is not a field of a receipt"),
         ("speed", 3, "speed is not a field of a receipt"),
     ],
@@ -173,6 +179,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: st
         receipts.read(file)
     assert str(raised.value).startswith(f"{file} is no receipt")
     assert str(raised.value).isprintable()
+
+
+def test_what_a_terminal_obeys_is_read_as_its_escape(tmp_path: Path) -> None:
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(changed(bare_receipt(), "routing.settings", {"a\x1b": ["\u202eb", "\ud800", "é\n", 3]})))
+    assert receipts.read(file)["routing"]["settings"] == {r"a\x1b": [r"\u202eb", r"\ud800", "é\n", 3]}
 
 
 def test_a_missing_field_and_what_is_no_object_are_wrong() -> None:

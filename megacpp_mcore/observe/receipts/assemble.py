@@ -30,7 +30,6 @@ from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.claims import Case, judge
 from megacpp_mcore.observe.receipts.schema import FAMILIES, RUNNING, SCHEMA, Facts
 from megacpp_mcore.observe.steps import kept, recorded
-from megacpp_mcore.util.schema import printable
 
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
@@ -80,7 +79,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         notes.append(_note_of_later(later))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
-    return dict(printable(receipt))
+    return dict(schema.printable(receipt))
 
 
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
@@ -394,4 +393,4 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     expected = "a receipt, or the folder of a run that was observed"
     receipt = events.load(place, expected, "name the folder of its run, from which it is assembled anew")
     schema.validate(receipt, str(place))
-    return receipt
+    return dict(schema.printable(receipt))

@@ -5,13 +5,14 @@ A receipt is JSON. An unknown value is null, and ``unknown`` gives the reason un
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.util import schema as kinds
-from megacpp_mcore.util.schema import SchemaError
+from megacpp_mcore.util.schema import wrong
 
 SCHEMA = 2
 """The version of the schema; another number is another schema."""
@@ -42,7 +43,9 @@ class Field:
 
     Attributes:
         path: its keys from the top, joined by dots.
-        kind: type of its value when not null, as :func:`megacpp_mcore.util.schema.named` reads it.
+        kind: type of its value when not null: a name of :data:`KINDS`, ``list of text``, ``number?`` (may be null),
+            ``warm|cold`` (one of these texts); ``[kind]`` is a list of it, ``{"*": kind}`` a map of it, and any other mapping a
+            record, which a key ``...`` opens to other fields.
         meaning: what the value is, with its unit.
         label: its name for people, on the page, too; empty: it is only in the JSON and the documentation's table.
         form: how its value is written for people, a key of :data:`FORMS`.
@@ -242,17 +245,57 @@ def validate(receipt: Any, where: str = "receipt") -> None:
     found = receipt.get("schema") if isinstance(receipt, dict) else None
     if found != SCHEMA:
         todo = "record the run anew, or read it with the version of megacpp-mcore that wrote it"
-        raise DataError(f"{where} is no receipt: {kinds.wrong('schema', found, f'{SCHEMA}: {todo}')}")
+        raise DataError(f"{where} is no receipt: {wrong('schema', found, f'{SCHEMA}: {todo}')}")
     values = flatten(receipt)
-    try:
-        for path in sorted(values.keys() ^ BY_PATH.keys()):
-            raise SchemaError(f"{path} is {'missing' if path in BY_PATH else 'not a field of a receipt'}")
-        for path, one in BY_PATH.items():
-            if one.always or values[path] is not None:
-                kinds.named(one.kind).read(values[path], path)
-    except SchemaError as error:
+    problems = [
+        f"{path} is {'missing' if path in BY_PATH else 'not a field of a receipt'}"
+        for path in sorted(values.keys() ^ BY_PATH.keys())
+    ] or [
+        wrong(path, values[path], _kind(one.kind))
+        for path, one in BY_PATH.items()
+        if (one.always or values[path] is not None) and not _fits(values[path], one.kind)
+    ]
+    if problems:
         todo = "name the folder of its run, from which it is made anew, or restore the file"
-        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {error}; {todo}") from error
+        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {problems[0]}; {todo}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -math.inf < value < math.inf
+
+
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "text": lambda value: isinstance(value, str),
+    "flag": lambda value: isinstance(value, bool),
+    "count": lambda value: type(value) is int and value >= 0,
+    "size": lambda value: type(value) is int and value >= 1,
+    "number": _is_number,
+    "amount": lambda value: _is_number(value) and value >= 0,
+    "positive": lambda value: _is_number(value) and value > 0,
+    "share": lambda value: _is_number(value) and value <= 1 and value >= 0,
+    "value": lambda value: True,
+}
+"""Whether a value is of a kind, by the kind's name; ``value`` is anything."""
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether ``value`` is of ``kind``, a :attr:`Field.kind`."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
+    if isinstance(kind, Mapping):
+        if "*" in kind:
+            return isinstance(value, dict) and all(_fits(each, kind["*"]) for each in value.values())
+        fields = {name: each for name, each in kind.items() if name != "..."}
+        complete = isinstance(value, dict) and (
+            fields.keys() <= value.keys() if "..." in kind else fields.keys() == value.keys()
+        )
+        return complete and all(_fits(value[name], each) for name, each in fields.items())
+    if kind.endswith("?"):
+        return value is None or _fits(value, kind[:-1])
+    outer, _, inner = kind.partition(" of ")
+    if inner:
+        return _fits(value, [inner] if outer == "list" else {"*": inner})
+    return value in kind.split("|") if "|" in kind else KINDS[kind](value)
 
 
 def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,6 +379,21 @@ def _kind(kind: Any) -> str:
         return f"map of {_kind(kind['*'])}" if "*" in kind else f"{{{', '.join(kind).replace('...', '…')}}}"
     word = str(kind)
     return "one of " + ", ".join(f"`{value}`" for value in word.split("|")) if "|" in word else word
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+"""Characters that may control a terminal, or that UTF-8 cannot encode."""
+
+
+def printable(value: Any) -> Any:
+    """``value`` with every character of :data:`_CONTROL` in its texts and keys escaped."""
+    if isinstance(value, str):
+        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
+    if isinstance(value, list):
+        return [printable(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(each) for key, each in value.items()}
+    return value
 
 
 def plain(value: Any) -> str:

@@ -326,7 +326,7 @@ class SparseCoreAttention(MegatronModule):
                 softmax_scale=self.softmax_scale,
                 seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[here.start],
                 reduce=reduce if self.pg_collection.tp.size() > 1 else None,
-                kernel=self.grad_backend.observed == "triton",
+                kernel=self.grad_backend.requested != "reference",
             )
             for here in slices
         ]

@@ -92,16 +92,30 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
 
 
 def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolution:
-    """Choose our routed experts or stock's; stock's if the run needs a feature that only they have.
+    """Choose our routed experts or stock's; stock's if the run needs a feature that only they have, or kernels we lack.
 
     Raises:
         BackendError: the run requests ours by name, and such a feature as well.
     """
     why = stock_alone(config)
-    no_kernel = compute_device() == "cuda" and config.params_dtype != torch.bfloat16
-    if why is None and no_kernel and dispatcher.is_automatic(EXPERTS):
-        why = f"kernels in {config.params_dtype}"
+    op, needs = expert_op(config)
+    if why is None and compute_device() == "cuda" and dispatcher.is_automatic(EXPERTS) and dispatcher.is_automatic(op):
+        lacking = dispatcher.without_kernel(op, **needs)
+        why = lacking and f"kernels for experts of which our {op} says: {lacking}"
     return dispatcher.request_or_stock(EXPERTS, why)
+
+
+def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
+    """The op of our routed experts, ``routed_mlp`` where they take tokens, and what its backend has to support."""
+    ranks = config.expert_model_parallel_size
+    # With moe_shared_expert_overlap the dispatcher runs the shared expert, during the all-to-all.
+    takes_tokens = ranks == 1 and not config.moe_shared_expert_overlap
+    sizes = {
+        "hidden": config.hidden_size,
+        "ffn": config.moe_ffn_hidden_size,
+        "experts": config.num_moe_experts // ranks,
+    }
+    return "routed_mlp" if takes_tokens else "grouped_mlp", sizes | backend_needs(config)
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
@@ -252,15 +266,9 @@ class StackedExperts(MegatronModule):
         self.num_local_experts = num_local_experts
         drawn = stock(num_local_experts, config, pg_collection=pg_collection, name=name)
         self.weight1, self.weight2 = (_stacked(matrices) for matrices in expert_matrices(drawn))
-        # With moe_shared_expert_overlap the dispatcher runs the shared expert, during the all-to-all.
-        self.takes_tokens = self.ep_group.size() == 1 and not config.moe_shared_expert_overlap
-        self.backend = dispatcher.request(
-            "routed_mlp" if self.takes_tokens else "grouped_mlp",
-            hidden=config.hidden_size,
-            ffn=config.moe_ffn_hidden_size,
-            experts=num_local_experts,
-            **backend_needs(config),
-        )
+        op, needs = expert_op(config)
+        self.takes_tokens = op == "routed_mlp"
+        self.backend = dispatcher.request(op, **needs)
 
     def forward(
         self, hidden_TD: torch.Tensor, routed: torch.Tensor, probs: torch.Tensor

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.ops.main_grad import MainGrad
@@ -25,4 +26,8 @@ def _added(weight: Any) -> torch.Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    if not (layers.HAVE_TE and weight.is_cuda):
+        return torch.empty_like(weight)
+    # One buffer for all weights of a shape; Transformer Engine 2.17 has matrices alone.
+    placeholder: torch.Tensor = layers.get_dummy_wgrad([weight[..., 0].numel(), weight.shape[-1]], weight.dtype)
+    return placeholder.view_as(weight)

@@ -94,6 +94,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         stack.enter_context(process.environment(launched.environment()))
         policy.check_memory(policy_run(chosen, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
+        stack.enter_context(process.threads_of_the_run())
         process.say(verify_data(config))
         callbacks = _callbacks(config, launched.compile)
         asked = _observation(config, recording or launcher.Recording(), settings)

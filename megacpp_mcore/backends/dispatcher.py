@@ -223,6 +223,19 @@ class Dispatcher:
         """Whether no backend of ``op`` was requested by name."""
         return self._requests.get(op, AUTO) == AUTO
 
+    def without_kernel(self, op: str, **needs: Any) -> str | None:
+        """Why no kernel that ``auto`` may choose runs ``op``; None if one does. Resolves nothing."""
+        reasons = []
+        for candidate in self._candidates[op].values():
+            if candidate.by_name or candidate.speed != Speed.KERNEL:
+                continue
+            present = self._probe(candidate)
+            reason = candidate.support.lacking(needs) if present.ok else present.reason
+            if reason is None:
+                return None
+            reasons.append(f"{candidate.name}: {reason}")
+        return "; ".join(reasons) or "it has none"
+
     def observed_backends(self) -> list[dict[str, Any]]:
         """One JSON-ready record per resolution so far, in order."""
         with self._lock:

@@ -184,6 +184,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         applied = registry.default().apply([*names, *chosen.patches]).applied
         process.say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
+        stack.enter_context(process.threads_of_the_run())
         if launched.compile.mode == "regional":
             # This imports Megatron, which has to come from the script's checkout.
             from megacpp_mcore.layer_specs import regions

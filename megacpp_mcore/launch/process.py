@@ -1,4 +1,4 @@
-"""Temporary state of a training process, restored afterwards: environment, CPU lane, patches, ``sys.path``."""
+"""Temporary state of a training process, restored afterwards: environment, CPU lane, patches, threads, ``sys.path``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
@@ -25,6 +26,13 @@ def patches_of_the_run() -> Iterator[None]:
     finally:
         applied = [row["name"] for row in known.status() if row["state"] == "applied" and row["hook"] is None]
         known.revert(name for name in applied if name not in before)
+
+
+def threads_of_the_run() -> contextlib.AbstractContextManager[Any]:
+    """At the end, restore which threads run backward passes: for those of the calling thread, a model's build changes that."""
+    import torch
+
+    return torch.autograd.set_multithreading_enabled(True)
 
 
 @contextlib.contextmanager

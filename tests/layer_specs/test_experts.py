@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.backends import STOCK, Dispatcher
+from megacpp_mcore.backends import STOCK, Candidate, Dispatcher, ProbeResult
 from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.model import preset
@@ -160,6 +160,35 @@ def test_what_stock_alone_can_do_is_stocks_and_the_reason(config: Any, field: st
     assert choose_experts(config, Dispatcher({EXPERTS: STOCK})).reason == "asked for by name"
     with pytest.raises(BackendError, match=f"experts: {OWN_EXPERTS}, and the run for {says}"):
         choose_experts(config, Dispatcher({EXPERTS: OWN_EXPERTS}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("num_moe_experts", 512, "experts 512 > 256"),
+        ("moe_ffn_hidden_size", 900, "ffn 900 is not a multiple of 8"),
+        ("params_dtype", torch.float32, "dtype float32 is none of bfloat16"),
+    ],
+)
+def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
+    config: Any, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, says: str
+) -> None:
+    """And not our reference, unless it or our experts are asked for by name."""
+    from megacpp_mcore.layer_specs import experts, parts
+
+    for module in (experts, parts):
+        monkeypatch.setattr(module, "compute_device", lambda: "cuda")
+    monkeypatch.setattr(Candidate, "present", lambda self: ProbeResult(True, "taken to be there"))
+    config.params_dtype = torch.bfloat16
+    assert experts.choose_experts(config, Dispatcher()).observed == OWN_EXPERTS
+    setattr(config, field, value)
+    chosen = experts.choose_experts(config, dispatcher := Dispatcher())
+    assert chosen.observed == STOCK
+    assert "our routed_mlp says: triton: " in chosen.reason
+    assert says in chosen.reason
+    assert [one["op"] for one in dispatcher.observed_backends()] == [EXPERTS]
+    for asked in ({EXPERTS: OWN_EXPERTS}, {"routed_mlp": "reference"}):
+        assert experts.choose_experts(config, Dispatcher(asked)).observed == OWN_EXPERTS
 
 
 def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:

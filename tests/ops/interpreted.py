@@ -322,6 +322,10 @@ def indexer_learns_densely() -> None:
         assert dw[7, 0].isnan().all()
         assert dk[:8, 0].isnan().any(-1).all()
         assert dq[:, 1].isfinite().all()
+        q, k = made.q_SBHD.abs(), made.k_TBD.clone()
+        k[5, 1, 3] = -float("inf")  # so are its logits, which have no part in a score
+        _, _, dw, _ = indexer_chunks.dense_backward(indexer_chunks.Indexer(q, k, w), attention, causal, weight_BS)
+        assert dw.isfinite().all()
 
 
 def indexer_gradient() -> None:

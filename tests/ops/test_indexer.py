@@ -14,7 +14,6 @@ from megacpp_mcore.ops.indexer.reference import (
     causal_topk,
     indexer_grad,
     indexer_loss,
-    indexer_loss_dense,
     indexer_scores,
     select,
 )
@@ -209,27 +208,6 @@ def test_loss_matches_loop(topk):
     assert torch.equal(have[1, 5], torch.zeros(9, dtype=torch.float64))
 
 
-def test_dense_loss_matches_loop():
-    score, target = draw_scores(2, 9), draw_target((2, 9, 9))
-    masked = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(3)) < 0.3
-    masked[1, 0, 5] = True
-    for mask in (None, masked):
-        visible = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-        if mask is not None:
-            visible = visible & ~mask[:, 0]
-
-        def keys_of(b, i, visible=visible):
-            keys = visible[b, i].nonzero().flatten().tolist()
-            return keys, keys
-
-        actual = indexer_loss_dense(score, target, attention_mask=mask)
-        expected = loop_loss(score, target, keys_of)
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
-        (have,), (want,) = torch.autograd.grad(actual, score), torch.autograd.grad(expected, score)
-        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-14)
-        assert torch.equal(have[~visible], torch.zeros_like(have[~visible]))
-
-
 def test_padding_never_leaks():
     score = draw_scores(1, 6)
     index = causal_topk(score, 4)
@@ -311,9 +289,6 @@ BAD = {
     "index of another batch": (indexer_loss, (SCORE, INDEX[:1], TARGET), {}, "B, S = 2, 4"),
     "target of another width": (indexer_loss, (SCORE, INDEX, TARGET[..., :1]), {}, "expected the same"),
     "integer target": (indexer_loss, (SCORE, INDEX, INDEX), {}, "floating-point"),
-    "dense target": (indexer_loss_dense, (SCORE, TARGET), {}, "expected the same"),
-    "dense rectangle": (indexer_loss_dense, (SCORE[:, :3], SCORE[:, :3]), {}, "3 queries and 4 keys"),
-    "dense mask": (indexer_loss_dense, (SCORE, SCORE), {"attention_mask": MASK[..., :3]}, "broadcasts"),
 }
 
 

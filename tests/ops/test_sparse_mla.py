@@ -17,7 +17,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla.reference import attend, dense_attention_target
+from megacpp_mcore.ops.sparse_mla.reference import attend
 from megacpp_mcore.ops.testing import assert_parity
 from tests.ops.saved_tensors import saved_bytes
 from tests.ops.sparse_mla_case import Case, assert_same, draw, outcome
@@ -109,24 +109,6 @@ def test_the_forward_pass_computes_no_target() -> None:
         sink.take()
 
 
-@pytest.mark.parametrize("query_chunk", [None, 1, 4])
-def test_dense_target_matches_loop(query_chunk: int | None) -> None:
-    inputs = draw(CASES["four keys"])
-    q, kv = inputs["q"][0].requires_grad_(), inputs["kv"]
-    masked = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(3)) < 0.4
-    masked[1, 0, 5] = True
-    for mask in (None, masked):
-        visible = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-        if mask is not None:
-            visible = visible & ~mask[:, 0]
-        target = dense_attention_target(q, kv, softmax_scale=0.3, attention_mask=mask, query_chunk=query_chunk)
-        assert not target.requires_grad
-        sink, every_key = TargetSum(), torch.arange(9, dtype=torch.int32).expand(2, 9, 9).masked_fill(~visible, -1)
-        one_by_one(q.detach(), kv, every_key, softmax_scale=0.3, value_dim=4, sink=sink)
-        assert_parity(target, sink.take(), rms=1e-12, name="target")
-        assert torch.equal(target[~visible], torch.zeros_like(target[~visible]))
-
-
 def test_neither_scores_nor_gathered_keys_are_kept() -> None:
     case = Case(**SMALL | {"S": 32, "H": 12}, N=24)
     inputs = draw(case)
@@ -155,16 +137,6 @@ BAD: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, int], str]] = {
 def test_refuses(arguments: tuple[torch.Tensor, ...], options: dict[str, int], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         attend(*arguments, softmax_scale=1.0, **{"value_dim": 4} | options)
-
-
-def test_dense_target_refuses() -> None:
-    for q, kv, mask, message in (
-        (Q[:3], KV, None, "3 queries and 4 keys"),
-        (Q, KV, torch.zeros(2, 1, 4, 4), r"torch\.bool"),
-        (Q, KV[..., :3], None, "same B and K"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            dense_attention_target(q, kv, softmax_scale=1.0, attention_mask=mask)
 
 
 def test_the_kernels_refuse() -> None:

@@ -49,7 +49,7 @@ class _Run:
 
 
 class _Runs(threading.local):
-    """The runs that are under way in this thread, outermost first; a GPU's backward pass has a thread of its own."""
+    """The runs that are under way in this thread, outermost first; a backward pass may have a thread of its own."""
 
     def __init__(self) -> None:
         self.stack: list[_Run] = []

@@ -99,6 +99,7 @@ class KeyRule:
         else:
             score_BRT.add_(bias)
 
+    @cached_property
     def kernel_bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Starts, ends and positions for the kernels."""
         starts_S, ends_S, position_T = (bound.int().contiguous() for bound in self._bounds())
@@ -471,7 +472,7 @@ def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, i
         from megacpp_mcore.ops.indexer import dense
 
         query, key_TBK = attention.query_SBAK, attention.key_TBGK[:, :, 0]
-        how = rule.kernel_bounds(), attention.softmax_scale
+        how = rule.kernel_bounds, attention.softmax_scale
         with torch.cuda.device_of(query):
             lse_BAS = dense.denominators(query, key_TBK, *how)
 
@@ -547,7 +548,7 @@ class _Gradients:
         """Write the gradients of a chunk's queries and weights, and add its part to that of the keys, by the Triton kernels."""
         from megacpp_mcore.ops.indexer.dense import add_gradients
 
-        given = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, weight_BS.float().contiguous(), rule.kernel_bounds()
+        given = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, weight_BS.float().contiguous(), rule.kernel_bounds
         with torch.cuda.device_of(grad_BRT):
             add_gradients(grad_BRT, *given, rows, (self.q_SBHD, self.w_SBH, self.k_PBTD))
 

@@ -22,7 +22,6 @@ from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
     check_index,
-    check_mask,
     check_square,
     masked_softmax,
     query_chunks,
@@ -383,34 +382,3 @@ def indexer_loss(score_BST: torch.Tensor, index_BSN: torch.Tensor, target_BSN: t
     check_index(index_BSN, batch=batch, num_queries=num_queries)
     _check_target(index_BSN, target_BSN)
     return _mean_row_divergence(score_BST.gather(-1, index_BSN.clamp_min(0).long()), target_BSN, index_BSN >= 0)
-
-
-def indexer_loss_dense(
-    score_BST: torch.Tensor, target_BST: torch.Tensor, *, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Loss of the dense warm-up: as ``indexer_loss``, over all causal keys. Source: DeepSeek-V3.2 report, equation 3.
-
-    Args:
-        score_BST: indexer scores, S == T; the gradient flows here.
-        target_BST: attention probabilities summed over heads (and over TP ranks), as from ``dense_attention_target``.
-        attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T], on top of the causal one.
-
-    Returns:
-        scalar in the compute dtype, not yet multiplied by a loss coefficient.
-
-    Raises:
-        ModelError: shapes, dtypes or mask are not as described.
-    """
-    batch, num_queries, num_keys = _check_scores(score_BST)
-    require_float(target_BST=target_BST)
-    check_square(num_queries, num_keys)
-    check_mask(attention_mask, batch=batch, num_queries=num_queries, num_keys=num_keys)
-    if target_BST.shape != score_BST.shape:
-        raise ModelError(
-            f"target_BST has shape {list(target_BST.shape)} and score_BST {list(score_BST.shape)}, expected the same; "
-            "take the target from dense_attention_target over the same tokens"
-        )
-    visible = visible_keys(
-        range(num_queries), num_keys, attention_mask=attention_mask, causal=True, device=score_BST.device
-    )
-    return _mean_row_divergence(score_BST, target_BST, visible)

@@ -19,13 +19,9 @@ from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.sums import add_rows
 from megacpp_mcore.ops.visibility import (
-    SCORE_BLOCK_ELEMENTS,
     check_index,
-    check_mask,
-    check_square,
     masked_softmax,
     query_chunks,
-    visible_keys,
 )
 
 # Elements of one chunk's gathered keys and scores together: 128 MiB in fp32. Backward holds several such blocks.
@@ -156,42 +152,3 @@ def attend(
     chunks = query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)
     o_SBHV: torch.Tensor = _Attend.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, chunks)
     return o_SBHV
-
-
-@torch.no_grad()
-def dense_attention_target(
-    q_SBHK: torch.Tensor,
-    kv_TBK: torch.Tensor,
-    *,
-    softmax_scale: float,
-    attention_mask: torch.Tensor | None = None,
-    query_chunk: int | None = None,
-) -> torch.Tensor:
-    """Return the full causal attention probabilities summed over heads: the target of the indexer's dense warm-up.
-
-    Args:
-        q_SBHK: absorbed queries, rope part included.
-        kv_TBK: latent keys, rope part included, T == S.
-        softmax_scale: factor on q·k before the softmax.
-        attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T], on top of the causal one.
-        query_chunk: queries in a chunk, or None to choose it.
-
-    Returns:
-        p_BST in the compute dtype, without gradient: each row sums to H, or to 0 where a query sees no key. With TP,
-        sum over the ranks before handing it to ``indexer_loss_dense``.
-
-    Raises:
-        ModelError: shapes, dtypes, mask or chunk are not as described.
-    """
-    _check_query_and_latent(q_SBHK, kv_TBK)
-    (num_queries, batch, heads, _), num_keys = q_SBHK.shape, kv_TBK.shape[0]
-    check_square(num_queries, num_keys)
-    check_mask(attention_mask, batch=batch, num_queries=num_queries, num_keys=num_keys)
-    kv_TBK = kv_TBK.to(compute_dtype(q_SBHK, kv_TBK))
-    targets = []
-    for rows in query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, query_chunk):
-        visible = visible_keys(rows, num_keys, attention_mask=attention_mask, causal=True, device=kv_TBK.device)
-        q_chunk = q_SBHK[rows.start : rows.stop].to(kv_TBK.dtype)
-        score_BHST = torch.einsum("sbhk,tbk->bhst", q_chunk, kv_TBK) * softmax_scale
-        targets.append(masked_softmax(score_BHST, visible[:, None]).sum(dim=1))
-    return torch.cat(targets, dim=1)

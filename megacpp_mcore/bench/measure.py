@@ -92,18 +92,21 @@ class Captured:
         return self._results
 
 
-def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
-    """Peak bytes above what was allocated before the call, its results included; None on the CPU, which does not count."""
+def memory(call: Callable[[], Any], device: str) -> tuple[int | None, int | None]:
+    """Bytes above what was allocated before the call: at its peak, and at its end, with its results and what autograd keeps
+    for their backward pass. None on the CPU, which does not count.
+    """
     if device == "cpu":
-        return None
+        return None, None
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     results = call()
     torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
     del results
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - before, kept
 
 
 def device_name(device: str) -> str:

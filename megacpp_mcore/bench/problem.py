@@ -215,7 +215,7 @@ class Result:
         parity: the same in words.
         errors: the worst row of each of its results.
         ms: milliseconds, as the median of ``repeats`` calls; None if it was not timed, and ``note`` says why.
-        peak: bytes, None where they are not counted.
+        peak, kept: bytes at the peak of a call and at its end; None where they are not counted.
     """
 
     right: bool | None
@@ -223,6 +223,7 @@ class Result:
     errors: Mapping[str, float] = field(default_factory=dict)
     ms: float | None = None
     peak: int | None = None
+    kept: int | None = None
     repeats: int = 0
     note: str = ""
 

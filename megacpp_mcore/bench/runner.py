@@ -104,9 +104,9 @@ def _attempt(problem: Problem, variant: Variant, work: str, options: Options) ->
         if result.right is False:
             return result
         call = partial(variant.runs[work], problem.inputs)
-        peak = None if variant.is_captured else measure.peak_bytes(call, options.device)
+        peak, kept = (None, None) if variant.is_captured else measure.memory(call, options.device)
         ms, repeats = measure.median_ms(call, options.device, options.seconds)
-        return replace(result, ms=ms, peak=peak, repeats=repeats)
+        return replace(result, ms=ms, peak=peak, kept=kept, repeats=repeats)
     except torch.cuda.OutOfMemoryError:
         why = OUT_OF_MEMORY
     except Exception as error:
@@ -135,6 +135,7 @@ def _cells(problem: Problem, variant: Variant, work: str, results: Results, devi
         "side": variant.side,
         "ms": f"{result.ms:.4f}" if is_timed else "",
         "peak_bytes": "" if result.peak is None else result.peak,
+        "kept_bytes": "" if result.kept is None else result.kept,
         "computed_bytes": problem.computed.get((variant.name, work), ""),
         "floor_operations": floor.operations,
         "floor_bytes": floor.moved,

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "mamba-ssm
 """Packages whose versions a row carries."""
 
 COLUMNS = (
-    "benchmark", "kind", "shape", "dtype", "work", "variant", "side", "ms", "peak_bytes", "computed_bytes",
+    "benchmark", "kind", "shape", "dtype", "work", "variant", "side", "ms", "peak_bytes", "kept_bytes", "computed_bytes",
     "floor_operations", "floor_bytes", "floor_result_bytes", "floor_ms", "floor_by", "of_floor",
     "parity", "worst_row", "against", "speed_up", "less_memory", "note", "repeats", "device", *PACKAGES, "cudnn", "commit",
 )  # fmt: skip

@@ -272,10 +272,11 @@ def test_stock_out_of_memory_is_compared_with_by_its_computed_bytes(
         raise torch.cuda.OutOfMemoryError("full")
 
     stock = Variant(name="stock", side=PEER, runs={BOTH: full})
-    monkeypatch.setattr(measure, "peak_bytes", lambda call, device: 50)
+    monkeypatch.setattr(measure, "memory", lambda call, device: (50, 20))
     found = by_variant(outcome(stock, times(2, "ours", OURS), stock="stock", computed={("stock", BOTH): 1000}))
     assert found["stock"]["note"] == "out of memory"
     assert (found["ours"]["less_memory"], found["ours"]["against"]) == ("20x", "stock, computed")
+    assert (found["ours"]["peak_bytes"], found["ours"]["kept_bytes"]) == (50, 20)
     assert found["ours"]["speed_up"] == ""
 
 

@@ -47,8 +47,9 @@ from megacpp_mcore.util.files import flush_to_disk, locked
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _SECONDS = 10.0
-_NEW, _REPLACING = "dataset", "replacement"
-"""Names of files being built, the second with --overwrite: only leftovers of the first let a call without it replace any."""
+_BUILT, _MOVING = "dataset", "moving"
+"""Names of files being built, and of the one that lists which new datasets are being moved into place. Until it is gone, the
+same call may replace their files without --overwrite: they are a killed run's, and not whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +154,13 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
     if not os.path.basename(plan.output):
         raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
     try:
-        with _building(plan.output) as (folder, was_killed):
-            if not plan.overwrite and not was_killed:  # else it had passed this check, and may have moved files there
-                _refuse_existing(plan)
+        with _building(plan.output) as (folder, torn):
+            if not plan.overwrite:
+                _refuse_existing(plan, torn)
             _refuse_cached(plan)
-            _move(plan, _build(plan, folder, workers, progress))
+            built = _build(plan, folder, workers, progress)
+            with _ignored_interrupts():
+                _move(plan, built, folder / _MOVING)
     except OSError as error:
         raise DataError(
             f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: repeat the call"
@@ -170,8 +173,8 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
 
 
 @contextmanager
-def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
-    """The folder in which this process alone builds ``prefix``, and whether a killed run had left new files there.
+def _building(prefix: str) -> Iterator[tuple[Path, list[str]]]:
+    """The folder in which this process alone builds ``prefix``, and the names of the new datasets that a killed run was moving.
 
     Raises:
         DataError: another process is preparing ``prefix``.
@@ -186,9 +189,10 @@ def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
             raise DataError(
                 f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output"
             ) from error
-        was_killed = _clear(folder)
+        _clear(folder)
+        moving = folder / _MOVING
         try:
-            yield folder, was_killed
+            yield folder, moving.read_text(encoding="utf-8").splitlines() if moving.exists() else []
         finally:
             _clear(folder)
             lock.unlink(missing_ok=True)  # still locked: other processes do not wait but are refused
@@ -196,17 +200,16 @@ def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
                 folder.rmdir()
 
 
-def _clear(folder: Path) -> bool:
-    """Remove a preparation's files in ``folder``, and return whether any of them were new rather than replacements."""
-    new, replacing = (list(folder.glob(f"{name}.*")) for name in (_NEW, _REPLACING))
-    for path in (*new, *replacing):
+def _clear(folder: Path) -> None:
+    """Remove what a preparation has built in ``folder``."""
+    for path in folder.glob(f"{_BUILT}.*"):
         path.unlink()
-    return bool(new)
 
 
-def _refuse_existing(plan: Plan) -> None:
-    """Raise if a dataset already exists."""
-    paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
+def _refuse_existing(plan: Plan, torn: Sequence[str]) -> None:
+    """Raise if a dataset already exists; ``torn`` are the names of those that a killed run was moving."""
+    prefixes = [prefix for prefix in plan.prefixes if os.path.basename(prefix) not in torn]
+    paths = (prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx", ".manifest.json"))
     if path := next(filter(os.path.exists, paths), None):
         raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
 
@@ -225,7 +228,7 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
     """Write the datasets of ``plan``, with their manifests, in ``folder``; return their prefixes there."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    built = [str(folder / f"{_REPLACING if plan.overwrite else _NEW}.{number}") for number in range(len(plan.shares))]
+    built = [str(folder / f"{_BUILT}.{number}") for number in range(len(plan.shares))]
     builders = [IndexedDatasetBuilder(prefix + ".bin", dtype=plan.dtype.type) for prefix in built]
     documents = np.zeros((len(built), len(plan.sources)), dtype=np.int64)
     text_bytes = [0 for _ in built]
@@ -288,13 +291,17 @@ class _Progress:
         """Print what is done, the rate and the time left."""
         self._last = time.monotonic()
         rate = self._done / max(self._last - self._began, 1e-9)
-        left = f"{(self._megabytes - self._done) / rate:.0f} s" if rate else "unknown"
+        left = f"{max(0.0, self._megabytes - self._done) / rate:.0f} s" if rate else "unknown"
         done = f"{self._files_done}/{self._files} files  {self._done:.1f}/{self._megabytes:.1f} MB"
         print(f"{done}  {rate:.1f} MB/s  left {left}", file=self._stream, flush=True)
 
 
-def _move(plan: Plan, built: Sequence[str]) -> None:
+def _move(plan: Plan, built: Sequence[str], moving: Path) -> None:
     """Move the datasets into place; a manifest, which marks them as complete, is removed first and moved last."""
+    if not plan.overwrite:
+        moving.write_text("\n".join(map(os.path.basename, plan.prefixes)), encoding="utf-8")
+        flush_to_disk(moving)
+        flush_to_disk(moving.parent)
     for prefix in plan.prefixes:
         Path(manifest_path(prefix)).unlink(missing_ok=True)
     for new, prefix in zip(built, plan.prefixes, strict=True):
@@ -303,6 +310,7 @@ def _move(plan: Plan, built: Sequence[str]) -> None:
         flush_to_disk(Path(prefix).parent)
         os.replace(manifest_path(new), manifest_path(prefix))
     flush_to_disk(Path(plan.output).parent)
+    moving.unlink(missing_ok=True)
 
 
 def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[tuple[Piece, Encoded]]:
@@ -342,6 +350,19 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, which Python handles in its main thread alone: for a moment after which all is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 _worker: dict[str, Any] = {}
 
 
@@ -373,8 +394,9 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
         (choose_split(each.key, shares), _encode(plan, tokenizer, each.text, piece.source), len(each.text))
         for each in read_documents(piece, skipped if plan.skip_errors else None)
     ]
-    is_last = piece.stop == piece.source.size
-    return Encoded(documents, skipped, _hash_unchanged(piece.source) if is_last else "")
+    digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
+    _refuse_changed(piece.source)
+    return Encoded(documents, skipped, digest)
 
 
 def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np.ndarray[Any, Any]:
@@ -388,11 +410,9 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
     return np.append(ids, tokenizer.eod_id).astype(plan.dtype)
 
 
-def _hash_unchanged(source: Source) -> str:
-    """Return the SHA-256 of a source, or raise if the file has changed since the preparation began."""
-    digest = hash_file(source.path)
+def _refuse_changed(source: Source) -> None:
+    """Raise if a source's file has changed since the preparation began."""
     if make_source(Path(source.path), source.relative) != source:
         raise DataError(
             f"{source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
         )
-    return digest

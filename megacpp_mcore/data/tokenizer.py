@@ -92,6 +92,9 @@ class HuggingFaceTokenizer:
                 "with save_pretrained(). Nothing is fetched from a hub: download or convert it first"
             )
         self._tokenizer = _load(path)
+        # A saved truncation or padding is of the texts that it was saved with; transformers ignores both, too.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= self.vocab_size:  # stock sizes the model by the number of tokens
@@ -120,7 +123,7 @@ class HuggingFaceTokenizer:
         return eod
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
-        """Return the ids of one document; no specials are added."""
+        """Return the ids of one document; no specials are added, but a text that spells one becomes it, as in stock's tool."""
         return np.asarray(self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids, dtype=np.int64)
 
     def token_id(self, token: str) -> int | None:

@@ -216,7 +216,7 @@ def test_after_a_kill_at_any_file_operation_the_same_call_starts_anew(texts, tmp
         for prefix in (folder / "data_train", folder / "data_valid"):
             if killed and Path(f"{prefix}.manifest.json").exists():
                 verify(str(prefix))
-        if killed and (folder / "data_train.bin").exists() and not list(folder.glob("data.unfinished/dataset.*")):
+        if killed and (folder / "data_train.bin").exists() and not (folder / "data.unfinished" / "moving").exists():
             with pytest.raises(DataError, match=r"data_train\.bin exists"):  # killed while it tidied up
                 run(texts, folder / "data", split=SPLIT)
         elif killed:
@@ -251,6 +251,51 @@ def test_a_kill_while_datasets_are_replaced_leaves_no_manifest_that_lies(texts, 
     with pytest.raises(DataError, match=r"data_train\.bin exists"):  # it is not a new one that was killed
         run(texts, output, split=SPLIT)
     assert read_outputs(output.parent) == uninterrupted
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("operation", range(1, 12))
+def test_a_killed_run_lets_none_replace_what_is_not_its_own(texts, tmp_path, operation):
+    """A finished dataset has the name of the killed run without its split."""
+    (prefix,) = run(texts, tmp_path / "data")
+    before = Path(prefix + ".bin").read_bytes()
+    assert kill_once(texts, tmp_path / "data", operation)
+    with pytest.raises(DataError, match=r"data\.bin exists"):
+        run(texts, prefix)
+    assert Path(prefix + ".bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_error_while_datasets_are_moved_is_mended_by_the_same_call(texts, tmp_path, monkeypatch, overwrite):
+    if overwrite:
+        run(texts, tmp_path / "data", split=SPLIT)
+    with monkeypatch.context() as patch:
+        original = os.replace
+
+        def fail(old, new):
+            if Path(new).name == "data_valid.idx":
+                raise OSError(5, "Input/output error")
+            original(old, new)
+
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(DataError, match="Input/output error"):
+            run(texts, tmp_path / "data", split=SPLIT, overwrite=overwrite)
+    for prefix in run(texts, tmp_path / "data", split=SPLIT, overwrite=overwrite):
+        verify(prefix)
+    assert not (tmp_path / "data.unfinished").exists()
+
+
+def test_an_interrupt_is_ignored_while_datasets_are_moved(texts, tmp_path, monkeypatch):
+    original = os.replace
+
+    def interrupted(old, new):
+        original(old, new)
+        if Path(new).name == "data.bin":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    verify(*run(texts, tmp_path / "data"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.exhaustive

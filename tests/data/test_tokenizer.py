@@ -70,6 +70,18 @@ def test_hugging_face_ids_and_end_of_document(tmp_path):
     assert dict(os.environ) == environment
 
 
+def test_a_saved_truncation_and_padding_are_not_applied(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    path = str(save_hf_folder(tmp_path / "hf") / "tokenizer.json")
+    saved = tokenizers.Tokenizer.from_file(path)
+    saved.enable_truncation(2)
+    saved.enable_padding(length=8, pad_id=0, pad_token="<unk>")
+    saved.save(path)
+    tokenizer = HuggingFaceTokenizer(tmp_path / "hf")
+    assert tokenizer.encode(b"hello world hello").tolist() == [1, 2, 1]
+    assert tokenizer.encode(b"world").tolist() == [2]
+
+
 def test_hugging_face_agrees_with_stock(tmp_path):
     pytest.importorskip(
         "transformers", reason="stock's HuggingFaceTokenizer needs transformers, which is not installed"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.ops.main_grad import MainGrad
+from megacpp_mcore.patches.linear_cross_entropy import placeholder
 
 
 def main_grad_of(weight: Any, config: TransformerConfig) -> MainGrad | None:
@@ -18,16 +17,4 @@ def main_grad_of(weight: Any, config: TransformerConfig) -> MainGrad | None:
         return None
     if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP accumulates gradients itself
         return None
-    return MainGrad(weight.main_grad, partial(_added, weight))
-
-
-def _added(weight: Any) -> torch.Tensor | None:
-    """Flag that the gradient is in ``main_grad``; return a placeholder, since the hooks fire only for a gradient."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if not (layers.HAVE_TE and weight.is_cuda):
-        return torch.empty_like(weight)
-    # One buffer for all weights of a shape; Transformer Engine 2.17 has matrices alone.
-    placeholder: torch.Tensor = layers.get_dummy_wgrad([weight[..., 0].numel(), weight.shape[-1]], weight.dtype)
-    return placeholder.view_as(weight)
+    return MainGrad(weight.main_grad, partial(placeholder, weight))

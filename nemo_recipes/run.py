@@ -35,6 +35,9 @@ PATCHES = ("dataset-helpers",)
 """Patches for every run. The spec applies its own."""
 
 
+_COUNTS = ("train.train_iters", "train.micro_batch_size", "train.global_batch_size")
+"""Numbers that a recipe needs, for others follow from them."""
+
 _LAYOUT: Mapping[str, str] = MappingProxyType(
     {
         "model.tensor_model_parallel_size": "tensor",
@@ -393,13 +396,20 @@ def check_override(config: Any, override: str) -> None:
         raise LaunchError(f"the override {override!r} is not of the form KEY=VALUE, for instance train.train_iters=20")
     holder, path = config, ""
     for part in key.split("."):
-        if not dataclasses.is_dataclass(holder):  # a mapping or a plain value, which Hydra validates
+        if holder is None:
+            raise LaunchError(
+                f"the override {override!r} is of {path[:-1]}, which is None in this recipe; leave it out"
+            )
+        if isinstance(holder, Mapping):
+            fields = dict(holder)
+        elif dataclasses.is_dataclass(holder):
+            fields = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
+        else:  # a plain value, of which Hydra refuses parts
             return
-        names = [field.name for field in dataclasses.fields(holder)]
-        if part not in names:
-            offered = nearest(path + part, [path + name for name in names])
+        if part not in fields:
+            offered = nearest(path + part, [path + name for name in fields])
             raise LaunchError(f"the recipe's configuration has no {path + part!r}; {offered}")
-        holder, path = getattr(holder, part), f"{path}{part}."
+        holder, path = fields[part], f"{path}{part}."
 
 
 def _value(config: Any, key: str) -> Any:
@@ -415,6 +425,8 @@ def _check_type(key: str, before: Any, after: Any) -> None:
             f"{key}={after!r} is a mapping for a whole section; name its fields one by one, as {key}.FIELD=VALUE"
             + (", in a recipe that has the section: here it is None" if before is None else "")
         )
+    if key in _COUNTS and (type(after) is not int or after < 1):
+        raise LaunchError(f"{key} is {after!r}; expected a whole number, 1 or more")
     if type(before) not in (bool, int, float, str) or after is None:
         return
     try:

@@ -162,21 +162,32 @@ def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
     if not (layer.gradient_accumulation_fusion and hasattr(weight_VH, "main_grad")):
         return None
     buffer_VH = weight_VH.main_grad
-    return MainGrad(buffer_VH, functools.partial(_placeholder, weight_VH, buffer_VH))
+    return MainGrad(buffer_VH, functools.partial(_flagged, weight_VH, buffer_VH))
 
 
-def _placeholder(weight_VH: Any, buffer_VH: torch.Tensor) -> torch.Tensor | None:
-    """Flag to the data-parallel hooks that the gradient is in ``main_grad``; return zeros as gradient, so that they fire."""
+def _flagged(weight_VH: Any, buffer_VH: torch.Tensor) -> torch.Tensor | None:
+    weight_VH.main_grad = buffer_VH
+    return placeholder(weight_VH)
+
+
+def placeholder(weight: Any) -> torch.Tensor | None:
+    """Flag to the data-parallel hooks that the gradient is in ``main_grad``; returns what to give autograd, so that they fire.
+
+    Megatron adds it where ``zero_out_wgrad`` is set, as for tied embeddings, and there it is zero.
+    """
     import torch
     from megatron.core.tensor_parallel import layers
 
-    weight_VH.main_grad = buffer_VH
-    if not hasattr(weight_VH, "grad_added_to_main_grad"):
+    if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight_VH.grad_added_to_main_grad = True
-    if layers.HAVE_TE:  # one buffer for all layers
-        return layers.get_dummy_wgrad(list(buffer_VH.shape), weight_VH.dtype, zero=True)
-    return torch.zeros(buffer_VH.shape, dtype=weight_VH.dtype, device=buffer_VH.device)
+    weight.grad_added_to_main_grad = True
+    zero = getattr(weight, "zero_out_wgrad", False)
+    if not (layers.HAVE_TE and weight.is_cuda):
+        return torch.zeros_like(weight) if zero else torch.empty_like(weight)
+    # One buffer for all weights of a shape; Transformer Engine 2.17 has it for matrices alone.
+    shape = [weight[..., 0].numel(), weight.shape[-1]]
+    made: torch.Tensor = layers.get_dummy_wgrad(shape, weight.dtype, zero=zero)
+    return made.view_as(weight)
 
 
 def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ Tensors are read and written one by one, under their new names; everything else 
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.util.files import flush_to_disk
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"
@@ -52,6 +54,10 @@ def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
             ``new`` exists or cannot be written; or raised by ``plan``. Nothing is left behind.
     """
     folder = _iteration_folder(old)
+    if not re.fullmatch(r"iter_\d+|release", folder.name):
+        raise CheckpointError(
+            f"{folder} is called {folder.name!r}, which no tracker file can name; expected iter_NUMBER or release: rename it"
+        )
     source = Source(folder)
     unfinished = new.with_name(f"{new.name}.partial")
     for path in (new, unfinished):
@@ -67,16 +73,21 @@ def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
             target.mkdir(parents=True)
             _write(target, source, changes)
         _copy_rest(folder, target)
+        for path in (*unfinished.rglob("*"), unfinished):
+            flush_to_disk(path)
         unfinished.rename(new)
-    except (OSError, CheckpointException) as error:
+        flush_to_disk(new.parent)
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError | CheckpointException):
+            raise
         raise CheckpointError(f"{folder} cannot be rewritten to {new}: {_cause(error)}") from error
     return new / folder.name
 
 
 def _iteration_folder(old: Path) -> Path:
     if (old / _METADATA).is_file():
-        return old.resolve()
+        return old.absolute()
     tracker = old / TRACKER
     try:
         text = tracker.read_text(encoding="utf-8").strip()
@@ -91,7 +102,7 @@ def _iteration_folder(old: Path) -> Path:
         raise CheckpointError(
             f"{folder}, which {tracker} names, has no {_METADATA}; restore it, or name another iteration"
         )
-    return folder.resolve()
+    return folder.absolute()
 
 
 class _Objects(DefaultLoadPlanner):

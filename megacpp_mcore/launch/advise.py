@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +115,12 @@ def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> s
     return f"advised: --schedule={schedules.text(best.full)}, {len(best.full)} of {len(rounds[0].full)} indexers"
 
 
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise ArgumentTypeError(f"found {text!r}, expected a whole number, 1 or more")
+    return int(text)
+
+
 def _not_negative(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
@@ -126,8 +132,10 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
     group = parser.add_argument_group("advice")
     group.add_argument("--heldout", required=True, metavar="PREFIX", help="byte dataset to score on")
-    group.add_argument("--tokens", type=int, default=65536, metavar="N", help="its first N tokens (default: 65536)")
-    group.add_argument("--batch", type=int, default=8, metavar="W", help="windows at a time (default: 8)")
+    group.add_argument(
+        "--tokens", type=_positive, default=65536, metavar="N", help="its first N tokens (default: 65536)"
+    )
+    group.add_argument("--batch", type=_positive, default=8, metavar="W", help="windows at a time (default: 8)")
     group.add_argument(
         "--tolerance", type=_not_negative, default=1e-3, metavar="X", help="rise of the loss to accept (default: 0.001)"
     )

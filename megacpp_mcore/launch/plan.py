@@ -116,6 +116,7 @@ _OWN_OPTIONS = [
     "--device",
     "--nproc",
     "--allow-spec-from",
+    "--patch",
 ]
 
 

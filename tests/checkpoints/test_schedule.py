@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megacpp_mcore.checkpoints import rewrite
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import preset, with_overrides
@@ -120,6 +122,35 @@ def test_a_folder_that_is_there_and_damage_are_named(tmp_path: Path, capsys: pyt
     assert f"{folder} cannot be rewritten to {tmp_path}/new" in refused(tmp_path, capsys)
     (folder / ".metadata").write_bytes(b"no pickle")
     assert f"{folder}/.metadata cannot be read" in refused(tmp_path, capsys)
+
+
+def test_a_link_is_written_under_its_own_name_and_other_names_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tracker file names iterations, and Megatron exits with status 0 where it cannot read one."""
+    folder = save(tmp_path / "old", 5) / "iter_0000030"
+    stored = folder.rename(tmp_path / "stored")
+    folder.symlink_to(stored)
+    assert cli.main(command(tmp_path, "-FF")) == 0
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "30"
+    assert tensors_in(tmp_path / "new" / "iter_0000030")
+    words = ["checkpoint", "schedule", str(stored), str(tmp_path / "other"), "--model", "nam56r_tiny", "--schedule=-FF"]
+    assert cli.main(words) == 2
+    assert "is called 'stored'" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "old", 5)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewrite, "_copy_rest", interrupted)
+        assert cli.main(command(tmp_path, "-FF")) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+    assert cli.main(command(tmp_path, "-FF")) == 0
 
 
 def test_flat_buckets_have_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

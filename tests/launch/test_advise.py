@@ -111,3 +111,10 @@ def test_a_checkpoint_is_searched(dtype: tuple[str, ...], tmp_path: Path) -> Non
     said = tiny_run.start((*search_, "--tokens", "2000", "--"), [*words, "--load", saved], data).finish()
     assert len(re.findall(rf"^{tiny_run.SCHEDULE}  as it is ", said, re.MULTILINE)) == 1
     assert "advised: " in said
+
+
+@pytest.mark.parametrize("words", [["--batch", "0"], ["--tokens", "-5"], ["--batch", "two"]])
+def test_a_number_that_scores_nothing_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "index-cache", "--heldout", "text", *words, "--", "--load", "x"])
+    assert f"found {words[1]!r}, expected a whole number, 1 or more" in capsys.readouterr().err

@@ -249,8 +249,8 @@ def mamba3(
 ) -> tuple[torch.Tensor, Mamba3State | None]:
     """The reference's ``mamba3``, with its arguments and results; the kernels choose the chunk size.
 
-    The first eight inputs have one dtype, bfloat16 or float16, and may be strided views; sums, decays, angles and the state
-    inside a segment are float32, operands of matrix products have the inputs' dtype.
+    The first eight inputs have one dtype, bfloat16 or float16 (float32 in tests of the kernels), and may be strided views;
+    sums, decays, angles and the state inside a segment are float32, operands of matrix products have the inputs' dtype.
 
     Raises:
         ModelError: shapes that do not fit, and sizes or dtypes that the kernels do not support.

@@ -11,9 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def selected(score_SE, here_E, K: tl.constexpr):
-    """Which K of a row are the best, the first among ties; columns beyond the experts are not ``here``."""
+    """Which K of a row are the best, the first among ties, and NaN before all; columns beyond the experts are not ``here``."""
     e = tl.arange(0, score_SE.shape[1])[None, :]
-    left_SE = tl.where(here_E, score_SE, float("-inf"))
+    # With NaN a comparison would find one expert K times.
+    left_SE = tl.where(here_E, tl.where(score_SE == score_SE, score_SE, float("inf")), float("-inf"))
     found_SE = tl.zeros(score_SE.shape, tl.int1)
     for _ in tl.static_range(K):
         best_S = tl.argmax(left_SE, 1, tie_break_left=True)

@@ -75,7 +75,7 @@ REFUSED = [
     (TINY, ["train.train_iters=abc"], "train.train_iters is 'abc'"),
     (TINY, ["train.train_iters=null"], "train.train_iters is None; expected a whole number, 1 or more"),
     (TINY, ["train.micro_batch_size=0"], "train.micro_batch_size is 0; expected a whole number, 1 or more"),
-    (TINY, ["profiling.profile_step_start=10"], "is of profiling, which is None in this recipe"),
+    (TINY, ["comm_overlap.tp_comm_overlap=true"], "is of comm_overlap, which is None in this recipe"),
     (TINY, ["env_vars.NCCL_DEBUG=INFO"], "no 'env_vars.NCCL_DEBUG'"),
     (
         TINY,

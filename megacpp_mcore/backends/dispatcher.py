@@ -229,7 +229,8 @@ class Dispatcher:
         for candidate in self._candidates[op].values():
             if candidate.by_name or candidate.speed != Speed.KERNEL:
                 continue
-            present = self._probe(candidate)
+            with self._lock:
+                present = self._probe(candidate)
             reason = candidate.support.lacking(needs) if present.ok else present.reason
             if reason is None:
                 return None

@@ -176,18 +176,12 @@ def placeholder(weight: Any) -> torch.Tensor | None:
     Megatron adds it where ``zero_out_wgrad`` is set, as for tied embeddings, and there it is zero.
     """
     import torch
-    from megatron.core.tensor_parallel import layers
 
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    zero = getattr(weight, "zero_out_wgrad", False)
-    if not (layers.HAVE_TE and weight.is_cuda):
-        return torch.zeros_like(weight) if zero else torch.empty_like(weight)
-    # One buffer for all weights of a shape; Transformer Engine 2.17 has it for matrices alone.
-    shape = [weight[..., 0].numel(), weight.shape[-1]]
-    made: torch.Tensor = layers.get_dummy_wgrad(shape, weight.dtype, zero=zero)
-    return made.view_as(weight)
+    # Not one for all weights of a shape, as stock's: that is there all the time, this one until the hook has run.
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:

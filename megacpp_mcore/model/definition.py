@@ -97,6 +97,7 @@ class Mamba3:
 
     Attributes:
         mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
+        chunk: tokens of a chunk in the reference, with which FLOPs are counted; the kernels have chunks of 64 / R.
         rope_fraction: fraction of the state that RoPE rotates.
         a_floor: the decay rate A is at most ``-a_floor``.
         out_norm: RMSNorm of each head between the scan and the output projection; False is the default of mamba-ssm's module,

@@ -28,6 +28,20 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
+def one_dtype(op: str, **tensors: torch.Tensor) -> torch.dtype:
+    """The dtype that all tensors (each given under its own name) have.
+
+    Raises:
+        ModelError: they have several.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    first = next(iter(dtypes.values()))
+    if any(dtype != first for dtype in dtypes.values()):
+        found = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+        raise ModelError(f"{op}'s inputs are {found}; its kernels take one dtype: cast them, or use the reference")
+    return first
+
+
 def expect_shape(op: str, name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
     """Raise ModelError unless ``tensor``, one of the inputs of ``op``, has this shape; ``axes`` has one letter per axis."""
     if tuple(tensor.shape) != shape:

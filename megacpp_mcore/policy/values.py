@@ -35,7 +35,7 @@ TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERR
 FSDP_CONNECTIONS = "8"
 """The driver's own default number of hardware queues: Megatron refuses one queue under FSDP."""
 _EXPANDABLE = "expandable_segments:True"
-_IN_FP32 = {"A": "selection of keys", "E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
+_IN_FP32 = {"A": "selection of keys", "E": "router", "M": "states of Mamba-3", "R": "states of M²RNN"}
 """What the layers of a family compute in fp32, whatever the precision of the run."""
 
 
@@ -253,10 +253,10 @@ def _in_fp32(run: Run) -> str:
 
 
 def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """List what sets fp32 products to TF32; M²RNN's recurrence switches its own back to fp32 while it runs."""
+    """List what sets fp32 products to TF32; M²RNN has no product that they reach."""
     if run.device != "cuda":
         return ()
-    exact = "M²RNN's recurrence computes in fp32 all the same; " if "R" in run.families else ""
+    exact = "M²RNN's recurrence is not affected; " if "R" in run.families else ""
     note = f"{exact}TF32 keeps 10 bits of a mantissa: exact for operands that were bf16, not for fp32 ones"
     rows = [
         lookup.find(name, note="fp32 products in TF32", refused="" if lookup.asked(name) == "0" else note)

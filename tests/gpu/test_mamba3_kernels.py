@@ -130,7 +130,7 @@ def test_a_cuda_graph_holds_it() -> None:
 
 
 def test_memory_of_the_main_shape() -> None:
-    """Less than 3 GiB above inputs and gradients at 8192 tokens of NAM56R."""
+    """Less than 2 GiB above the inputs, gradients included, at 8192 tokens of NAM56R (1.44 GiB measured)."""
     case = Case(4096, H=112, G=8)
     tensors = make_tensors(case)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
@@ -140,4 +140,4 @@ def test_memory_of_the_main_shape() -> None:
         torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
 
     both()
-    assert peak(both) < 3.5 * 2**30
+    assert peak(both) < 2 * 2**30

@@ -406,6 +406,24 @@ def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
     assert_near(outcome(strided(m2rnn), case, inputs), truth, plain, rms)
 
 
+def recurrent_mixer_of_small_steps() -> None:
+    """M²RNN's forget gate where 1 is lost beside e^-15, the step."""
+    case = m2rnn_case.Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True)
+    recurrence.products = lambda dtype: {"PART": tl.float32, "ASM": False}
+    recurrence.CANDIDATES = torch.float32
+    inputs = m2rnn_case.draw(case)
+    with torch.no_grad():
+        inputs["leaves"]["u"][..., -5] = 0.0  # x_f
+        inputs["leaves"]["dt_bias"].fill_(-15.0)
+        inputs["leaves"]["A_log"].fill_(6.0)
+        inputs["leaves"]["h0"].zero_()
+    outcome = m2rnn_case.outcome
+    truth = outcome(m2rnn_reference.m2rnn, case, inputs, torch.float64)
+    ours = outcome(m2rnn, case, inputs)
+    for name in ("h", "dA_log", "ddt_bias"):
+        assert worst_row(ours[name], truth[name], name) < 2e-3, (name, worst_row(ours[name], truth[name], name))
+
+
 def mamba3_mixer(tokens: int, **sizes: Any) -> None:
     """Segments, batches and groups in parts; under activation recompute."""
     mamba3.SEGMENT = 32  # so that few tokens make several segments
@@ -525,6 +543,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
+    "m2rnn, small steps": recurrent_mixer_of_small_steps,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32),  # nothing of the projection is padding
     "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True, out_norm=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),

@@ -395,7 +395,7 @@ AROUND = types(
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("heads", [44, 11])
+@pytest.mark.parametrize("heads", [64, 44, 11])
 def test_around_the_recurrence(tmp_path: Path, heads: int, documents: bool) -> None:
     """The kernels before and behind it, which wait for memory alone."""
     power = 1 << (heads - 1).bit_length()

@@ -273,6 +273,27 @@ def test_widths_that_the_kernels_do_not_take_are_named_with_the_nearest(K: int, 
         outcome(triton.m2rnn, case, draw(case))
 
 
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_an_empty_sequence_is_refused(path: str) -> None:
+    op = pytest.importorskip(f"megacpp_mcore.ops.m2rnn.{path}").m2rnn
+    case = Case(B=1, S=1, H=2)
+    inputs = draw(case)
+    inputs["leaves"]["u"] = inputs["leaves"]["u"][:0]
+    with pytest.raises(ModelError, match=r"^q has shape \(0, 1, 64\) .* do not call the op for an empty sequence"):
+        outcome(op, case, inputs)
+
+
+def test_inputs_of_several_dtypes_are_named() -> None:
+    triton, case = pytest.importorskip("megacpp_mcore.ops.m2rnn.triton"), Case(B=1, S=3, H=2)
+
+    def call(q: torch.Tensor, *others: torch.Tensor, **how: object) -> object:
+        return triton.m2rnn(q.float(), *others, **how)
+
+    said = "^M²RNN's inputs are q float32, k bfloat16, v bfloat16, g bfloat16, x_f bfloat16; its kernels take one dtype"
+    with pytest.raises(ModelError, match=said):
+        outcome(call, case, draw(case))
+
+
 MIXER: dict[str, tuple[int, ...]] = {
     "W": (1, 16, 16), "A_log": (1,), "dt_bias": (1,), "qk_conv_bias": (3,), "v_conv_weight": (3, 4), "D": (16,),
     "norm_weight": (3,), "q": (3, 64), "x_f": (3, 1, 1), "seq_idx": (1, 2), "h0": (1, 1, 64, 16), "window0": (1, 2, 160),

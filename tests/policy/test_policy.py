@@ -466,7 +466,8 @@ def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
 def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact() -> None:
     ours = dataclasses.replace(GPU, **policy.model_facts(preset("nam56r")))
     with pytest.raises(
-        LaunchError, match=r"NVIDIA_TF32_OVERRIDE=1.*router, Mamba-3 and M²RNN.* need fp32; unset it, or set it to 0"
+        LaunchError,
+        match=r"NVIDIA_TF32_OVERRIDE=1.*router, states of Mamba-3 and states of M²RNN need fp32; unset it, or set it to 0",
     ):
         resolve(ours, environment={"NVIDIA_TF32_OVERRIDE": "1"})
     for harmless in ({"NVIDIA_TF32_OVERRIDE": "0"}, {}):
@@ -481,9 +482,7 @@ def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact()
 def test_tf32_that_torch_was_set_to_is_named() -> None:
     ours = dataclasses.replace(GPU, **policy.model_facts(preset("nam56r")), tf32_products=True)
     (by_program,) = resolve(ours, environment={}).warnings
-    assert by_program.startswith(
-        "torch.backends.cuda.matmul.fp32_precision: M²RNN's recurrence computes in fp32 all the same"
-    )
+    assert by_program.startswith("torch.backends.cuda.matmul.fp32_precision: M²RNN's recurrence is not affected")
     (by_environment,) = resolve(ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}).warnings
     assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
 

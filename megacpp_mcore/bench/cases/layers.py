@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -76,9 +76,14 @@ class Built:
         """The layer's output."""
         return self.call(inputs.leaves["hidden"])
 
+    @cached_property
+    def parameters(self) -> Tensors:
+        """Those of the module, which takes a while to list them: a training step does not."""
+        return list(self.module.parameters())
+
     def leaves(self, inputs: Inputs) -> Tensors:
         """Input and parameters."""
-        return [inputs.leaves["hidden"], *self.module.parameters()]
+        return [inputs.leaves["hidden"], *self.parameters]
 
     def take_weights(self, other: Built) -> None:
         """Copy every parameter from another layer of the same kind."""

@@ -14,9 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, exp2
+from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2
 
-LOG2E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 GAUSS = tl.constexpr(0.3989422804014327)
 """1 / √(2π)."""

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import exp2
+from megacpp_mcore.ops.assembly import LOG2E, exp2
 from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.slices import aligned, eighths
 
@@ -41,7 +41,6 @@ those that should read least from the L2 cache. No others were timed."""
 PARTS = 4
 """Parts, by heads, of the keys' gradient, which is a sum over queries and heads."""
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LARGEST = tl.constexpr(1024.0)
 """What the largest gradient of a logit is scaled to as an operand, to stay in float16's range."""

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megacpp_mcore.ops.assembly import LOG2E
 from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.linear_cross_entropy.eager import Statistics
 
@@ -27,7 +28,6 @@ WARPS = 32
 SCALED = 2048
 """Elements per program of ``add_scaled``."""
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_mcore.ops.assembly import softplus
+
 HEADS = 4
 """Heads of v in one group: 64 channels, as many as q or k has."""
 
@@ -68,11 +70,6 @@ def _convolve(
         w = tl.load(weight + channel * T + (T - 1 - back), mask=in_C, other=0.0).to(tl.float32)
         u += tap * w[None, :]
     return u
-
-
-@triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit(do_not_specialize=["S", "P", "L"])
@@ -153,7 +150,7 @@ def prepare(
         gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
         x_f = tl.load(x_f_SBH + gates, mask=gated, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))
-        step = _softplus(x_f + tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :])
+        step = softplus(x_f + tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :])
         f = tl.where(in_S[:, None], tl.exp(-rate[None, :] * step), 1.0)
         if DOCUMENTS:
             before = (t > 0) & in_S
@@ -263,7 +260,7 @@ def prepare_backward(
         x_f = tl.load(x_f_SBH + gates, mask=gated, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))[None, :]
         x_f += tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :]
-        step = _softplus(x_f)
+        step = softplus(x_f)
         df = tl.zeros([TOKENS, H_POWER], tl.float32)
         for block in tl.static_range(R):
             df += tl.load(df_RBHP + ((block * B + b) * H + h)[None, :] * P + t[:, None], mask=gated, other=0.0)

@@ -155,6 +155,11 @@ def check_mixer(
             f"q has shape {tuple(q_SBK.shape)} and v {tuple(v_SBHV.shape)}; expected [S, B, K] and [S, B, H, V]."
         )
     (S, B, K), (H, V) = q_SBK.shape, v_SBHV.shape[2:]
+    if not q_SBK.numel() or not v_SBHV.numel():
+        raise ModelError(
+            f"q has shape {tuple(q_SBK.shape)} and v {tuple(v_SBHV.shape)}; expected at least one token, key, head and value: "
+            "do not call the op for an empty sequence."
+        )
     C, taps = H * V, weights["qk_conv_weight"].shape[-1]
     _expect("k", k_SBK, "SBK", (S, B, K))
     _expect("v", v_SBHV, "SBHV", (S, B, H, V))

@@ -19,6 +19,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.checks import one_dtype
 from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState, check_mixer, last_window, scale_rows
@@ -69,7 +70,8 @@ def m2rnn(
         "v_conv_bias": v_conv_bias, "W": W, "A_log": A_log, "dt_bias": dt_bias, "D": D, "norm_weight": norm_weight,
     }  # fmt: skip
     check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, x_f_SBH, weights, seq_idx, initial_state)
-    recurrence.products(v_SBHV.dtype)  # refuses a dtype before anything is launched
+    # Refuses a dtype before anything is launched.
+    recurrence.products(one_dtype("M²RNN", q=q_SBK, k=k_SBK, v=v_SBHV, g=g_SBHV, x_f=x_f_SBH))
     key_dim, (heads, value_dim) = q_SBK.shape[-1], v_SBHV.shape[-2:]
     if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
         raise ModelError(
@@ -151,9 +153,10 @@ class M2RNNKernels(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, x_f, *weights, seq_idx, *read, states_BHEKV, y_SBC, squares_SB)
         ctx.settings, ctx.h0_dtype = settings, None if h0 is None else h0.dtype
         ctx.set_materialize_grads(False)
+        squares_SB1 = squares_SB.unsqueeze(-1)
         if settings.norm:
-            ctx.mark_non_differentiable(squares_SB)
-        return out, squares_SB.unsqueeze(-1), last_BHKV
+            ctx.mark_non_differentiable(squares_SB1)
+        return out, squares_SB1, last_BHKV
 
     @staticmethod
     @once_differentiable

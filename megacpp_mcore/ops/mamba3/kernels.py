@@ -21,9 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, exp2
+from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2, softplus
 
-LOG2E = tl.constexpr(1.4426950408889634)
 PI = tl.constexpr(3.141592653589793)
 FORGET = tl.constexpr(-160.0)
 """Added to the log2 decay of a document's first token: 2^-160 is 0 in float32, so it sees nothing before it."""
@@ -72,14 +71,6 @@ def _cos_sin(turn):
 
 
 @triton.jit
-def _softplus(u):
-    """Softplus with log1p(x) = log(y)·x / (y − 1), y = 1 + x, which keeps the digits of small steps."""
-    x = tl.exp2(tl.abs(u) * -LOG2E)
-    y = 1.0 + x
-    return tl.maximum(u, 0.0) + tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
-
-
-@triton.jit
 def _tanh(u):
     return 2.0 * _sigmoid(2.0 * u) - 1.0
 
@@ -91,7 +82,7 @@ def _rate(u, HEAVY: tl.constexpr):
         below = 1.0 / (1.0 - tl.minimum(u, 0.0))
         return tl.where(u < 0, below, 1.0 + u), tl.where(u < 0, below * below, 1.0)
     else:
-        return _softplus(u), _sigmoid(u)
+        return softplus(u), _sigmoid(u)
 
 
 @triton.jit
@@ -270,7 +261,7 @@ def _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S):
     """Δ of tokens, 0 outside of the sequence."""
     inside = (t >= 0) & (t < S)
     u = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, _softplus(u + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
+    return tl.where(inside, softplus(u + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, exp2
+from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2
 
 KEYS = 64
 """Keys in one tile: the rows of a warp group's tensor-core product."""
@@ -24,7 +24,6 @@ KEYS = 64
 FEW = tl.constexpr(192)
 """Queries with at most this many keys have their mean recomputed."""
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Initial running maximum. With −inf, a query that selects nothing would become NaN."""
 

@@ -81,7 +81,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=residual_norm(parts.norm, dispatcher),
+            pre_mlp_layernorm=residual_norm(parts, dispatcher),
             mlp=partial(ExpertsLayer, submodules=submodules, backends=(experts, routing)),
             mlp_bda=get_bias_dropout_add,
         ),

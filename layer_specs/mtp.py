@@ -35,7 +35,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
         BackendError: this is requested, and Transformer Engine is not available.
     """
     fused = imports.features().mtp and imports.entry("TELayerNormColumnParallelLinear")
-    norm = residual_norm(parts.norm, dispatcher)
+    norm = residual_norm(parts, dispatcher)
     block = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -162,7 +162,7 @@ def layer_spec(
         mixer = full_attention(parts, dispatcher)
     else:
         mixer = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=role == grammar.FULL_INDEX)
-    return mixer_layer_spec(residual_norm(parts.norm, dispatcher), mixer)
+    return mixer_layer_spec(residual_norm(parts, dispatcher), mixer)
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:

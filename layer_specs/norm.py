@@ -14,17 +14,17 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.layer_specs.parts import backend_needs
+from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 
 
-def residual_norm(norm: Any, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
-    """A builder with the call signature of ``norm``; its module has the parameters and checkpoint keys of ``norm``'s.
+def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
+    """A builder with the call signature of ``parts.norm``; its module has the parameters and checkpoint keys of stock's.
 
     Raises:
         BackendError: when called, if the run names a backend of the op ``rms_norm`` that cannot run here, or that lacks a
             feature of stock's norm which the run requests.
     """
-    return functools.partial(_build, norm, dispatcher)
+    return functools.partial(_build, parts, dispatcher)
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
@@ -43,9 +43,10 @@ def stock_alone(config: TransformerConfig) -> str | None:
     return None
 
 
-def _build(norm: Any, dispatcher: Dispatcher, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
-    module = norm(config=config, hidden_size=hidden_size, eps=eps)
+def _build(parts: Parts, dispatcher: Dispatcher, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
     backend = dispatcher.request_or_stock("rms_norm", stock_alone(config), hidden=hidden_size, **backend_needs(config))
+    norm = parts.residual_norm if backend.observed == STOCK else parts.norm
+    module = norm(config=config, hidden_size=hidden_size, eps=eps)
     if backend.observed != STOCK:
         module.__class__ = _with_residual(module.__class__)  # parameters keep their checkpoint keys
     module.backend = backend

@@ -95,13 +95,18 @@ class DuplicatedLinear(MegatronModule):
 
 @dataclass(frozen=True)
 class Parts:
-    """The linear, norm and expert classes of one ``transformer_impl``; ``row_linear`` writes to the residual stream."""
+    """The linear, norm and expert classes of one ``transformer_impl``.
+
+    ``row_linear`` writes to the residual stream; ``residual_norm`` is stock's norm where a layer's residual begins, which
+    ``--fused-residual-rmsnorm`` changes under Transformer Engine.
+    """
 
     column_linear: type
     row_linear: type
     down_linear: type
     duplicated_linear: type
     norm: Any
+    residual_norm: Any
     backend: BackendSpecProvider
 
 
@@ -163,6 +168,7 @@ def _te_parts() -> Parts:
         down_linear=TELinear,
         duplicated_linear=TELinear,
         norm=provider.layer_norm(rms_norm=True),
+        residual_norm=provider.layer_norm(rms_norm=True, has_residual=True),
         backend=provider,
     )
 
@@ -176,6 +182,7 @@ def _local_parts() -> Parts:
         down_linear=ColumnParallelLinear,
         duplicated_linear=DuplicatedLinear,
         norm=TorchNorm,
+        residual_norm=TorchNorm,
         backend=LocalSpecProvider(),
     )
 

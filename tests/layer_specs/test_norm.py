@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,29 @@ def test_what_stock_alone_can_do_stays_with_it(process: Path, changes: dict[str,
     for name, value in changes.items():
         setattr(config, name, value)
     made = [
-        residual_norm(parts_for(config).norm, Dispatcher(requests))(config=config, hidden_size=128, eps=1e-5)
+        residual_norm(parts_for(config), Dispatcher(requests))(config=config, hidden_size=128, eps=1e-5)
         for requests in ({}, {"rms_norm": STOCK})
     ]
     assert {module.backend.observed for module in made} == {STOCK}
     assert all(type(module).__module__.startswith("torch.nn") for module in made)
     assert says in made[0].backend.reason
-    asks = residual_norm(parts_for(config).norm, Dispatcher({"rms_norm": "reference"}))
+    asks = residual_norm(parts_for(config), Dispatcher({"rms_norm": "reference"}))
     with pytest.raises(BackendError, match=f"rms_norm: reference, and the run for {says}"):
         asks(config=config, hidden_size=128, eps=1e-5)
+
+
+@pytest.mark.parametrize("backend", [STOCK, "reference"])
+def test_stocks_norm_is_the_one_that_fuses_its_residual(process: Path, backend: str) -> None:
+    from megacpp_mcore.layer_specs.norm import residual_norm
+    from megacpp_mcore.layer_specs.parts import parts_for
+
+    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
+    given, plain = [], parts_for(config).norm
+
+    def fusing(**how: Any) -> Any:
+        given.append(how)
+        return plain(**how)
+
+    parts = dataclasses.replace(parts_for(config), residual_norm=fusing)
+    residual_norm(parts, Dispatcher({"rms_norm": backend}))(config=config, hidden_size=128, eps=1e-5)
+    assert len(given) == (backend == STOCK)

@@ -105,7 +105,7 @@ def test_the_figure_of_nam56r_against_what_was_measured() -> None:
         peaks = {(row["model"], row["arm"]): int(row["peak_bytes"]) for row in csv.DictReader(file)}
     for model in ("nam56r", "nam56r_quarter"):
         above = peaks[model, "graphs"] - memory.states(preset(model), Layout(), 1).total
-        assert 4.4e9 < above < 4.7e9  # what a step took besides
+        assert 4.4e9 < above < 4.9e9  # what a step took besides
         assert above < H100 / memory.ROOM
 
 

@@ -213,7 +213,7 @@ def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[
     Raises:
         ModelError: the pattern leaves the split into stages to Megatron, or splits differently from the model's own pattern.
     """
-    chunks = hybrid.from_hybrid(text or "").chunks
+    chunks = hybrid.chunks(text or "")
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     if len(chunks) != stages:
         raise ModelError(

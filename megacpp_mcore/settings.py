@@ -20,7 +20,6 @@ Its keys::
 or, for a stock DSA model with the patch dsa-index-cache, only this key::
 
     dsa_index_cache: {schedule: FSSFSS}   # F (Full) or S (Shared) for each layer; tiled if shorter
-    dsa_index_cache: {full: [0, 3]}       # or the ordinals of the Full layers, from 0; all others are Shared
 """
 
 from __future__ import annotations
@@ -176,16 +175,11 @@ class IndexSchedule:
 
     Attributes:
         path: the file.
-        schedule: ``F`` or ``S`` for each layer, tiled if shorter; None if the file sets ``full``.
-        full: the ordinals of the Full layers, from 0; None if the file sets a ``schedule``.
+        schedule: ``F`` or ``S`` for each layer, tiled if shorter.
     """
 
     path: Path
-    schedule: str | None = None
-    full: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        return self.schedule if self.schedule is not None else f"full: {list(self.full or ())}"
+    schedule: str
 
     def roles(self, layers: int) -> str:
         """``F`` (Full) or ``S`` (Shared), one for each of ``layers`` layers.
@@ -193,15 +187,12 @@ class IndexSchedule:
         Raises:
             ConfigFileError: the schedule has more layers than that.
         """
-        needed = len(self.schedule) if self.schedule is not None else 1 + max(self.full or (0,))
-        if needed > layers:
+        if len(self.schedule) > layers:
             raise ConfigFileError(
-                f"{self.path}: {_INDEX_CACHE} ({self}) names {needed} layers, the model has {layers}; give one entry a "
-                "layer, or a shorter schedule that is tiled"
+                f"{self.path}: {_INDEX_CACHE} ({self.schedule}) names {len(self.schedule)} layers, the model has {layers}; "
+                "give one entry a layer, or a shorter schedule that is tiled"
             )
-        if self.schedule is not None:
-            return "".join(self.schedule[i % len(self.schedule)] for i in range(layers))
-        return "".join(FULL_INDEX if i in (self.full or ()) else SHARED_INDEX for i in range(layers))
+        return "".join(self.schedule[i % len(self.schedule)] for i in range(layers))
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -277,13 +268,13 @@ def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:
         load(file)  # refuses dsa_index_cache together with other keys
         return None
     value = content[_INDEX_CACHE]
-    if not isinstance(value, Mapping) or set(value) not in ({"schedule"}, {"full"}):
+    schedule = value.get("schedule") if isinstance(value, Mapping) and len(value) == 1 else None
+    if not isinstance(schedule, str) or not re.fullmatch(f"{FULL_INDEX}[{FULL_INDEX}{SHARED_INDEX}]*", schedule):
         raise ConfigFileError(
-            f"{file}: {_INDEX_CACHE!r} is {value!r}; expected {{schedule: FSSFSS}} or {{full: [0, 3]}}, one of the two"
+            f"{file}: {_INDEX_CACHE!r} is {value!r}; expected {{schedule: FSSFSS}}, with 'F' (Full: runs the indexer) or 'S' "
+            "(Shared: attends to the indices of the nearest Full layer below) for each layer, the first one Full"
         )
-    if "schedule" in value:
-        return IndexSchedule(file, schedule=_roles(file, value["schedule"]))
-    return IndexSchedule(file, full=_ordinals(file, value["full"]))
+    return IndexSchedule(file, schedule)
 
 
 def index_schedule_from_environment() -> IndexSchedule | None:
@@ -378,34 +369,6 @@ def _given(content: Mapping[str, Any]) -> frozenset[str]:
     names = {key for key in ("compile", "recompute") if key in content}
     names.update(f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ())
     return frozenset(names)
-
-
-def _roles(file: Path, value: Any) -> str:
-    """``value``, checked to be a string of ``F`` and ``S`` starting with ``F``."""
-    where = f"{file}: {_INDEX_CACHE}.schedule"
-    if not isinstance(value, str) or not value:
-        raise ConfigFileError(f"{where} is {value!r}; expected a text of 'F' (Full) and 'S' (Shared), such as FSSFSS")
-    for position, character in enumerate(value, start=1):
-        if character not in (FULL_INDEX, SHARED_INDEX):
-            raise ConfigFileError(
-                f"{where} {value!r}: character {character!r} at position {position} is not known; allowed are 'F' (Full: "
-                "runs the indexer) and 'S' (Shared: attends to the indices of the nearest Full layer below)"
-            )
-    if value[0] != FULL_INDEX:
-        raise ConfigFileError(f"{where} {value!r} begins with a Shared layer; the first layer has to be Full ('F')")
-    return value
-
-
-def _ordinals(file: Path, value: Any) -> tuple[int, ...]:
-    """``value``, checked to be ascending ordinals starting at 0."""
-    ordinals = tuple(value) if isinstance(value, list) else ()
-    numbers = all(isinstance(ordinal, int) and not isinstance(ordinal, bool) for ordinal in ordinals)
-    if not ordinals or not numbers or ordinals[0] != 0 or list(ordinals) != sorted(set(ordinals)):
-        raise ConfigFileError(
-            f"{file}: {_INDEX_CACHE}.full is {value!r}; expected the ordinals of the Full layers, ascending and beginning "
-            "with 0 (the first layer has to be Full), such as [0, 3]"
-        )
-    return ordinals
 
 
 def _read(file: Path) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import hybrid
 from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
@@ -41,9 +40,10 @@ class _Outline:
 def _outline(args: Any, host: str) -> _Outline:
     """Read ``args`` of a run or a checkpoint with the spec of ``host``."""
     if host == HYBRID:
-        found = hybrid.from_hybrid(args.hybrid_layer_pattern)
-        experts = tuple(number for number, letter in enumerate(found.layers, start=1) if letter == "E")
-        return _Outline(len(found.layers), experts, len(found.pattern.mtp))
+        trunk, *depths = args.hybrid_layer_pattern.split("/")
+        layers = trunk.replace("|", "")
+        experts = tuple(number for number, symbol in enumerate(layers, start=1) if symbol == "E")
+        return _Outline(len(layers), experts, len(depths))
     placed = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else []
     experts = tuple(number for number, has_experts in enumerate(placed, start=1) if has_experts)
     return _Outline(args.num_layers, experts, args.mtp_num_layers or 0)

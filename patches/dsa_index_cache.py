@@ -2,7 +2,7 @@
 
 Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model is built. The schedule is set by
     ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, without these, by ``dsa_index_cache`` in the file
-    named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}`` or ``{full: [0, 3]}``.
+    named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}``.
 Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's. The logged indexer
     loss becomes the mean over the layers that have one, for every model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
@@ -73,7 +73,7 @@ def _asked(config: Any) -> plugin_config.IndexSchedule | None:
     schedule = plugin_config.index_schedule_from_environment()
     if schedule is not None and _periodic(config):
         raise ModelError(
-            f"{schedule.path} gives the index cache the schedule {str(schedule)!r}, and --dsa-indexer-topk-freq "
+            f"{schedule.path} gives the index cache the schedule {schedule.schedule!r}, and --dsa-indexer-topk-freq "
             f"{config.dsa_indexer_topk_freq} gives it another; leave one of them out"
         )
     return schedule

@@ -120,127 +120,90 @@ _MLA_PROJECTION_TRITON = Support(
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
+    ops = "megacpp_mcore.ops"
     return (
-        _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
-        dataclasses.replace(
-            _candidate("mla", "flash4", Speed.KERNEL, _FLASH4, "megacpp_mcore.ops.mla.flash4:attend", ("flash4", CUDA)),
-            probe=lambda: _load("megacpp_mcore.ops.mla.flash4:probe")(),
+        _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
+        _candidate(
+            "mla",
+            "flash4",
+            Speed.KERNEL,
+            _FLASH4,
+            f"{ops}.mla.flash4:attend",
+            ("flash4", CUDA),
+            probe=lambda: _load(f"{ops}.mla.flash4:probe")(),
             by_name=True,
         ),
-        dataclasses.replace(
-            _candidate(
-                "mla",
-                "te",
-                Speed.KERNEL,
-                _TE_ATTENTION,
-                "megacpp_mcore.te.attention:attend",
-                (CUDA, TRANSFORMER_ENGINE),
-            ),
-            probe=lambda: _load("megacpp_mcore.ops.mla.flash4:probe_engine")(),
-        ),
-        _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
         _candidate(
-            "mamba3", TRITON, Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", _GPU_TRITON
-        ),
-        _candidate("m2rnn", TRITON, Speed.KERNEL, _M2RNN_TRITON, "megacpp_mcore.ops.m2rnn.triton:m2rnn", _GPU_TRITON),
-        _candidate(
-            "indexer", TRITON, Speed.KERNEL, _INDEXER_TRITON, "megacpp_mcore.ops.indexer.triton:select", _GPU_TRITON
-        ),
-        _candidate(
-            "indexer_grad",
-            TRITON,
+            "mla",
+            "te",
             Speed.KERNEL,
-            _INDEXER_GRAD_TRITON,
-            "megacpp_mcore.ops.indexer.triton:indexer_grad",
-            _GPU_TRITON,
-        ),
-        _candidate(
-            "sparse_mla",
-            TRITON,
-            Speed.KERNEL,
-            _SPARSE_MLA_TRITON,
-            "megacpp_mcore.ops.sparse_mla.triton:attend",
-            _GPU_TRITON,
+            _TE_ATTENTION,
+            "megacpp_mcore.te.attention:attend",
+            (CUDA, TRANSFORMER_ENGINE),
+            probe=lambda: _load(f"{ops}.mla.flash4:probe_engine")(),
         ),
         *(
-            _candidate(
-                op, TRITON, Speed.KERNEL, _EXPERTS_TRITON, f"megacpp_mcore.ops.grouped_mlp.triton:{op}", _GPU_TRITON
+            _candidate(op, TRITON, Speed.KERNEL, support, f"{ops}.{path}", _GPU_TRITON)
+            for op, support, path in (
+                ("mamba3", _MAMBA3_TRITON, "mamba3.triton:mamba3"),
+                ("m2rnn", _M2RNN_TRITON, "m2rnn.triton:m2rnn"),
+                ("indexer", _INDEXER_TRITON, "indexer.triton:select"),
+                ("indexer_grad", _INDEXER_GRAD_TRITON, "indexer.triton:indexer_grad"),
+                ("sparse_mla", _SPARSE_MLA_TRITON, "sparse_mla.triton:attend"),
+                ("grouped_mlp", _EXPERTS_TRITON, "grouped_mlp.triton:grouped_mlp"),
+                ("routed_mlp", _EXPERTS_TRITON, "grouped_mlp.triton:routed_mlp"),
+                ("router", _ROUTER_TRITON, "router.triton:route"),
+                ("rms_norm", _RMS_NORM_TRITON, "rms_norm.triton:rms_norm"),
+                ("mla_latents", _MLA_PROJECTION_TRITON, "mla_projection.triton:latents"),
+                ("mla_projection", _MLA_PROJECTION_TRITON, "mla_projection.triton:project"),
+                ("mla_keys", _MLA_PROJECTION_TRITON, "mla_projection.triton:keys_and_values"),
+                ("indexer_inputs", _MLA_PROJECTION_TRITON, "mla_projection.triton:indexer_inputs"),
             )
-            for op in ("grouped_mlp", "routed_mlp")
-        ),
-        _candidate(
-            "router", TRITON, Speed.KERNEL, _ROUTER_TRITON, "megacpp_mcore.ops.router.triton:route", _GPU_TRITON
-        ),
-        _candidate(
-            "rms_norm",
-            TRITON,
-            Speed.KERNEL,
-            _RMS_NORM_TRITON,
-            "megacpp_mcore.ops.rms_norm.triton:rms_norm",
-            _GPU_TRITON,
         ),
         # Listed before the references of the same speed class, so that ``auto`` skips those. Stock's norm is a class of the
         # layer's parts and keeps its own function: the one named here only documents it.
-        _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), "megacpp_mcore.ops.rms_norm.reference:rms_norm"),
+        _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), f"{ops}.rms_norm.reference:rms_norm"),
         _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
         *(
-            dataclasses.replace(
-                _candidate(
-                    op, "triton_fp8", Speed.KERNEL, _EXPERTS_FP8, f"megacpp_mcore.ops.grouped_mlp.fp8:{op}", _GPU_TRITON
-                ),
+            _candidate(
+                op,
+                "triton_fp8",
+                Speed.KERNEL,
+                _EXPERTS_FP8,
+                f"{ops}.grouped_mlp.fp8:{op}",
+                _GPU_TRITON,
                 probe=hopper,
                 by_name=True,
             )
             for op in ("grouped_mlp", "routed_mlp")
         ),
-        dataclasses.replace(
-            _candidate(
-                "routed_mlp",
-                "quack",
-                Speed.KERNEL,
-                _EXPERTS_TRITON,
-                "megacpp_mcore.ops.grouped_mlp.quack:routed_mlp",
-                ("quack", *_GPU_TRITON),
-            ),
-            probe=lambda: _load("megacpp_mcore.ops.grouped_mlp.quack:probe")(),
+        _candidate(
+            "routed_mlp",
+            "quack",
+            Speed.KERNEL,
+            _EXPERTS_TRITON,
+            f"{ops}.grouped_mlp.quack:routed_mlp",
+            ("quack", *_GPU_TRITON),
+            probe=lambda: _load(f"{ops}.grouped_mlp.quack:probe")(),
             by_name=True,
         ),
         *(
-            dataclasses.replace(
-                _candidate(
-                    op,
-                    "te",
-                    Speed.KERNEL,
-                    _EXPERTS_TE,
-                    f"megacpp_mcore.ops.grouped_mlp.te:{op}",
-                    (CUDA, TRANSFORMER_ENGINE),
-                ),
+            _candidate(
+                op,
+                "te",
+                Speed.KERNEL,
+                _EXPERTS_TE,
+                f"{ops}.grouped_mlp.te:{op}",
+                (CUDA, TRANSFORMER_ENGINE),
                 probe=functools.partial(imports.feature, *features),
                 by_name=True,
             )
             for op, features in (("grouped_mlp", ("experts",)), ("routed_mlp", ("experts", "permute")))
         ),
         *(
-            _candidate(
-                op,
-                TRITON,
-                Speed.KERNEL,
-                _MLA_PROJECTION_TRITON,
-                f"megacpp_mcore.ops.mla_projection.triton:{function}",
-                _GPU_TRITON,
-            )
-            for op, function in (
-                ("mla_latents", "latents"),
-                ("mla_projection", "project"),
-                ("mla_keys", "keys_and_values"),
-                ("indexer_inputs", "indexer_inputs"),
-            )
-        ),
-        *(
-            _candidate(
-                op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
-            )
+            _candidate(op, "reference", Speed.REFERENCE, _REFERENCE, f"{ops}.{package}.reference:{function}")
             for op, package, function in (
+                ("mla", "mla", "mla_attention"),
                 ("mla_latents", "mla_projection", "latents"),
                 ("mla_projection", "mla_projection", "project"),
                 ("mla_keys", "mla_projection", "keys_and_values"),
@@ -319,10 +282,10 @@ def layer_parts_candidates(
 
 
 def _candidate(
-    op: str, name: str, speed: Speed, support: Support, path: str, requires: tuple[str, ...] = ()
+    op: str, name: str, speed: Speed, support: Support, path: str, requires: tuple[str, ...] = (), **more: Any
 ) -> Candidate:
     load = functools.partial(_load, path)
-    return Candidate(name=name, op=op, speed=speed, load=load, support=support, requires=requires)
+    return Candidate(name=name, op=op, speed=speed, load=load, support=support, requires=requires, **more)
 
 
 def _load(path: str) -> Callable[..., Any]:

@@ -314,7 +314,7 @@ def test_two_micro_batches_in_flight(
     patched: Registry, schedule: Callable[[str], None], how: str, recompute: str, masked: bool
 ) -> None:
     if how == "file":
-        schedule("{full: [0, 3, 5]}")
+        schedule("{schedule: FSSFSF}")
     roles, order = ("FSSFSS", (0, 1)) if how == "periodic" else ("FSSFSF", (1, 0))
     model = build(transformer_config(**RECOMPUTE[recompute], **(PERIODIC if how == "periodic" else {})))
     assert ["F" if layer.indexer is not None else "S" for layer in dsa_layers(model).values()] == list(roles)
@@ -533,7 +533,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
             {**PERIODIC, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
             ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"],
         ),
-        ("{full: [0, 4]}", {"pipeline_model_parallel_size": 2}, ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
+        ("{schedule: FSSSFS}", {"pipeline_model_parallel_size": 2}, ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
         (
             "{schedule: FSS}",
             {
@@ -544,7 +544,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
             ["1–1, 2–3, 4–6", "layer 2.", "{schedule: FFSFSS}"],
         ),
         ("{schedule: FSSFSSF}", {}, ["names 7 layers, the model has 6"]),
-        ("{full: [0, 6]}", {}, ["full: [0, 6]", "names 7 layers, the model has 6"]),
+        ("{schedule: FSSSSSF}", {}, ["(FSSSSSF)", "names 7 layers, the model has 6"]),
         ("{schedule: FSS}", PERIODIC, ["'FSS'", "--dsa-indexer-topk-freq 3", "leave one of them out"]),
         ("{schedule: FXS}", {}, ["index.yaml", "character 'X' at position 2"]),
     ],
@@ -603,7 +603,7 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
     assert bare(transformer_config()).indexer is not None
     with pytest.raises(ModelError, match=r"DSA layer 1 .* outside of a GPT model's decoder and MTP blocks"):
         bare(transformer_config(**PERIODIC))
-    schedule("{full: [0]}")
+    schedule("{schedule: FSSSSS}")
     with pytest.raises(ModelError, match=r"outside of a GPT model's decoder"):
         bare(transformer_config())
     patched.revert()

@@ -68,10 +68,10 @@ def test_lengths_that_cudnn_is_trusted_with(monkeypatch: pytest.MonkeyPatch) -> 
     ("change", "words"),
     [
         (lambda q, k, v: (q, k[:, :1], v, None), "q, k, v have shapes"),
-        (lambda q, k, v: (q, k.bfloat16(), v, None), "have the dtypes"),
-        (lambda q, k, v: (q, k[:-1], v[:-1], None), "causal attention got 37 queries and 36 keys"),
-        (lambda q, k, v: (q, k, v, torch.zeros(B, 1, S, S)), "attention_mask is torch.float32"),
-        (lambda q, k, v: (q, k, v, torch.zeros(B, H, S, S, dtype=torch.bool)), "attention_mask is torch.bool of shape"),
+        (lambda q, k, v: (q, k.bfloat16(), v, None), "MLA's inputs are q float.*, k bfloat16, v float.*; its kernels take one dtype"),
+        (lambda q, k, v: (q, k[:-1], v[:-1], None), "37 queries and 36 keys"),
+        (lambda q, k, v: (q, k, v, torch.zeros(B, 1, S, S)), "attention_mask .*torch.bool"),
+        (lambda q, k, v: (q, k, v, torch.zeros(B, H, S, S, dtype=torch.bool)), "by head"),
     ],
 )
 def test_op_refuses(change: Callable[..., Any], words: str) -> None:

@@ -42,7 +42,8 @@ def _attend(
     return torch.einsum("bhst,tbhv->sbhv", p_BHST, v_TBHV).to(q_SBHK.dtype)
 
 
-def _check_shapes(q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:
+def check_shapes(q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:
+    """Raise ModelError unless these are queries, keys and values of MLA, in floating point."""
     require_float(q_SBHK=q_SBHK, k_TBHK=k_TBHK, v_TBHV=v_TBHV)
     q, k, v = tuple(q_SBHK.shape), tuple(k_TBHK.shape), tuple(v_TBHV.shape)
     if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[1:] != q[1:] or v[:3] != k[:3] or 0 in k:
@@ -90,7 +91,7 @@ def mla_attention(
     Raises:
         ModelError: shapes, dtypes, mask, documents or chunk are not as described.
     """
-    _check_shapes(q_SBHK, k_TBHK, v_TBHV)
+    check_shapes(q_SBHK, k_TBHK, v_TBHV)
     (num_queries, batch, heads, _), num_keys = q_SBHK.shape, k_TBHK.shape[0]
     check_mask(attention_mask, batch=batch, num_queries=num_queries, num_keys=num_keys)
     if causal or seq_idx is not None:

@@ -26,7 +26,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megacpp_mcore.backends import Speed, observed
 from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.ops.checks import one_dtype
+from megacpp_mcore.ops.mla.reference import check_shapes
 from megacpp_mcore.ops.packed.documents import additive_mask, check_seq_idx, cu_seqlens_of, default_max_documents
+from megacpp_mcore.ops.visibility import check_mask, check_square
 
 FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 """Kernels without a [B, H, S, T] tensor, fastest first. Flash supports documents, or K == V, but no mask; cuDNN neither."""
@@ -210,32 +213,14 @@ def check_arguments(
     causal: bool,
 ) -> None:
     """Raise ModelError unless these are arguments of :func:`sdpa_attention`."""
-    q, k, v = tuple(q_SBHK.shape), tuple(k_TBHK.shape), tuple(v_TBHV.shape)
-    if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[1:] != q[1:] or v[:3] != k[:3] or 0 in (*q, *v):
-        raise ModelError(
-            f"q, k, v have shapes {q}, {k}, {v}, expected [S, B, H, K], [T, B, H, K], [T, B, H, V] with the same B, H "
-            "and K and nothing empty; expand shared keys over the heads before the call"
-        )
-    dtypes = {tensor.dtype for tensor in (q_SBHK, k_TBHK, v_TBHV)}
-    if len(dtypes) != 1 or not q_SBHK.is_floating_point():
-        raise ModelError(f"q, k, v have the dtypes {sorted(map(str, dtypes))}, expected one floating-point dtype")
-    if causal and q[0] != k[0]:
-        raise ModelError(
-            f"causal attention got {q[0]} queries and {k[0]} keys, expected as many of each; for partial queries pass "
-            "causal=False and a mask"
-        )
-    wanted = (q[1], 1, q[0], k[0])
-    if mask is not None and (
-        mask.dtype != torch.bool
-        or mask.dim() != 4
-        or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
-    ):
-        raise ModelError(
-            f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool, True where a key is "
-            f"masked, broadcastable to [B, 1, S, T] = {list(wanted)}"
-        )
+    check_shapes(q_SBHK, k_TBHK, v_TBHV)
+    one_dtype("MLA", q=q_SBHK, k=k_TBHK, v=v_TBHV)
+    (rows, batch), keys = q_SBHK.shape[:2], k_TBHK.shape[0]
+    check_mask(mask, batch=batch, num_queries=rows, num_keys=keys)
+    if causal:
+        check_square(rows, keys)
     if seq_idx is not None:
-        check_seq_idx(seq_idx, batch=q[1], rows=q[0])
+        check_seq_idx(seq_idx, batch=batch, rows=rows)
         if not causal or mask is not None:
             raise ModelError(
                 f"seq_idx came with causal={causal} and {'a' if mask is not None else 'no'} attention_mask, expected "

@@ -38,7 +38,6 @@ from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import Step, read_steps
-from megacpp_mcore.util import schema
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 COLUMNS = (
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
     both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("overrides", "training", "settings")}
     words = [*content.get("words", []), *part.get("words", [])]
-    return schema.build(Arm, {**part, **both, "name": name, "words": words}, f"arms.{name}")
+    return Arm(**{**part, **both, "name": name, "words": words})
 
 
 def _train(

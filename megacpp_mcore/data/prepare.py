@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import filelock  # which torch requires
 import numpy as np
 
 from megacpp_mcore.data.files import hash_file
@@ -42,7 +43,7 @@ from megacpp_mcore.data.sources import (
 )
 from megacpp_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.util.files import flush_to_disk, locked
+from megacpp_mcore.util.files import flush_to_disk
 
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -184,8 +185,8 @@ def _building(prefix: str) -> Iterator[tuple[Path, list[str]]]:
     lock = folder / "lock"
     with ExitStack() as held:
         try:
-            held.enter_context(locked(lock, wait=False))
-        except BlockingIOError as error:
+            held.enter_context(filelock.FileLock(lock, timeout=0))
+        except filelock.Timeout as error:
             raise DataError(
                 f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output"
             ) from error

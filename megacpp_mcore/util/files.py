@@ -1,10 +1,9 @@
-"""Atomically replaced files, and locks between processes."""
+"""Atomically replaced files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 StrPath = str | os.PathLike[str]
@@ -58,28 +57,3 @@ def _take_after(descriptor: int, like: os.stat_result) -> None:
     # Python considers a .pyc current by the source's size and its time in whole seconds.
     if int(os.fstat(descriptor).st_mtime) <= int(like.st_mtime):
         os.utime(descriptor, (like.st_atime, int(like.st_mtime) + 1))
-
-
-@contextmanager
-def locked(path: StrPath, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file at ``path`` against all other processes and other holders in this one; the file is not deleted.
-
-    Args:
-        path: the lock file.
-        wait: whether to wait for another holder; otherwise that is an error.
-
-    Raises:
-        BlockingIOError: it is held elsewhere, and ``wait`` is false.
-        OSError: the folder cannot be written.
-    """
-    import filelock  # not in the standard library, but required by torch
-
-    lock = filelock.FileLock(path, timeout=-1 if wait else 0)
-    try:
-        lock.acquire()
-    except filelock.Timeout as error:
-        raise BlockingIOError(f"{os.fspath(path)} is held by another process") from error
-    try:
-        yield
-    finally:
-        lock.release()

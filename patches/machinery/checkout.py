@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock  # which torch requires
+
 import megacpp_mcore
 from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
@@ -22,7 +24,7 @@ from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem, set_pro
 from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.sources import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
-from megacpp_mcore.util.files import TEMPORARY, locked, replace
+from megacpp_mcore.util.files import TEMPORARY, replace
 
 HOOKED_FILE = "megatron/core/__init__.py"
 PACKAGE_INFO_FILE = "megatron/core/package_info.py"
@@ -330,7 +332,7 @@ class Checkout:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Allow one change of this checkout at a time, and remove leftovers of a killed one."""
-        with self._writing(), locked(git.lock_file(self.root)):
+        with self._writing(), filelock.FileLock(git.lock_file(self.root)):
             for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
                 leftover.unlink()
             yield

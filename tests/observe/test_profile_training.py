@@ -17,7 +17,7 @@ import pytest
 
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe import events, goodput
-from megacpp_mcore.observe.steps import compare, read_steps
+from megacpp_mcore.observe.steps import read_steps
 from tests import stock, tiny_run
 
 STEPS = 4
@@ -192,10 +192,10 @@ def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Pa
 @pytest.mark.exhaustive
 def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     train(tmp_path / "none", words(), window=None)
-    compared = compare(read_steps(plain), read_steps(tmp_path / "none"))
-    assert compared.steps == (1, 2, 3, 4)
-    assert {"lm loss", "mtp_1 loss", "grad norm"} <= set(compared.names)
-    assert compared.equal
+    profiled, without = ([step.values() for step in read_steps(run)] for run in (plain, tmp_path / "none"))
+    assert len(profiled) == 4
+    assert {"lm loss", "mtp_1 loss", "grad norm"} <= set(profiled[0])
+    assert profiled == without
 
 
 @pytest.mark.exhaustive

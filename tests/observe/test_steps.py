@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Start
-from megacpp_mcore.observe.steps import Step, compare, kept, read_steps
+from megacpp_mcore.observe.steps import Step, kept, read_steps
 from tests.observe.recorded import at, stepped, with_loss, write_start
 
 
@@ -67,44 +66,3 @@ def test_what_a_restart_rolled_back_is_gone(recorded: list[tuple[int, list[int]]
         for resumed_at, numbers in recorded
     ]
     assert [(one.step, one.resumed_at) for one in kept(starts)] == left
-
-
-def test_equal_steps_are_equal() -> None:
-    found = compare([step(1), step(2), step(3, 0.1 + 0.2)], [step(2), step(3, 0.1 + 0.2), step(4)])
-    assert found.equal
-    assert found.steps == (2, 3)
-    assert found.largest == 0
-    assert found.names == ("grad norm", "learning rate", "lm loss", "mtp_1 loss")
-
-
-def test_the_last_bit_counts_and_the_first_differing_step_is_named() -> None:
-    before = [step(1), step(2), step(3)]
-    found = compare(before, [step(1), step(2, math.nextafter(2.0, 3)), step(3, 2.5)])
-    assert not found.equal
-    assert found.first_difference == (2, "lm loss")
-    assert found.largest == 0.5
-    assert compare(before, [step(1), step(2, grad_norm=1.25)]).first_difference == (2, "grad norm")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "difference", "largest"),
-    [
-        (step(1), step(1, losses={"lm loss": 2.0}), (1, "mtp_1 loss"), 0.0),
-        (step(1, grad_norm=None), step(1), (1, "grad norm"), 0.0),
-        (step(1, math.nan), step(1, math.nan), (1, "lm loss"), math.nan),
-        (step(1), step(1, losses={}), (1, "lm loss"), math.nan),
-    ],
-)
-def test_what_only_one_has_and_what_is_no_number_differ(
-    one: Step, other: Step, difference: tuple[int, str], largest: float
-) -> None:
-    for found in (compare([one], [other]), compare([other], [one])):
-        assert found.first_difference == difference
-        assert found.largest == pytest.approx(largest, nan_ok=True)
-
-
-def test_nothing_to_compare_is_an_error() -> None:
-    with pytest.raises(DataError, match="steps 1 to 2 and steps 3 to 3"):
-        compare([step(1), step(2)], [step(3)])
-    with pytest.raises(DataError, match="no steps"):
-        compare([], [step(3)])

@@ -68,7 +68,7 @@ def test_lengths_that_cudnn_is_trusted_with(monkeypatch: pytest.MonkeyPatch) -> 
     ("change", "words"),
     [
         (lambda q, k, v: (q, k[:, :1], v, None), "q, k, v have shapes"),
-        (lambda q, k, v: (q, k.bfloat16(), v, None), "MLA's inputs are q float.*, k bfloat16, v float.*; its kernels take one dtype"),
+        (lambda q, k, v: (q, k.bfloat16(), v, None), "MLA's inputs are q float.*, k bfloat16, v float.*; its kernels"),
         (lambda q, k, v: (q, k[:-1], v[:-1], None), "37 queries and 36 keys"),
         (lambda q, k, v: (q, k, v, torch.zeros(B, 1, S, S)), "attention_mask .*torch.bool"),
         (lambda q, k, v: (q, k, v, torch.zeros(B, H, S, S, dtype=torch.bool)), "by head"),

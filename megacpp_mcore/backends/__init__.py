@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from megacpp_mcore.backends.candidates import own_candidates
 from megacpp_mcore.backends.dispatcher import AUTO, STOCK, Candidate, Dispatcher, Resolution, Speed
-from megacpp_mcore.backends.probes import APEX_PARTS, DISABLE_TE, ProbeResult, apex_parts, probe_import, te_disabled
+from megacpp_mcore.backends.probes import APEX_PARTS, ProbeResult, apex_parts, probe_import, te_disabled
 from megacpp_mcore.backends.support import Dim, Support
 
 __all__ = [
     "APEX_PARTS",
     "AUTO",
-    "DISABLE_TE",
     "STOCK",
     "Candidate",
     "Dim",

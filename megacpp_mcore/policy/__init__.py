@@ -11,9 +11,7 @@ launcher, its spec prints the policy as it really is (:func:`announce`): with no
 """
 
 from megacpp_mcore.policy.compile import (
-    COMPILE_DISABLE,
     DISABLING,
-    DYNAMO_DISABLE,
     EXPLICIT,
     REASONS,
     SKIPPED,
@@ -22,28 +20,22 @@ from megacpp_mcore.policy.compile import (
 )
 from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
 from megacpp_mcore.policy.memory import check_memory
-from megacpp_mcore.policy.overlap import CONNECTIONS, MIN_BUCKET_BYTES, Overlap, overlap_contract
+from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
 from megacpp_mcore.policy.run import Run, model_facts, tf32_products
-from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, NEW_ALLOCATOR, RECIPE, TORCH_LOGS, USER, Value
+from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value
 
 __all__ = [
     "ALLOCATOR",
-    "COMPILE_DISABLE",
     "CONNECTIONS",
     "DEFAULT",
     "DISABLING",
-    "DYNAMO_DISABLE",
     "EXPLICIT",
-    "MIN_BUCKET_BYTES",
-    "NEW_ALLOCATOR",
     "REASONS",
     "RECIPE",
     "SKIPPED",
-    "TORCH_LOGS",
     "USER",
     "CompilePolicy",
     "LaunchPolicy",
-    "Overlap",
     "Run",
     "Value",
     "active",

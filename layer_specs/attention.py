@@ -32,12 +32,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCoreAttention
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.indexer import PositionedIndexer
-from megacpp_mcore.layer_specs.mla import mla_widths, replaces_modules, rotation, takes_weights, wait_for_parameters
+from megacpp_mcore.layer_specs.mla import mla_widths, replaces_modules, rotation, wait_for_parameters
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA
 from megacpp_mcore.ops.indexer.cache import IndexCache
@@ -74,9 +73,6 @@ class _Projections:
         absorbs: whether attention is over latents.
 
     Args are those of the stock class; ``dispatcher`` comes from the spec.
-
-    Raises:
-        ModelError: the configuration requests a rotary embedding that MLA does not use.
     """
 
     absorbs = False
@@ -84,19 +80,12 @@ class _Projections:
     def __init__(self: Any, *args: Any, dispatcher: Dispatcher, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.config
-        if config.rotary_percent != 1 or config.rotary_interleaved or config.context_parallel_size > 1:
-            raise ModelError(
-                f"rotary_percent is {config.rotary_percent}, rotary_interleaved {config.rotary_interleaved}, "
-                f"context_parallel_size {config.context_parallel_size}; expected 1, False and 1: A layers rotate the whole "
-                "rotary part of every row"
-            )
         needs = {"layer": self.layer_number, **mla_widths(config), **backend_needs(config)}
         self.projection_backend = dispatcher.request("mla_projection", **needs)
         self.keys_backend = dispatcher.request("mla_keys", **needs)
         self.latents_backend = None
-        downs = (self.linear_q_down_proj, self.linear_kv_down_proj) if config.q_lora_rank is not None else ()
         widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
-        if [len(down.weight) for down in downs] == widths and takes_weights(config):
+        if [len(down.weight) for down in (self.linear_q_down_proj, self.linear_kv_down_proj)] == widths:
             self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
 
     def _projected(
@@ -117,7 +106,7 @@ class _Projections:
         arguments = (query, key, rotary, rotation_SR, *weights)
         if not self.recompute_up_proj:
             return *self._up(*arguments), query
-        self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
+        self.qkv_up_checkpoint = CheckpointWithoutOutput()
         return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), query
 
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,14 +118,12 @@ class _Projections:
                 weights = (module.weight for module in modules)
                 made: tuple[torch.Tensor, ...] = self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
                 return made
-        query = hidden_SBD
-        if config.q_lora_rank is not None:
-            query, _ = self.linear_q_down_proj(hidden_SBD)
-            if query.shape[-1] != config.q_lora_rank:
-                query = gather_from_tensor_model_parallel_region(query, group=self.tp_group)
-                if config.sequence_parallel:
-                    query = scatter_to_sequence_parallel_region(query, group=self.tp_group)
-            query = self.q_layernorm(query)
+        query, _ = self.linear_q_down_proj(hidden_SBD)
+        if query.shape[-1] != config.q_lora_rank:
+            query = gather_from_tensor_model_parallel_region(query, group=self.tp_group)
+            if config.sequence_parallel:
+                query = scatter_to_sequence_parallel_region(query, group=self.tp_group)
+        query = self.q_layernorm(query)
         key, _ = self.linear_kv_down_proj(hidden_SBD)
         widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if key.shape[-1] != sum(widths):  # without sequence parallelism: see _WholeRows
@@ -146,8 +133,7 @@ class _Projections:
 
     def _queries(self: Any, query_SBQ: torch.Tensor) -> torch.Tensor:
         """``[S, B, H, K]``, before rotation."""
-        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
-        query, _ = up(query_SBQ)
+        query, _ = self.linear_q_up_proj(query_SBQ)
         return query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_warmup
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
     DSAIndexerLossLoggingHelper,
@@ -23,7 +22,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import max_documents
@@ -48,8 +46,6 @@ class MLACoreAttention(MegatronModule):
         self,
         config: MLATransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         softmax_scale: float,
         dispatcher: Dispatcher,
         k_channels: int | None = None,
@@ -59,7 +55,6 @@ class MLACoreAttention(MegatronModule):
         super().__init__(config)
         if k_channels is None:
             return  # the stock base class builds the slot once without widths, then its subclass rebuilds it
-        _require_causal(attn_mask_type, layer_number)
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self.backend = dispatcher.request(
@@ -132,8 +127,6 @@ class SparseCoreAttention(MegatronModule):
         self,
         config: MLATransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         softmax_scale: float,
         dispatcher: Dispatcher,
         index_cache: IndexCache,
@@ -148,7 +141,6 @@ class SparseCoreAttention(MegatronModule):
         super().__init__(config)
         if k_channels is None or v_channels is None:
             return  # as in MLACoreAttention
-        _require_causal(attn_mask_type, layer_number)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.value_dim = v_channels
@@ -371,8 +363,3 @@ class SparseCoreAttention(MegatronModule):
         loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
         DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss * coefficient, self.layer_number, self.config.num_layers)
         return dq, dk, dw
-
-
-def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
-    if attn_mask_type != AttnMaskType.causal:
-        raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")

@@ -119,7 +119,7 @@ def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
-    """The first feature that the run requests of its experts and only stock's have, or None."""
+    """The first feature, of those that the model leaves to the run, that it requests and only stock's experts have, or None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     optimizer = getattr(arguments, "optimizer", "adam")
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
@@ -128,24 +128,11 @@ def stock_alone(config: TransformerConfig) -> str | None:
     kept = config.params_dtype != torch.bfloat16 and "moe_act" in (config.recompute_modules or ())
     for asked, what in (
         (config.quant_recipe is not None, "FP8 experts (--te-precision-config-file)"),
-        (config.fp8 or config.fp4, "FP8 or FP4 in every layer"),
-        (config.activation_func is not torch.nn.functional.gelu, "another activation than GELU"),
-        (config.use_te_activation_func, "--use-te-activation-func"),
-        (config.gated_linear_unit, "gated experts"),
-        (config.add_bias_linear, "biases (without --disable-bias-linear)"),
-        (config.activation_func_clamp_value is not None, "--activation-func-clamp-value"),
-        (config.moe_apply_probs_on_input, "--moe-apply-probs-on-input"),
-        (config.moe_latent_size is not None, "--moe-latent-size"),
-        (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
-        (config.moe_expert_rank_capacity_factor is not None, "--moe-expert-rank-capacity-factor"),
-        (config.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity"),
         (config.moe_router_padding_for_quantization, "--moe-router-padding-for-quantization"),
         (flex != "deepep", f"--moe-flex-dispatcher-backend {flex}, which pads rows"),
-        (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
         (config.expert_gtp_weight_remat_size > 1, "expert weights cut over data-parallel ranks"),
         (config.moe_single_grouped_weight, "--moe-single-grouped-weight"),
         (config.use_transformer_engine_op_fuser, "--use-transformer-engine-op-fuser"),
-        (config.delay_wgrad_compute, "--delay-wgrad-compute"),
         (config.overlap_dispatch_backward_with_experts_wgrad, "--overlap-dispatch-backward-with-experts-wgrad"),
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
         (config.init_model_with_meta_device, "--init-model-with-meta-device"),
@@ -305,11 +292,6 @@ class StackedExperts(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """The keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one per expert."""
-        if (metadata or {}).get("singleton_local_shards"):
-            raise ModelError(
-                "the checkpoint is to have singleton_local_shards, and these experts are saved as shards of one tensor; leave "
-                f"it out, or write backends: {{{EXPERTS}: {STOCK}}}"
-            )
         first, count = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
         axis, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())
         places = [(*sharded_offsets, (axis, first + index, count)) for index in range(self.num_local_experts)]

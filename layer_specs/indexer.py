@@ -15,7 +15,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.mla import replaces_modules, rotation, takes_weights
+from megacpp_mcore.layer_specs.mla import replaces_modules, rotation
 from megacpp_mcore.layer_specs.parts import backend_needs
 
 
@@ -34,14 +34,8 @@ class PositionedIndexer(DSAIndexer):
         needs = {"layer": layer_number, "rope_dim": self.qk_pos_emb_head_dim, **backend_needs(config)}
         self.rotation_backend = dispatcher.request("mla_projection", **needs)
         self.inputs_backend = None
-        if (
-            self.index_head_dim == self.qk_pos_emb_head_dim
-            and not (config.dsa_indexer_k_norm_fp32 or config.dsa_indexer_rotate_activation)
-            and takes_weights(config)
-        ):
+        if self.index_head_dim == self.qk_pos_emb_head_dim:
             self.inputs_backend = dispatcher.request("indexer_inputs", **needs)
-        norm_eps = config.dsa_indexer_k_norm_epsilon
-        self.norm_eps = config.layernorm_epsilon if norm_eps is None else norm_eps
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
@@ -74,7 +68,7 @@ class PositionedIndexer(DSAIndexer):
             self.k_norm.bias,
             self.linear_weights_proj.weight,
             rotation_SR=self._rotation(len(x)),
-            eps=self.norm_eps,
+            eps=self.config.layernorm_epsilon,
             scale=self.index_n_heads**-0.5 * self.softmax_scale,
             interleaved=self.config.dsa_indexer_rope_interleaved,
         )

@@ -34,16 +34,6 @@ def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
     return shared(angle_S11R, ("rotation", scale), make)
 
 
-def takes_weights(config: MLATransformerConfig) -> bool:
-    """Whether an op may read the weights of projections and norms instead of calling the modules.
-
-    Not in FP8 or with delayed weight gradients, where Transformer Engine's modules do more than a GEMM, nor with zero-centered
-    norm weights.
-    """
-    other = config.fp8 or config.fp4 or config.delay_wgrad_compute or config.layernorm_zero_centered_gamma
-    return config.normalization == "RMSNorm" and not other
-
-
 def replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
     """Whether ``backend`` runs in place of ``modules``, on their weights; if so, waits until these are gathered.
 

@@ -32,8 +32,6 @@ def stock_alone(config: TransformerConfig) -> str | None:
     recomputed = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
     offloaded = {"attn_norm", "mlp_norm"} & set(config.offload_modules or ())
     for asked, what in (
-        (config.normalization != "RMSNorm", f"--normalization {config.normalization}"),
-        (config.layernorm_zero_centered_gamma, "--apply-layernorm-1p"),
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (recomputed, "--recompute-modules layernorm, which frees what the norm returns"),
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),

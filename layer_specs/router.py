@@ -22,19 +22,8 @@ _LOSS = "seq_aux_loss"
 
 def stock_alone(config: TransformerConfig) -> str | None:
     """The first feature that the run requests of its router and only stock's has, or None."""
-    balancing = config.moe_router_load_balancing_type
-    balancing = balancing if isinstance(balancing, str) else " ".join(balancing)
     for asked, what in (
-        (
-            config.moe_router_score_function != "sigmoid",
-            f"--moe-router-score-function {config.moe_router_score_function}",
-        ),
-        (config.moe_router_dtype != "fp32", f"--moe-router-dtype {config.moe_router_dtype}"),
-        (balancing not in (_LOSS, "none"), f"--moe-router-load-balancing-type {balancing}"),
         (config.moe_router_topk == 1, "--moe-router-topk 1"),
-        (config.moe_router_num_groups is not None, "--moe-router-num-groups"),
-        (config.moe_router_topk_scaling_factor is not None, "--moe-router-topk-scaling-factor"),
-        (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
         (config.moe_enable_routing_replay, "--moe-enable-routing-replay"),
         (config.moe_router_fusion, "--moe-router-fusion"),
     ):

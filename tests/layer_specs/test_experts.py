@@ -142,10 +142,6 @@ def config(process: Path) -> Any:
     ("field", "value", "says"),
     [
         ("quant_recipe", object(), "FP8 experts"),
-        ("moe_expert_capacity_factor", 1.0, "--moe-expert-capacity-factor"),
-        ("activation_func", torch.nn.functional.silu, "another activation than GELU"),
-        ("gated_linear_unit", True, "gated experts"),
-        ("add_bias_linear", True, "biases"),
         ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
     ],
 )
@@ -201,8 +197,7 @@ def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("moe_router_score_function", "softmax", "--moe-router-score-function softmax"),
-        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "aux_loss seq_aux_loss"),
+        ("moe_router_topk", 1, "--moe-router-topk 1"),
         ("moe_router_fusion", True, "--moe-router-fusion"),
     ],
 )

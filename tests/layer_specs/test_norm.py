@@ -61,8 +61,6 @@ def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
-        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules layernorm"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm"]}, "offloaded mlp_norm"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.checkpoints.rewrite import Source, rewrite
+from megacpp_mcore.checkpoints.rewrite import rewrite
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, attention_roles
@@ -60,12 +60,12 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
     shared = tuple(sorted(has - wants))
     full = {layer: max(number for number in has if number < layer) for layer in sorted(wants - has)}
 
-    def plan(source: Source) -> dict[str, list[str]]:
-        found = [match for match in map(_INDEXER.fullmatch, source.names) if match]
+    def plan(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
+        found = [match for match in map(_INDEXER.fullmatch, names) if match]
         present = {int(match["layer"]) + 1 for match in found}
         if present != has:
             raise CheckpointError(
-                f"{source.folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "
+                f"{folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "
                 f"{model.dsa.schedule} in {sorted(has)}; name the model that was trained, by MEGACPP_CONFIG if it is no preset"
             )
         changes: dict[str, list[str]] = {}

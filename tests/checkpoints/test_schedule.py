@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 from megacpp_mcore.checkpoints import rewrite
 from megacpp_mcore.commands import cli
@@ -118,8 +119,15 @@ def test_a_folder_that_is_there_and_damage_are_named(tmp_path: Path, capsys: pyt
     assert f"{tmp_path}/new is there already" in refused(tmp_path, capsys)
     (tmp_path / "new").rmdir()
     (data,) = folder.glob("*.distcp")
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    assert f"{folder} cannot be rewritten to {tmp_path}/new" in refused(tmp_path, capsys)
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    assert f"{data} has {len(whole) // 2} bytes, of at least" in refused(tmp_path, capsys)
+    data.unlink()
+    assert f"{folder} is damaged: [Errno 2]" in refused(tmp_path, capsys)
+    data.write_bytes(whole)
+    save_integrity_manifest(str(folder))
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert f"{folder} is damaged: Checkpoint integrity verification failed for 1" in refused(tmp_path, capsys)
     (folder / ".metadata").write_bytes(b"no pickle")
     assert f"{folder}/.metadata cannot be read" in refused(tmp_path, capsys)
 
@@ -147,7 +155,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewrite, "_copy_rest", interrupted)
+        patch.setattr(rewrite, "flush_to_disk", interrupted)
         assert cli.main(command(tmp_path, "-FF")) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
     assert cli.main(command(tmp_path, "-FF")) == 0

@@ -14,6 +14,7 @@ in a step's loss from the first run of the same arm and seed, or, for that run i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import queue
@@ -38,6 +39,7 @@ from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.util.nearest import nearest
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 COLUMNS = (
@@ -99,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
     both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("overrides", "training", "settings")}
     words = [*content.get("words", []), *part.get("words", [])]
+    known = [one.name for one in dataclasses.fields(Arm)]
+    for key in part:
+        if key not in known:
+            sys.exit(f"arms.{name}: unknown key {key!r}; {nearest(key, known)}")
     return Arm(**{**part, **both, "name": name, "words": words})
 
 

@@ -106,7 +106,7 @@ class _Projections:
         arguments = (query, key, rotary, rotation_SR, *weights)
         if not self.recompute_up_proj:
             return *self._up(*arguments), query
-        self.qkv_up_checkpoint = CheckpointWithoutOutput()
+        self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)  # its default, False, counts as FP8
         return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), query
 
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:

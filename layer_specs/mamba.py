@@ -68,7 +68,6 @@ class Mamba3Mixer(Mixer):
             head_dim=ssm.head_dim,
             mimo_rank=ssm.mimo_rank,
             state=ssm.state,
-            angles=ssm.angles,
             **backend_needs(config),
         )
 

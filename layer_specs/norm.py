@@ -29,11 +29,10 @@ def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.n
 
 def stock_alone(config: TransformerConfig) -> str | None:
     """The first feature that the run requests of these norms and only stock's have, or None."""
-    recomputed = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
     offloaded = {"attn_norm", "mlp_norm"} & set(config.offload_modules or ())
     for asked, what in (
         (config.fp32_residual_connection, "--fp32-residual-connection"),
-        (recomputed, "--recompute-modules layernorm, which frees what the norm returns"),
+        (_recomputed(config), "--recompute-modules layernorm, which frees what the norm returns"),
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
     ):
         if asked:
@@ -41,9 +40,14 @@ def stock_alone(config: TransformerConfig) -> str | None:
     return None
 
 
+def _recomputed(config: TransformerConfig) -> bool:
+    return config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
+
+
 def _build(parts: Parts, dispatcher: Dispatcher, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
     backend = dispatcher.request_or_stock("rms_norm", stock_alone(config), hidden=hidden_size, **backend_needs(config))
-    norm = parts.residual_norm if backend.observed == STOCK else parts.norm
+    # A recompute would free the residual with the rest of what a fusing norm returns.
+    norm = parts.residual_norm if backend.observed == STOCK and not _recomputed(config) else parts.norm
     module = norm(config=config, hidden_size=hidden_size, eps=eps)
     if backend.observed != STOCK:
         module.__class__ = _with_residual(module.__class__)  # parameters keep their checkpoint keys

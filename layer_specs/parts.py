@@ -53,6 +53,8 @@ class TorchNorm:
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
         """Return the norm that ``config.normalization`` names over ``hidden_size`` values."""
         kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+        if config.normalization not in kinds:
+            raise ModelError(f"normalization is {config.normalization!r}; expected {' or '.join(kinds)}")
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -63,6 +65,9 @@ class DuplicatedLinear(MegatronModule):
     """A bias-free linear layer replicated on all tensor-parallel ranks, with Transformer Engine's call signature.
 
     Replaces ``TELinear(parallel_mode="duplicated")`` without Transformer Engine.
+
+    Raises:
+        ModelError: a bias or another parallel mode is requested.
     """
 
     def __init__(
@@ -72,9 +77,15 @@ class DuplicatedLinear(MegatronModule):
         *,
         config: TransformerConfig,
         init_method: Initializer,
+        bias: bool = False,
+        parallel_mode: str = "duplicated",
         **_: Any,
     ) -> None:
         super().__init__(config)
+        if bias or parallel_mode != "duplicated":
+            raise ModelError(
+                f"DuplicatedLinear got bias={bias}, parallel_mode={parallel_mode!r}; expected no bias, duplicated"
+            )
         self.weight = torch.nn.Parameter(filled((output_size, input_size), config, init_method, config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -80,7 +80,6 @@ class M2RNNMixer(Mixer):
             layer=layer_number,
             key_dim=self.rnn.key_dim,
             value_dim=self.rnn.value_dim,
-            heads=self.heads,
             **backend_needs(config),
         )
 

@@ -1,13 +1,16 @@
 """Makes Megatron-Bridge importable, or says exactly why it is not; Bridge itself is not changed.
 
 Bridge 0.6.2 imports Transformer Engine in one line of a module about LoRA layers (``peft/lora_layers.py``), though training
-works without it. If it is missing, :func:`prepare` puts a module of empty classes in that one's place.
+works without it. If it is missing, :func:`prepare` imports that one module with stand-ins that refuse every use, and then
+removes them: for all other imports Transformer Engine is still missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -83,8 +86,12 @@ def prepare() -> None:
         LaunchError: Bridge is not installed, or cannot be imported; the message says why.
     """
     check()
-    if not _found("transformer_engine"):
-        sys.modules[_LORA_LAYERS] = _EmptyClasses(_LORA_LAYERS)
+    # Imported before the stand-ins exist, so that these modules see that Transformer Engine is missing.
+    importlib.import_module("megatron.core.extensions.transformer_engine")
+    importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    finder = _LoraLayersFinder() if not _found("transformer_engine") else None
+    if finder is not None:
+        sys.meta_path.insert(0, finder)
     try:
         importlib.import_module("megatron.bridge")
         allow: Callable[[str], None] = importlib.import_module(
@@ -92,6 +99,9 @@ def prepare() -> None:
         ).register_allowed_target_prefix
     except ImportError as error:
         raise LaunchError(f"Megatron-Bridge cannot be imported: {error}; {INSTALLATION}") from error
+    finally:
+        if finder is not None:
+            sys.meta_path.remove(finder)
     allow("megacpp_mcore")
 
 
@@ -110,14 +120,52 @@ def warm_up_off_the_generator() -> Iterator[str]:
         yield f"{initialize.__name__}._warmup_jit_function does not move the generator (weights do not depend on batches)"
 
 
-class _EmptyClasses(types.ModuleType):
-    """A module that has a class of every name, of which nothing is an instance, nor can become one."""
+class _Refusing(types.ModuleType):
+    """A stand-in for a part of Transformer Engine that raises on any use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        raise LaunchError(
+            f"{self.__name__}.{name} was asked for, and there is no Transformer Engine here; use a GPU host with the extra 'te'"
+        )
 
-        def refuse(*_: Any, **__: Any) -> None:
-            raise LaunchError(f"{name} of {self.__name__} needs Transformer Engine; use a GPU host with the extra 'te'")
 
-        return type(name, (), {"__init__": refuse})
+class _WithStandIns(importlib.abc.Loader):
+    """Executes a module with the stand-ins in ``sys.modules``, and removes them afterwards."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # The modules that it imports must be imported without stand-ins.
+        for name in ("megatron.bridge.peft.adapter_wrapper", "megatron.bridge.peft.lora_merge"):
+            importlib.import_module(name)
+        names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+        whole, torch_part, ops = (_Refusing(name) for name in names)
+        whole.__dict__["pytorch"], torch_part.__dict__["ops"] = torch_part, ops
+        ops.__dict__["Sequential"] = "Sequential"  # used only as a return annotation
+        sys.modules.update(zip(names, (whole, torch_part, ops), strict=True))
+        try:
+            self._loader.exec_module(module)
+        finally:
+            for name in names:
+                sys.modules.pop(name, None)
+
+
+class _LoraLayersFinder(importlib.abc.MetaPathFinder):
+    """Finds ``megatron.bridge.peft.lora_layers`` like the other finders, but loads it with :class:`_WithStandIns`."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _LORA_LAYERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _WithStandIns(spec.loader)
+        return spec

@@ -49,24 +49,18 @@ _TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={
-        "head_dim": Dim(one_of=(64,)),
-        "mimo_rank": Dim(one_of=(1, 4)),
-        "state": Dim(one_of=(64, 128)),
-        "angles": Dim(one_of=(16, 32)),
-    },
-    together=({"state": 64, "angles": 16}, {"state": 128, "angles": 32}),
+    dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 4)), "state": Dim(one_of=(64, 128))},
 )
-"""The sizes at which its kernels compile without register spills and were compared with the reference: with twice the angles
-(``rope_fraction: 1``) they spill."""
+"""The sizes at which its kernels compile without register spills and were compared with the reference, with half of the state
+rotated. With all of it (``rope_fraction: 1``) some spill up to 96 bytes, at rank 1 or state 128."""
 
 _M2RNN_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16",),
-    dims={"key_dim": Dim(one_of=(64,)), "value_dim": Dim(one_of=(16,)), "heads": Dim(largest=64)},
+    dims={"key_dim": Dim(one_of=(64,)), "value_dim": Dim(one_of=(16,))},
 )
 """One warp holds 16 rows of a state, whose 16 columns are a tensor core's K. Operands are split
-into bf16 parts; other dtypes use the reference. One program holds all heads of a token in registers."""
+into bf16 parts; other dtypes use the reference. Above 64 heads of a rank one kernel, of the norm, spills registers."""
 
 _INDEXER_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dims={"dim": Dim(one_of=(64,))})
 """The width at which its kernels compile without register spills and were compared with the reference; any number of heads."""

@@ -49,8 +49,8 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
         plan: returns the changes for an iteration's folder with entries of these names.
 
     Raises:
-        CheckpointError: ``old`` is not a checkpoint, or is damaged, or its optimizer state is in a format without the parameters' shapes;
-            ``new`` exists or cannot be written; or raised by ``plan``. Nothing is left behind.
+        CheckpointError: ``old`` is not a checkpoint, or is damaged, or its optimizer state is in a format without the
+            parameters' shapes; ``new`` exists or cannot be written; or raised by ``plan``. Nothing is left behind.
     """
     folder = _iteration_folder(old)
     if not re.fullmatch(r"iter_\d+|release", folder.name):
@@ -67,9 +67,12 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
             raise CheckpointError(f"{path} is there already; name a folder that is not, or remove it")
     target = unfinished / folder.name
     try:
-        shutil.copytree(folder, target)
+        # Without modes: what cannot be written in the old folder can be in the new one.
+        skipped = shutil.ignore_patterns(_METADATA, INTEGRITY_FNAME)
+        shutil.copytree(folder, target, copy_function=shutil.copyfile, ignore=skipped)
+        target.chmod(0o755)
         (target / _METADATA).write_bytes(pickle.dumps(renamed))
-        if (target / INTEGRITY_FNAME).exists():
+        if (folder / INTEGRITY_FNAME).exists():
             save_integrity_manifest(str(target))
         if (target / TRAIN_STATE).exists():
             shutil.copy2(target / TRAIN_STATE, unfinished / f"latest_{TRAIN_STATE}")
@@ -141,8 +144,8 @@ def _refuse_damage(folder: Path, metadata: Metadata) -> None:
             file, end = folder / place.relative_path, place.offset + place.length
             if (size := file.stat().st_size) < end:
                 raise CheckpointError(f"{file} has {size} bytes, of at least {end}; restore it from a copy")
-    except (CheckpointingException, OSError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error}; restore it, or name another iteration") from error
+    except (CheckpointingException, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r}; restore it, or name another iteration") from error
 
 
 def _refuse_flat_buckets(folder: Path, metadata: Metadata) -> None:

@@ -17,10 +17,9 @@ import pytest
 from megacpp_mcore import backends
 from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, observed, probes, table
 from megacpp_mcore.backends import dispatcher as dispatching
-from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates, own_candidates
+from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.commands import doctor
 from megacpp_mcore.errors import BackendError
-from megacpp_mcore.model import Mamba3
 
 
 @pytest.fixture(autouse=True)
@@ -213,19 +212,6 @@ def test_apex_parts_are_probed_and_an_impostor_is_not_imported(tmp_path: Path) -
     assert "'amp_C': 'amp_C is not installed', 'apex.optimizers': 'it needs amp_C'" in done.stdout
     assert "built for another torch" in done.stdout
     assert tuple(backends.apex_parts()) == backends.APEX_PARTS
-
-
-@pytest.mark.parametrize(
-    ("op", "needs", "reason"),
-    [
-        ("mamba3", {"state": 64, "angles": Mamba3(rope_fraction=1.0).angles}, "state 64, angles 32 do not go together"),
-        ("m2rnn", {"heads": 128}, "heads 128 > 64"),
-    ],
-)
-def test_sizes_at_which_kernels_spill_are_not_theirs(op: str, needs: dict[str, int], reason: str) -> None:
-    (kernels,) = (each for each in own_candidates() if (each.op, each.name) == (op, "triton"))
-    assert reason in str(kernels.support.lacking(needs))
-    assert kernels.support.lacking({"mamba3": {"state": 128, "angles": 32}, "m2rnn": {"heads": 44}}[op]) is None
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ CASES = {
     "bf16, few states saved": Case(B=1, S=1200, H=11, checkpoint_every=100),
     "bf16, two pieces": Case(B=1, S=601, H=11, documents=True, state=True),
     "bf16, two row blocks": Case(B=1, S=130, H=5, K=32, documents=True),
+    "bf16, many heads": Case(B=1, S=130, H=96, documents=True),
     "one row block": Case(B=1, S=65, H=5, K=16, documents=True, state=True),
 }
 RMS = 5e-3

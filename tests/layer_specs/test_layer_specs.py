@@ -433,7 +433,7 @@ def kept(make: Callable[..., Any]) -> Callable[[int], InFlight]:
     return functools.cache(lambda mtp_depth: in_flight(make(mtp_depth=mtp_depth), draw_tokens(B, S)))
 
 
-@pytest.mark.parametrize("name", exhaustive_but(RECOMPUTE, "core_attn", "every layer", "all layers up to the Full one"))
+@pytest.mark.parametrize("name", exhaustive_but(RECOMPUTE, "core_attn", "mla_up_proj", "every layer", "all layers up to the Full one"))
 def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
     """Neither losses nor gradients, bit for bit, nor what Shared layers attend to; and layers do run again.
 
@@ -689,11 +689,16 @@ def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(proce
     assert {entry["op"] for entry in dispatcher.observed_backends()} == ops - divided
 
 
-def test_unknown_implementations_are_refused() -> None:
-    from megacpp_mcore.layer_specs.parts import parts_for
+def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:
+    from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
 
     with pytest.raises(ModelError, match="transformer_impl is 'inference_optimized'"):
         parts_for(SimpleNamespace(transformer_impl="inference_optimized"))
+    with pytest.raises(ModelError, match="normalization is 'L2Norm'"):
+        TorchNorm(SimpleNamespace(normalization="L2Norm"), 4)
+    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
+    with pytest.raises(ModelError, match="bias=True"):
+        DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, bias=True)
 
 
 def test_without_settings_the_arguments_must_describe_a_preset(process: Path, definition: Model) -> None:

@@ -100,3 +100,6 @@ def test_stocks_norm_is_the_one_that_fuses_its_residual(process: Path, backend: 
     parts = dataclasses.replace(parts_for(config), residual_norm=fusing)
     residual_norm(parts, Dispatcher({"rms_norm": backend}))(config=config, hidden_size=128, eps=1e-5)
     assert len(given) == (backend == STOCK)
+    config.recompute_granularity, config.recompute_modules = "selective", ["layernorm"]
+    residual_norm(parts, Dispatcher())(config=config, hidden_size=128, eps=1e-5)
+    assert len(given) == (backend == STOCK)  # its residual would be freed

@@ -546,7 +546,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
         ("{schedule: FSSFSSF}", {}, ["names 7 layers, the model has 6"]),
         ("{schedule: FSSSSSF}", {}, ["(FSSSSSF)", "names 7 layers, the model has 6"]),
         ("{schedule: FSS}", PERIODIC, ["'FSS'", "--dsa-indexer-topk-freq 3", "leave one of them out"]),
-        ("{schedule: FXS}", {}, ["index.yaml", "character 'X' at position 2"]),
+        ("{schedule: FXS}", {}, ["index.yaml", "{'schedule': 'FXS'}", "expected {schedule: FSSFSS}"]),
     ],
 )
 def test_what_does_not_fit_is_refused(

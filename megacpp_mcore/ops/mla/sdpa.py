@@ -214,6 +214,8 @@ def check_arguments(
 ) -> None:
     """Raise ModelError unless these are arguments of :func:`sdpa_attention`."""
     check_shapes(q_SBHK, k_TBHK, v_TBHV)
+    if not q_SBHK.numel() or not v_TBHV.numel():
+        raise ModelError(f"q and v have shapes {tuple(q_SBHK.shape)} and {tuple(v_TBHV.shape)}, expected nothing empty")
     one_dtype("MLA", q=q_SBHK, k=k_TBHK, v=v_TBHV)
     (rows, batch), keys = q_SBHK.shape[:2], k_TBHK.shape[0]
     check_mask(mask, batch=batch, num_queries=rows, num_keys=keys)

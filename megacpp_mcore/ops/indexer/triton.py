@@ -179,10 +179,7 @@ def indexer_grad(
             f"the indexer has {H} heads; the gradient's kernel takes {MOST_HEADS} at most: use the reference"
         )
     q, k = _rows(q_SBHD), _rows(k_TBD)
-    if isinstance(coefficient, torch.Tensor):
-        weight = (coefficient / (B * S)).float()
-    else:
-        weight = q.new_full((), coefficient / (B * S), dtype=torch.float32)
+    weight = (q.new_full((), 1 / (B * S), dtype=torch.float32) * coefficient).float()
     deterministic = torch.are_deterministic_algorithms_enabled()
     units = _units(q, w_SBH, weight) if deterministic else None
     dq, dk = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=torch.float32 if units is None else torch.int64)

@@ -32,7 +32,7 @@ from megatron.training import global_vars
 
 from megacpp_mcore.backends import STOCK, Dispatcher, Resolution
 from megacpp_mcore.backends.candidates import EXPERTS
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs import router
 from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
@@ -95,14 +95,21 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
     """Choose our routed experts or stock's; stock's if the run needs a feature that only they have, or kernels we lack.
 
     Raises:
-        BackendError: the run requests ours by name, and such a feature as well.
+        BackendError: the run requests ours by name, and such a feature as well, or only backends of an op that does not run.
     """
     why = stock_alone(config)
     op, needs = expert_op(config)
     if why is None and compute_device() == "cuda" and dispatcher.is_automatic(EXPERTS) and dispatcher.is_automatic(op):
         lacking = dispatcher.without_kernel(op, **needs)
         why = lacking and f"kernels for experts of which our {op} says: {lacking}"
-    return dispatcher.request_or_stock(EXPERTS, why)
+    chosen = dispatcher.request_or_stock(EXPERTS, why)
+    named = [name for name in ("routed_mlp", "grouped_mlp") if not dispatcher.is_automatic(name)]
+    if named and (chosen.observed == STOCK or op not in named):
+        runs, remedy = (
+            (f"stock's ({chosen.reason})", "leave one out") if chosen.observed == STOCK else (op, f"name {op}")
+        )
+        raise BackendError(f"backends asks for {' and '.join(named)}, and the experts of this run are {runs}; {remedy}")
+    return chosen
 
 
 def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:

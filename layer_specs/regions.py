@@ -301,6 +301,8 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
             without local linear layers.
         LaunchError: regions are to be compiled for a CPU, and there is no C++ compiler.
     """
+    if config.quant_recipe is not None:
+        quantized.watch()
     if settings is None:
         return RegionPlan()
     settings.recompute.check(config.recompute_granularity, config.recompute_modules or ())
@@ -310,9 +312,10 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
             f"{source}: transformer_engine: {{linear: true}} replaces Megatron's local linear layers, and the run has "
             f"--transformer-impl {config.transformer_impl}, whose are Transformer Engine's; leave it out, or use local"
         )
-    rows = _rows(config) if settings.fp8.recipe is not None else None
-    scopes = scopes_of(settings.fp8, config, rows=rows, source=source)
-    if scopes is not None or config.quant_recipe is not None:
+    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert; None where no stock script runs
+    fsdp2 = getattr(arguments, "use_torch_fsdp2", False)
+    scopes = scopes_of(settings.fp8, config, source=source, rows=_rows(config, arguments), fsdp2=fsdp2)
+    if scopes is not None:
         quantized.watch()
     backend = BACKEND if settings.compile == "regional" else None
     compiler = os.environ.get("CXX", "g++")
@@ -324,9 +327,8 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
     return RegionPlan(backend=backend, recompute=settings.recompute, fp8=scopes, linear=features.linear)
 
 
-def _rows(config: TransformerConfig) -> int | None:
-    """Rows of a micro-batch on this rank; None where no stock script runs."""
-    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
+def _rows(config: TransformerConfig, arguments: Any) -> int | None:
+    """Rows of a micro-batch on this rank; None without arguments."""
     if arguments is None:
         return None
     cut = config.tensor_model_parallel_size if config.sequence_parallel else 1

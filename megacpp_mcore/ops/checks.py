@@ -23,7 +23,7 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
         ModelError: a tensor is not of a floating-point dtype.
     """
     for tensor in tensors:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or quantized.is_quantized(tensor):
             raise ModelError(f"found a tensor of {tensor.dtype}, expected a floating-point dtype; cast it first")
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
@@ -32,8 +32,9 @@ def one_dtype(op: str, **tensors: torch.Tensor) -> torch.dtype:
     """The dtype that all tensors (each given under its own name) have.
 
     Raises:
-        ModelError: they have several.
+        ModelError: they have several, or one is quantised.
     """
+    quantized.refuse(**tensors)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     first = next(iter(dtypes.values()))
     if any(dtype != first for dtype in dtypes.values()):
@@ -44,6 +45,7 @@ def one_dtype(op: str, **tensors: torch.Tensor) -> torch.dtype:
 
 def expect_shape(op: str, name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
     """Raise ModelError unless ``tensor``, one of the inputs of ``op``, has this shape; ``axes`` has one letter per axis."""
+    quantized.refuse(**{name: tensor})
     if tuple(tensor.shape) != shape:
         raise ModelError(
             f"{name} has shape {tuple(tensor.shape)}; expected {shape} as [{', '.join(axes)}]: "

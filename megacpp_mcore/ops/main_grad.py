@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.te import quantized
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def linear(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None)
     Raises:
         ModelError: the buffer does not fit the weight.
     """
+    quantized.refuse(x=x, weight=weight_ND)
+    quantized.refuse(x=x, weight=weight_ND)
     check_main_grad(weight_ND, main_grad)
     if main_grad is None:
         return torch.nn.functional.linear(x, weight_ND)

@@ -9,7 +9,7 @@ heads, G groups of shared keys and values, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,27 +19,6 @@ from megacpp_mcore.te import imports
 
 ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "swiglu": "swiglu", "geglu_tanh": "geglu"}
 """Activations of LayerNormMLP, with its names for them: its GELU is the tanh form."""
-
-
-def split_sizes(heads: int, groups: int, width: int) -> dict[str, int]:
-    """Output rows of the three segments of a QKV projection: ``query``, ``key``, ``value``."""
-    return {"query": heads * width, "key": groups * width, "value": groups * width}
-
-
-def tensor_parallel_rows(weight_OI: torch.Tensor, sizes: Mapping[str, int], rank: int, size: int) -> list[torch.Tensor]:
-    """Rank ``rank``'s rows of a QKV weight, segment by segment: each rank has whole heads of every segment.
-
-    Splitting all rows at once would give the first ranks queries alone.
-
-    Raises:
-        ModelError: the rows are not those of the segments, or a segment cannot be split evenly.
-    """
-    if weight_OI.shape[0] != sum(sizes.values()) or any(rows % size for rows in sizes.values()):
-        raise ModelError(
-            f"a QKV weight of {weight_OI.shape[0]} rows is to be cut in segments {dict(sizes)} over {size} ranks; expected "
-            "their sum, each a multiple of the ranks"
-        )
-    return [part.chunk(size)[rank] for part in weight_OI.split(list(sizes.values()))]
 
 
 class Block(torch.nn.Module):
@@ -89,7 +68,7 @@ class Block(torch.nn.Module):
         parallel = {"tp_group": tp_group, "tp_size": ranks, "sequence_parallel": sequence_parallel}
         normed = {"normalization": "RMSNorm", "eps": eps}
         column, row = {"parallel_mode": "column", **parallel}, {"parallel_mode": "row", **parallel}
-        sizes = split_sizes(heads, groups, self.width)
+        sizes = {"query": heads * self.width, "key": groups * self.width, "value": groups * self.width}
         linear, normed_linear = imports.entry("Linear"), imports.entry("LayerNormLinear")
         self.qkv = normed_linear(hidden, sum(sizes.values()), parameters_split=sizes, **shared, **normed, **column)
         self.attention = imports.entry("DotProductAttention")(

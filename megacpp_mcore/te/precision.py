@@ -49,7 +49,7 @@ class FP8:
         recipe: ``delayed``, ``current``, ``block`` or ``mxfp8`` (Blackwell only); None: no FP8 here.
         attention: whether the projections of A layers run in FP8.
         shared_experts: whether those of the shared experts of E layers do.
-        blanket: whether the projections of M layers do, too: everything that can. Receipts record it.
+        blanket: whether the output projections of M layers do, too: everything that can. Receipts record it.
         first, last: how many layers at each end stay in BF16, at least 1.
         history: micro-batches that the maxima of ``delayed`` are kept for.
     """
@@ -72,7 +72,7 @@ class FP8:
         """The name in receipts."""
         if self.recipe is None:
             return "none"
-        named = {"A": "attention", "E": "shared experts", "M": "Mamba projections"}
+        named = {"A": "attention", "E": "shared experts", "M": "Mamba output projections"}
         return f"{'blanket ' * self.blanket}{self.recipe}: {', '.join(named[letter] for letter in self.letters)}"
 
 
@@ -108,13 +108,14 @@ def check_machine(recipe: str) -> None:
         raise ModelError(f"the FP8 recipe is {recipe}, which this machine cannot run: {why}; use BF16, or another GPU")
 
 
-def check_run(fp8: FP8, config: Any, *, rows: int | None = None) -> None:
+def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = False) -> None:
     """Refuse settings that contradict the scopes, before anything is built.
 
     Args:
         fp8: the run's settings.
         config: Megatron's TransformerConfig.
         rows: of a micro-batch on this rank, where that is known.
+        fsdp2: whether FSDP2 is to cut the parameters.
 
     Raises:
         ModelError: one of Megatron's flags says otherwise, or a size does not fit.
@@ -141,6 +142,8 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None) -> None:
          "--recompute-modules mla_up_proj has Megatron repeat a part of a scope outside of it, in BF16", _RECOMPUTE),
         (fp8.recipe == "delayed" and (whole or bool(selective & {"moe", "shared_experts"})),
          "--recompute-granularity has Megatron repeat a scope whose scales have changed since", _RECOMPUTE),
+        (fp8.recipe == "delayed" and fsdp2,
+         "--use-torch-fsdp2 cuts weights over ranks whose maxima are not reduced together", "use block or current"),
         (config.quant_recipe is not None and not is_experts_recipe(config.quant_recipe),
          "--te-precision-config-file has scopes of its own", "leave it out, or use the file of FP8 experts"),
         (rows is not None and rows % ALIGNMENT, f"a micro-batch has {rows} rows on a rank", f"expected a multiple of "
@@ -272,7 +275,7 @@ def check_widths(number: int, modules: dict[str, Any]) -> None:
 
 
 def owners(module: Any) -> frozenset[int]:
-    """The ranks that hold a part, or a copy cut by sequence, of the module's weights: of tensor parallelism and of FSDP2."""
+    """The ranks that hold a part, or a copy cut by sequence, of the module's weights by tensor parallelism."""
     import torch
 
     if not torch.distributed.is_initialized():
@@ -281,15 +284,12 @@ def owners(module: Any) -> frozenset[int]:
     group = _tensor_parallel(module)
     if group is not None:
         ranks.update(torch.distributed.get_process_group_ranks(group))
-    for parameter in module.parameters(recurse=False):
-        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
-            ranks.update(mesh.mesh.flatten().tolist())
     return frozenset(ranks)
 
 
 def common_group(modules: Iterable[Any]) -> Any:
-    """The group to reduce over for modules that tensor parallelism alone cuts: theirs; None without it."""
-    return next((group for group in map(_tensor_parallel, modules) if group is not None and group.size() > 1), None)
+    """The group to reduce over: the tensor-parallel one of the first module that has one, be it of one rank; else None."""
+    return next((group for group in map(_tensor_parallel, modules) if group is not None), None)
 
 
 def _tensor_parallel(module: Any) -> Any:
@@ -297,7 +297,9 @@ def _tensor_parallel(module: Any) -> Any:
 
 
 def check_amax_group(group: Any, modules: Iterable[Any], where: str) -> None:
-    """Refuse a group for the maxima other than the ranks that own the weights of ``modules``; None stands for this rank.
+    """Refuse a group for the maxima other than the ranks that own the weights of ``modules``.
+
+    None is every rank to Transformer Engine (2.17 to 2.20, ``FP8GlobalStateManager.reduce_and_update_fp8_tensors``).
 
     Raises:
         ModelError: it is another; the message names both.
@@ -306,7 +308,7 @@ def check_amax_group(group: Any, modules: Iterable[Any], where: str) -> None:
 
     expected: frozenset[int] = frozenset().union(*map(owners, modules))
     if group is None:
-        found = frozenset((torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,))
+        found = frozenset(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
     else:
         found = frozenset(torch.distributed.get_process_group_ranks(group))
     if found != expected:
@@ -328,8 +330,8 @@ def _bind(module: Any, scope: Callable[[Any], contextlib.AbstractContextManager[
     module.forward = types.MethodType(forward, module)
 
 
-def scopes_of(fp8: FP8, config: Any, *, rows: int | None = None, source: str = "") -> Scopes | None:
-    """The scopes of a run, checked against machine and flags; None without FP8.
+def scopes_of(fp8: FP8, config: Any, *, source: str = "", **run: Any) -> Scopes | None:
+    """The scopes of a run, checked against machine and flags (``run``: as :func:`check_run`); None without FP8.
 
     Raises:
         ModelError, BackendError: as :func:`check_run` and :func:`check_machine`; ``source`` is named.
@@ -339,7 +341,7 @@ def scopes_of(fp8: FP8, config: Any, *, rows: int | None = None, source: str = "
             raise ModelError(f"{source}: fp8 has no recipe, and {fp8} asks for FP8; name one of {', '.join(RECIPES)}")
         return None
     try:
-        check_run(fp8, config, rows=rows)
+        check_run(fp8, config, **run)
         check_machine(fp8.recipe)
     except (ModelError, BackendError) as error:
         raise type(error)(f"{source}: {error}") from error

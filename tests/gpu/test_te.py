@@ -132,8 +132,6 @@ def test_a_plain_model_with_replaced_linear_layers_in_fp32() -> None:
     assert [one.swap for one in decisions] == [True, True]
     assert type(model[0]).__module__.startswith("transformer_engine")
     assert list(model.parameters()) == weights  # the same objects
-    x16 = F.pad(x.detach().flatten(0, 1), (0, 0, 0, 7)).requires_grad_()  # rows are free; 201 is taken as well
-    del x16
     compare(both_ways(lambda x, *_: model(x), x, *weights), expected, CHAIN)
     assert [weight.shape for weight in weights] == shapes
 

@@ -187,6 +187,31 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
         assert experts.choose_experts(config, Dispatcher(asked)).observed == OWN_EXPERTS
 
 
+@pytest.mark.parametrize(
+    ("fields", "asked", "says"),
+    [
+        ({"expert_model_parallel_size": 2}, "routed_mlp", "grouped_mlp; name grouped_mlp"),
+        ({"moe_shared_expert_overlap": True}, "routed_mlp", "grouped_mlp"),
+        ({}, "grouped_mlp", "routed_mlp; name routed_mlp"),
+        ({"use_transformer_engine_op_fuser": True}, "routed_mlp", r"stock's \(the run asks for --use-transformer"),
+    ],
+)
+def test_a_backend_by_name_of_an_op_that_does_not_run(
+    config: Any, fields: dict[str, Any], asked: str, says: str
+) -> None:
+    from megacpp_mcore.layer_specs.experts import choose_experts
+
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with pytest.raises(BackendError, match=f"backends asks for {asked}, and the experts of this run are {says}"):
+        choose_experts(config, Dispatcher({asked: "triton_fp8"}))
+    if "op_fuser" not in str(fields):
+        assert (
+            choose_experts(config, Dispatcher(dict.fromkeys(("routed_mlp", "grouped_mlp"), "triton_fp8"))).observed
+            == OWN_EXPERTS
+        )
+
+
 def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
     from megacpp_mcore.layer_specs.experts import choose_experts
 

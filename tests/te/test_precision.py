@@ -221,39 +221,31 @@ def four_ranks() -> Iterator[dict[str, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    groups = {"tp": torch.distributed.new_group([0, 1]), "dp": torch.distributed.new_group([0, 2])}
+    groups = {
+        name: torch.distributed.new_group(ranks) for name, ranks in (("tp", [0, 1]), ("dp", [0, 2]), ("one", [0]))
+    }
     yield groups | {"world": torch.distributed.group.WORLD}
     torch.distributed.destroy_process_group()
-
-
-def test_the_ranks_that_own_a_weight(four_ranks: dict[str, Any]) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    assert precision.owners(Engine()) == {0}
-    assert precision.owners(Engine(group=four_ranks["tp"])) == {0, 1}
-    sharded = Engine()
-    mesh = DeviceMesh("cpu", [0, 2])
-    sharded.weight = torch.nn.Parameter(distribute_tensor(torch.ones(32, 32), mesh, [Shard(0)], src_data_rank=None))
-    assert precision.owners(sharded) == {0, 2}
 
 
 @pytest.mark.parametrize("name", ["dp", "world", None])
 def test_maxima_are_reduced_over_the_owners_and_no_others(four_ranks: dict[str, Any], name: str | None) -> None:
     modules = [Engine(group=four_ranks["tp"]), Engine(group=four_ranks["tp"])]
     precision.check_amax_group(four_ranks["tp"], modules, "layer 3")
-    precision.check_amax_group(None, [Engine()], "layer 3")
+    precision.check_amax_group(four_ranks["one"], [Engine(group=four_ranks["one"])], "layer 3")
     with pytest.raises(
         ModelError, match=r"layer 3: maxima would be reduced over ranks \[.*\], .* owned by ranks \[0, 1\]"
     ):
         precision.check_amax_group(name and four_ranks[name], modules, "layer 3")
 
 
-def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks: dict[str, Any]) -> None:
-    layer = Layer(group=four_ranks["tp"])
+@pytest.mark.parametrize("name", ["tp", "one"])
+def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks: dict[str, Any], name: str) -> None:
+    """Of one rank, too: without a group Transformer Engine would reduce over all ranks."""
+    layer = Layer(group=four_ranks[name])
     scopes().install(layer, 3)
     layer(torch.ones(16, 32))
-    assert NOTED[0]["amax_reduction_group"] is four_ranks["tp"]
+    assert NOTED[0]["amax_reduction_group"] is four_ranks[name]
 
 
 def test_modules_of_one_scope_with_other_owners(four_ranks: dict[str, Any]) -> None:
@@ -299,6 +291,14 @@ def test_rows_that_are_no_multiple_of_16() -> None:
         precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4100)
 
 
+def test_weights_that_fsdp2_cuts_have_no_delayed_scaling() -> None:
+    precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), fsdp2=True)
+    with pytest.raises(
+        ModelError, match=r"delayed\} cannot be, for --use-torch-fsdp2 cuts weights .* use block or current"
+    ):
+        precision.check_run(FP8(recipe="delayed"), SimpleNamespace(**CLEAN), fsdp2=True)
+
+
 def test_stateless_scaling_may_be_repeated_by_megatron_around_whole_layers() -> None:
     precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"recompute_granularity": "full"}))
 
@@ -339,7 +339,7 @@ def test_blanket_is_an_option_of_its_own_and_marks_the_receipt() -> None:
     assert FP8(recipe="block").label == "block: attention, shared experts"
     blanket = FP8(recipe="delayed", blanket=True)
     assert blanket.letters == "AEM"
-    assert blanket.label == "blanket delayed: attention, shared experts, Mamba projections"
+    assert blanket.label == "blanket delayed: attention, shared experts, Mamba output projections"
 
 
 def test_the_run_of_a_stock_script_is_refused_before_a_layer_is_built(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.layer_specs import regions
 from megacpp_mcore.observe.receipts import assemble
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.settings import load
@@ -37,7 +38,7 @@ def precision_of(folder: Path, text: str) -> dict[str, Any]:
         ),
         (
             "fp8: {recipe: delayed, blanket: true}",
-            "blanket delayed: attention, shared experts, Mamba projections",
+            "blanket delayed: attention, shared experts, Mamba output projections",
             "refuse",
             "megatron",
         ),
@@ -53,7 +54,7 @@ def test_experts_in_fp8_by_name_are_not_bf16(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(of_run, "_modules", lambda chunks: iter([experts]))
     facts = of_run.Facts()
     of_run._precision(facts, [], CONFIG, None)
-    assert facts.values["precision.kernel_fp8"] == "products of the experts' rows by triton_fp8"
+    assert facts.values["precision.kernel_fp8"] == "experts by triton_fp8"
 
 
 def test_ranks_are_summed_and_one_that_did_not_count_is_left_out() -> None:
@@ -66,6 +67,14 @@ def test_ranks_are_summed_and_one_that_did_not_count_is_left_out() -> None:
     assert found.values["precision.fp8_scopes"] == {"bf16": 2, "captured": 1, "entered": 7}
     assert found.values["precision.dequantised"] == 0
     assert of_ranks(other).unknown["precision.dequantised"] == "nothing of the run is quantised"
+
+
+def test_experts_in_fp8_are_watched_without_a_file_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[None] = []
+    monkeypatch.setattr(quantized, "watch", lambda: watched.append(None))
+    for recipe in (None, object()):
+        regions.region_plan(None, SimpleNamespace(quant_recipe=recipe))  # type: ignore[arg-type]
+    assert len(watched) == 1
 
 
 def test_a_process_that_does_not_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,19 +91,6 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
 # --- Block --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_qkv_weight_is_cut_by_segment(ranks: int) -> None:
-    """The heads of all ranks together are the heads of the whole, each segment in order."""
-    sizes = block.split_sizes(heads=8, groups=4, width=2)
-    weight = torch.arange(32)[:, None] * torch.ones(1, 3)
-    cuts = [block.tensor_parallel_rows(weight, sizes, rank, ranks) for rank in range(ranks)]
-    assert [len(part) for part in cuts[0]] == [16 // ranks, 8 // ranks, 8 // ranks]
-    whole = [torch.cat([cut[segment] for cut in cuts]) for segment in range(3)]
-    assert torch.equal(torch.cat(whole), weight)
-    with pytest.raises(ModelError, match=r"32 rows is to be cut .* over 3 ranks"):
-        block.tensor_parallel_rows(weight, sizes, 0, 3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

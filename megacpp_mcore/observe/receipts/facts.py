@@ -235,7 +235,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
-        plan = _also_in_fp8(plan, "products of the experts' rows by triton_fp8")
+        plan = _also_in_fp8(plan, "experts by triton_fp8")
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -324,7 +324,7 @@ def _flops(
     again = recomputed(model, step, recomputation, model_chunks(config))
     kernel_fp8 = facts.values["precision.kernel_fp8"]
     if "triton_fp8" in kernel_fp8:
-        facts.miss("the experts' gradients of weights are not in FP8, and are not counted apart", "flops")
+        facts.miss("the experts' products in FP8 are not counted apart", "flops")
         return
     plan = precision.PrecisionPlan(
         model_dtype=facts.values["precision.model_dtype"],

@@ -16,7 +16,7 @@ import torch
 
 from megacpp_mcore.ops import vendors
 from megacpp_mcore.ops.grouped_mlp import reference, triton
-from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
+from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows
 from megacpp_mcore.util.probe import ProbeResult
 
 ACTIVATIONS = {"gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx"}
@@ -55,11 +55,6 @@ def _whole_tile() -> Any:
 def _tile(columns: int) -> Any:
     """The tile of a product with this many columns; None: quack's own choice."""
     return None if columns % WIDTH else _whole_tile()
-
-
-@torch.no_grad()
-def _weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return packed(w1_EFD), packed(w2_EDF)
 
 
 def _starts(rows: Rows) -> torch.Tensor:
@@ -125,7 +120,7 @@ def _product(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, **h
     return product
 
 
-QUACK = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient)
+QUACK = Products(8, triton.BF16.weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient)
 
 routed_mlp = functools.partial(triton.routed_mlp, products=QUACK)
 """The op with quack's products. It also raises BackendError where quack cannot be imported."""

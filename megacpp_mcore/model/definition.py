@@ -18,7 +18,7 @@ from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model import parameters
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.util import schema
-from megacpp_mcore.util.nearest import nearest
+from megacpp_mcore.util.nearest import nearest, nearest_number
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -35,9 +35,15 @@ def _not_negative(owner: object, *names: str) -> None:
             raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected 0 (off) or more, and finite")
 
 
-def _divides(what: str, number: int, by: str, divisor: int) -> None:
+def _divides(what: str, number: int, by: str, divisor: int, *, fixed: bool = False) -> None:
+    """Refuse a ``number`` that is no multiple of ``divisor``; ``fixed``: only the number can be changed."""
     if number % divisor:
-        raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); change one of the two")
+        if fixed:
+            fitting = f"multiple is {nearest_number(number, range(divisor, number + divisor, divisor))}"
+        else:
+            divisors = (each for each in range(1, number + 1) if number % each == 0)
+            fitting = f"divisor is {nearest_number(divisor, divisors)}"
+        raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); the nearest {fitting}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class MLA:
 
     def __post_init__(self) -> None:
         _positive(self, *(f.name for f in dataclasses.fields(self)))
-        _divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2)
+        _divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2, fixed=True)
 
 
 OWN, SERVED = "own", "served"
@@ -122,7 +128,7 @@ class Mamba3:
             raise ModelError(f"Mamba3.rope_fraction is {self.rope_fraction}; expected 0.5 or 1.0")
         if self.decay_activation not in ("softplus", "heavy_tail"):
             raise ModelError(f"Mamba3.decay_activation is {self.decay_activation!r}; expected softplus or heavy_tail")
-        _divides("Mamba3.state", self.state, "4, for rotated pairs of half the state", 4)
+        _divides("Mamba3.state", self.state, "4, for rotated pairs of half the state", 4, fixed=True)
 
     @property
     def angles(self) -> int:

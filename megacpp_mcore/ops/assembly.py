@@ -27,6 +27,17 @@ def exp2(x):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x of a float32, by the approximate instruction: off by one in the last place at most."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
 def softplus(u):
     """log(1 + e^u) with log1p(x) = log(y)·x / (y − 1), y = 1 + x, which keeps the digits of small steps."""
     x = tl.exp2(tl.abs(u) * -LOG2E)

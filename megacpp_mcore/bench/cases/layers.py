@@ -350,7 +350,8 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
             module.in_proj.weight.copy_(_in_their_order(plan.model, mixer))
             module.out_proj.weight.copy_(mixer.out_proj.weight)
         if ssm.out_norm:  # theirs has none by default: it gets ours
-            module.out_proj = torch.nn.Sequential(_HeadNorm(mixer, plan.config.layernorm_epsilon), module.out_proj)
+            head_norm = peers.HeadNorm(mixer.out_norm_weight, ssm.head_dim, plan.config.layernorm_epsilon)
+            module.out_proj = torch.nn.Sequential(head_norm, module.out_proj)
 
         def call(inputs: Inputs) -> torch.Tensor:
             hidden_SBD = inputs.leaves["hidden"]
@@ -369,19 +370,6 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
         expand=ssm.expand, d_state=ssm.state, headdim=ssm.head_dim, ngroups=ssm.groups, chunk_size=ssm.chunk,
         rope_fraction=ssm.rope_fraction, A_floor=ssm.a_floor,
     )  # fmt: skip
-
-
-class _HeadNorm(torch.nn.Module):
-    """The RMSNorm of each head that our mixer applies before its output projection: ``[…, H·P] -> […, H·P]``."""
-
-    def __init__(self, mixer: Any, eps: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(mixer.out_norm_weight.detach().clone())
-        self.head_dim, self.eps = mixer.ssm.head_dim, eps
-
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=self.eps)
-        return by_head.flatten(-2) * self.weight
 
 
 def _in_their_order(model: Model, mixer: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Mamba-3 between its two projections, MIMO or SISO: the backends, and mamba-ssm's module without its projections.
+"""Mamba-3 between its two projections, MIMO or SISO, heads normed: the backends, and mamba-ssm's module without projections.
 
 Legend: B batch, S sequence, H heads, P head width, R MIMO rank, G groups, N state, A angles, X output of the input projection.
 """
@@ -20,6 +20,7 @@ from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.slices import split
 
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
+EPS = 1e-5
 SUMMED = {"db_bias": 2.0, "dc_bias": 2.0}
 """Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands."""
 ONE_RANK = {"y": 1.5}
@@ -42,6 +43,7 @@ def problem(options: Options) -> Problem:
     given |= {"b_norm_weight": weight(N).to(draw.dtype), "c_norm_weight": weight(N).to(draw.dtype), "D": weight(H)}
     if R > 1:
         given |= {name: weight(H, R, P, around=1.0 if name == "mimo_z" else 1 / R) for name in peers.MIX}
+    given["out_norm_weight"] = weight(H * P).to(draw.dtype)
     inputs = Inputs(leaves=draw.leaves(**given), cotangents={"y": draw.normal(B, S, H, P)})
 
     def scan(fn: Any, inputs: Inputs) -> torch.Tensor:
@@ -49,7 +51,7 @@ def problem(options: Options) -> Problem:
         z, x, b, c, *rest = split(weights.pop("u").transpose(0, 1), widths)
         z, x = (part.unflatten(-1, (H, P)) for part in (z, x))
         b, c = (part.unflatten(-1, (R, G, N)).transpose(2, 3) for part in (b, c))  # mamba-ssm has them rank by rank
-        out_SBHP: torch.Tensor = fn(x, z, b, c, *rest, **weights, chunk_size=chunk, A_floor=1e-4, eps=1e-5)[0]
+        out_SBHP: torch.Tensor = fn(x, z, b, c, *rest, **weights, chunk_size=chunk, A_floor=1e-4, eps=EPS)[0]
         return out_SBHP.transpose(0, 1)
 
     ssm = Mamba3(head_dim=P, groups=G, state=N, mimo_rank=R, chunk=chunk, rope_fraction=0.5)
@@ -72,10 +74,11 @@ def problem(options: Options) -> Problem:
 
 def _peer(options: Options, inputs: Inputs) -> Variant:
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
-    given = {name: leaf for name, leaf in inputs.leaves.items() if name != "u"}
+    given = {name: leaf for name, leaf in inputs.leaves.items() if name in peers.MAMBA3_WEIGHTS}
+    head_norm = peers.HeadNorm(inputs.leaves["out_norm_weight"], P, EPS)
 
     def variant(name: str, module: Any) -> Variant:
-        module.in_proj = module.out_proj = torch.nn.Identity()
+        module.in_proj, module.out_proj = torch.nn.Identity(), head_norm
         weights = [module.get_parameter(peers.MAMBA3_WEIGHTS[leaf]) for leaf in given]
 
         def call(inputs: Inputs) -> torch.Tensor:
@@ -83,7 +86,7 @@ def _peer(options: Options, inputs: Inputs) -> Variant:
             return output.view(inputs.cotangents["y"].shape)
 
         def leaves(inputs: Inputs) -> Tensors:
-            return [inputs.leaves["u"], *weights]
+            return [inputs.leaves["u"], *weights, head_norm.weight]
 
         return Variant.of(name, PEER, call, leaves=leaves, limit=ROUNDED)
 

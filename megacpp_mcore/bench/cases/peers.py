@@ -106,6 +106,20 @@ def mamba3_peer(
     return variant(name, module)
 
 
+class HeadNorm(torch.nn.Module):
+    """The RMSNorm of each head that our Mamba-3 applies to its output: ``[…, H·P] -> […, H·P]``."""
+
+    def __init__(self, weight: torch.Tensor, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach().clone())
+        self.head_dim, self.eps = head_dim, eps
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """The normed ``y``, scaled."""
+        by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=self.eps)
+        return by_head.flatten(-2) * self.weight
+
+
 @contextlib.contextmanager
 def patched(name: str) -> Iterator[None]:
     """Apply only the patch ``name`` for the duration; afterwards everything is as before."""

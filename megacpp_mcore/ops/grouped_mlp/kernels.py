@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2
+from megacpp_mcore.ops.assembly import LOG2E, exp2, reciprocal
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 GAUSS = tl.constexpr(0.3989422804014327)
@@ -133,26 +133,16 @@ def combine(
 
 
 @triton.jit
-def _reciprocal(x):
-    if INTERPRETED:
-        return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-
-
-@triton.jit
 def _activation(h, TANH: tl.constexpr):
     """The factor of ``h`` in its GELU, and the derivative of the GELU."""
     if TANH:
         square = h * h
-        factor = _reciprocal(1.0 + exp2(-LOG2E * TANH_SCALE * h * (1.0 + TANH_CUBE * square)))
+        factor = reciprocal(1.0 + exp2(-LOG2E * TANH_SCALE * h * (1.0 + TANH_CUBE * square)))
         slope = factor + h * factor * (1.0 - factor) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * square)
     else:
         # The error function to within 1.5e-7: Abramowitz and Stegun, 7.1.26.
         bell = exp2(-0.5 * LOG2E * h * h)
-        t = _reciprocal(1.0 + 0.3275911 * SQRT_HALF * tl.abs(h))
+        t = reciprocal(1.0 + 0.3275911 * SQRT_HALF * tl.abs(h))
         series = 1.061405429
         series = series * t - 1.453152027
         series = series * t + 1.421413741

@@ -27,7 +27,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.reference import logits, score_block, selected_gradient, through_heads
 from megacpp_mcore.ops.packed.documents import document_starts
-from megacpp_mcore.ops.visibility import query_chunks
+from megacpp_mcore.ops.visibility import masked_softmax, query_chunks
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a chunk's largest temporary: 64 MiB in float32. At most three tensors of that size are alive at once (and some
@@ -331,12 +331,6 @@ def _gather(k_BTD: torch.Tensor, at_BRN: torch.Tensor) -> torch.Tensor:
     return k_BTD[torch.arange(k_BTD.shape[0], device=at_BRN.device)[:, None, None], at_BRN]
 
 
-def _probabilities(score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Softmax over the valid keys; 0 at the others, and in all of a row that has none."""
-    score = score.masked_fill(~valid, torch.finfo(score.dtype).min)
-    return score.softmax(dim=-1).masked_fill_(~valid, 0.0)
-
-
 def _divergence(target: torch.Tensor, score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """``KL(target ‖ softmax(score))`` of each row over its valid keys; 0 for a row that has none."""
     score = score.masked_fill(~valid, torch.finfo(score.dtype).min)
@@ -637,7 +631,7 @@ def dense_backward(
         score_BRT = indexer.scores(rows)
         rule.apply_(score_BRT, rows)
         divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
-        grad_BRT = _probabilities(score_BRT, valid).sub_(target)
+        grad_BRT = masked_softmax(score_BRT, valid).sub_(target)
         if by_kernel:
             gradients.add(indexer, grad_BRT.masked_fill_(~valid, 0.0), weight_BS, rule, rows)
             continue

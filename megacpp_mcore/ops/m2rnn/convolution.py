@@ -149,7 +149,7 @@ def prepare(
         gated = in_S[:, None] & in_H[None, :]
         gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
         x_f = tl.load(x_f_SBH + gates, mask=gated, other=0.0).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))
+        rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0).to(tl.float32))
         step = softplus(x_f + tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :])
         f = tl.where(in_S[:, None], tl.exp(-rate[None, :] * step), 1.0)
         if DOCUMENTS:
@@ -258,7 +258,7 @@ def prepare_backward(
         gated = in_S[:, None] & in_H[None, :]
         gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
         x_f = tl.load(x_f_SBH + gates, mask=gated, other=0.0).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))[None, :]
+        rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0).to(tl.float32))[None, :]
         x_f += tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :]
         step = softplus(x_f)
         df = tl.zeros([TOKENS, H_POWER], tl.float32)

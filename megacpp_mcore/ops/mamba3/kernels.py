@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2, softplus
+from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2, reciprocal, softplus
 
 PI = tl.constexpr(3.141592653589793)
 FORGET = tl.constexpr(-160.0)
@@ -32,13 +32,14 @@ FORGET = tl.constexpr(-160.0)
 
 
 @triton.jit
+def _dot(a, b, add=None):
+    """A product whose float32 operands are not rounded to TF32."""
+    return tl.dot(a, b, add, input_precision="ieee")
+
+
+@triton.jit
 def _sigmoid(u):
-    if INTERPRETED:
-        return 1.0 / (1.0 + tl.exp2(u * -LOG2E))
-    else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exp2(u * -LOG2E)], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
+    return reciprocal(1.0 + exp2(u * -LOG2E))
 
 
 @triton.jit
@@ -166,19 +167,19 @@ def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _columns_of_planes(N: tl.constexpr, HALF: tl.constexpr):
+def _columns_of_planes(N: tl.constexpr, MIMO: tl.constexpr):
     """Offsets of each plane's two columns in the model's layout."""
     i = tl.arange(0, N // 2)
-    if HALF:
+    if MIMO:
         return i, i + N // 2
     else:
         return 2 * i, 2 * i + 1
 
 
 @triton.jit
-def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
+def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr):
     """Load each plane's two columns from rows of B or C in the model's layout, [ROWS, N / 2] float32 each."""
-    if HALF:
+    if MIMO:
         i = tl.arange(0, N // 2)[None, :]
         first = tl.load(row + i, mask=inside, other=0.0)
         second = tl.load(row + i + N // 2, mask=inside, other=0.0)
@@ -190,11 +191,11 @@ def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, HALF: tl.con
 
 @triton.jit
 def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
-             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """RMSNorm of B and of C, [S, B, G, R, N] each, to the tables [2, B, G, R, SP, N]; programs (SP / ROWS, G·R, 2·B)."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gr, table = tl.program_id(1), tl.program_id(2)
-    a, c = _columns_of_planes(N, HALF)
+    a, c = _columns_of_planes(N, MIMO)
     if table < B:
         x_ptr, weight_ptr = b_ptr, b_weight_ptr
     else:
@@ -206,7 +207,7 @@ def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r
         + (gr // R) * s_g
         + (gr % R) * s_r
     )
-    first, second = _model_planes(row, (t < S)[:, None], ROWS, N, HALF)
+    first, second = _model_planes(row, (t < S)[:, None], ROWS, N, MIMO)
     scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
     first = first * scale * tl.load(weight_ptr + a).to(tl.float32)[None, :]
     second = second * scale * tl.load(weight_ptr + c).to(tl.float32)[None, :]
@@ -218,13 +219,13 @@ def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r
 @triton.jit
 def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, dw_ptr, s_s, s_b, s_g, s_r,
              sg_s, sg_b, sg_g, sg_r, S, SP, B, eps,
-             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, SHARES: tl.constexpr,
+             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr, SHARES: tl.constexpr,
              ROWS: tl.constexpr):  # fmt: skip
     """Backward of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], summed over shares, to ``db`` and ``dc``
     [S, B, G, R, N], and one partial sum per program of the weights' gradients, ``dw`` [2, B·G·R·SP / ROWS, N]."""
     tile, gr, table = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
-    a, c = _columns_of_planes(N, HALF)
+    a, c = _columns_of_planes(N, MIMO)
     if table < B:
         x_ptr, weight_ptr, dx_ptr = b_ptr, b_weight_ptr, db_ptr
     else:
@@ -232,7 +233,7 @@ def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, d
     b = (table % B).to(tl.int64)
     row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     inside = (t < S)[:, None]
-    first, second = _model_planes(row, inside, ROWS, N, HALF)
+    first, second = _model_planes(row, inside, ROWS, N, MIMO)
     n = tl.arange(0, N)
     plane = (table.to(tl.int64) * (G * R) + gr) * SP * N
     one_share = tl.num_programs(2).to(tl.int64) * (G * R) * SP * N
@@ -249,7 +250,7 @@ def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, d
     out = dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b * sg_b * 8 + (gr // R) * sg_g + (gr % R) * sg_r
     d_first = (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty)
     d_second = (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty)
-    if HALF:
+    if MIMO:
         tl.store(out + a[None, :], d_first, mask=inside)
         tl.store(out + c[None, :], d_second, mask=inside)
     else:
@@ -363,7 +364,7 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     pending = (1.0 - _lambdas(trap_ptr, st_s, st_b, t + 1, b, h, S)) * following
     u = tl.load(dd_A_ptr + t.to(tl.int64) * sA_s + b.to(tl.int64) * sA_b + h, mask=inside, other=0.0).to(tl.float32)
     rate, _ = _rate(u, HEAVY)
-    decay = tl.maximum(rate, floor) * delta * -LOG2E
+    decay = tl.maximum(rate, floor, propagate_nan=tl.PropagateNan.ALL) * delta * -LOG2E
     if PACKED:
         decay += tl.where(_starts(seq_ptr, b, t, S), FORGET, 0.0)
     la = tl.reshape(tl.cumsum(tl.reshape(decay, (T // L, L)), 1), (T,))
@@ -403,8 +404,8 @@ def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
 def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_ptr, la_ptr, w_ptr,
                  k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, sx_h, S, SP, NSEG,
                  H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, BACK: tl.constexpr,
-                 PRECISION: tl.constexpr):  # fmt: skip
+                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
+                 BACK: tl.constexpr):  # fmt: skip
     """Keys and queries (B and C, biased and rotated), [B, H, SP / L, M, N]; also a segment's contribution to the state [P, N]
     and its decay of the state before it. Programs (H, NSEG, B).
 
@@ -442,7 +443,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
         if MIMO:
             v = v * tl.load(mix).to(tl.float32)
         v = v * (enter if BACK else leave)[:, None]
-        state = tl.dot(v.to(DT).T, k, state * keep, input_precision=PRECISION)
+        state = _dot(v.to(DT).T, k, state * keep)
         kept = kept * keep
         t0 += L
         bc += L * N
@@ -487,8 +488,7 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, turns_ptr, k_ptr, q_ptr, SP,
 @triton.jit
 def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+                  L: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """A segment's contribution to the gradient of the state before it [P, N], and its decay. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
@@ -508,7 +508,7 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
         row = table + chunk * L
         enter, _, keep = _decays(la_ptr + row, w_ptr + row, token, L)
         q = (q.to(tl.float32) * (enter * kept)[:, None]).to(DT)
-        dstate = tl.dot(do.T, q, dstate, input_precision=PRECISION)
+        dstate = _dot(do.T, q, dstate)
         kept = kept * keep
     out = dstate_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     tl.store(out, dstate.to(dstate_ptr.dtype.element_ty))
@@ -617,11 +617,10 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
 
 
 @triton.jit
-def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
-                PRECISION: tl.constexpr):  # fmt: skip
+def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr):
     """Add to ``sums`` [ROWS, X], one row per rank, the sum over tokens of [M, X]: a tensor-core product with 0 and 1."""
     r, m = tl.arange(0, ROWS), tl.arange(0, R * L)
-    return tl.dot((m[None, :] // L == r[:, None]).to(DT), x.to(DT), sums, input_precision=PRECISION)
+    return _dot((m[None, :] // L == r[:, None]).to(DT), x.to(DT), sums)
 
 
 @triton.jit
@@ -644,7 +643,7 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
              y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
              L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
-             EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
     """The output of a segment, given the state before it: GATED, y [S, B, H, P]; RAW, the gate's input for every rank,
     o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -691,12 +690,12 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
             if MIMO:
                 v = v * tl.load(mx_ptr + mix).to(tl.float32)
         held = state.to(DT)
-        state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
+        state = _dot((v * leave[:, None]).to(DT).T, k, state * keep)
         v = v.to(DT)
-        o = tl.dot(q, held.T, input_precision=PRECISION) * enter[:, None]
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        o = _dot(q, held.T) * enter[:, None]
+        scores = _dot(q, k.T)
         scores = _weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)
-        o = tl.dot(scores.to(DT), v, o, input_precision=PRECISION)
+        o = _dot(scores.to(DT), v, o)
         if RAW:
             o_desc.store([first, 0], o.to(DT))
         if GATED:
@@ -825,8 +824,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
 @triton.jit
 def scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dq_desc, sx_s, sx_b, S, SP, NSEG,
                      H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                     L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
-                     EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                     L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """The gradients of the queries [B, H, SP / L, M, N]; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
@@ -851,11 +849,11 @@ def scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, s
             x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, M
         )  # fmt: skip
         held = state.to(DT)
-        state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
-        dweights = tl.dot(do, v.to(DT).T, input_precision=PRECISION)
+        state = _dot((v * leave[:, None]).to(DT).T, k, state * keep)
+        dweights = _dot(do, v.to(DT).T)
         dweights = _weighted(dweights, weights, M, R, L).to(DT)
-        dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
-        dq = tl.dot(dweights, k, dq, input_precision=PRECISION)
+        dq = _dot(do, held) * enter[:, None]
+        dq = _dot(dweights, k, dq)
         dq_desc.store([first, 0], dq.to(DT))
 
 
@@ -864,7 +862,7 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                   dk_desc, dq_desc, dx_ptr, dmx_ptr, dgamma_ptr, sx_s, sx_b, sg_s, sg_b, part_s, S, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
-                  KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
     """KEYS: the gradients of the keys [B, H, SP / L, M, N]. VALUES: those of x, of mimo_x (a partial sum per segment) and of γ.
     One at a time where both do not fit in the registers. QUERIES, with KEYS and segments of one chunk: those of the queries,
     too, which may overwrite ``do``. Last token to first; programs (H, NSEG, B)."""
@@ -900,18 +898,18 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
         v = v.to(DT)
         held = dstate.to(DT)
         entering = (do.to(tl.float32) * enter[:, None]).to(DT)
-        dstate = tl.dot(entering.T, q, dstate * keep, input_precision=PRECISION)
-        dweights = tl.dot(v, do.T, input_precision=PRECISION)
+        dstate = _dot(entering.T, q, dstate * keep)
+        dweights = _dot(v, do.T)
         if VALUES:
-            scores = tl.dot(k, q.T, input_precision=PRECISION)
+            scores = _dot(k, q.T)
             dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
             tl.store(dgamma_ptr + row + one, _rows_over_ranks(dgamma, R, L))
             scores = (_weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
-            dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
-            dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
+            dv = _dot(k, held.T) * leave[:, None]
+            dv = _dot(scores, do, dv).to(DT).to(tl.float32)
             if MIMO:
                 # Reload x and mimo_x from the cache: there are no registers to hold them.
-                dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
+                dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS)
                 dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
             dx = _over_ranks(dv, R, L, P).to(DT)
             out = dx_ptr + chunk * L * (sg_s * 8) + dx_rows
@@ -921,12 +919,12 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                 tl.store(out, dx, mask=(start + one < S)[:, None])
         if KEYS:
             dweights = _weighted(dweights, weights, M, R, L).to(DT)
-            dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
-            dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
+            dk = _dot(v, held) * leave[:, None]
+            dk = _dot(dweights, q, dk)
             dk_desc.store([first, 0], dk.to(DT))
             if QUERIES:
-                dq = tl.dot(do, tl.load(state_ptr + border), input_precision=PRECISION) * enter[:, None]
-                dq = tl.dot(dweights.T, k, dq, input_precision=PRECISION)
+                dq = _dot(do, tl.load(state_ptr + border)) * enter[:, None]
+                dq = _dot(dweights.T, k, dq)
                 dq_desc.store([first, 0], dq.to(DT))
     if MIMO and VALUES:
         r = tl.arange(0, ROWS)
@@ -1071,13 +1069,14 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     u = tl.load(dd_A_ptr + t.to(tl.int64) * sA_s + b.to(tl.int64) * sA_b + h, mask=inside, other=0.0).to(tl.float32)
     rate, slope = _rate(u, HEAVY)
     turn = _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP) * PI
-    ddelta = lam * down + (1.0 - lam) * dpending - tl.maximum(rate, floor) * da + tl.sum(dtheta * turn, 1)
+    floored = tl.maximum(rate, floor, propagate_nan=tl.PropagateNan.ALL)
+    ddelta = lam * down + (1.0 - lam) * dpending - floored * da + tl.sum(dtheta * turn, 1)
     v = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
     ddd_dt = tl.where(inside, ddelta * _sigmoid(v + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
     t, b = t.to(tl.int64), b.to(tl.int64)
     DT: tl.constexpr = ddd_dt_ptr.dtype.element_ty
     tl.store(ddd_dt_ptr + t * sg_s + b * sg_b + h, ddd_dt.to(DT), mask=inside)
-    ddd_A = tl.where(rate >= floor, -da * delta * slope, 0.0)
+    ddd_A = tl.where(rate < floor, 0.0, -da * delta * slope)
     tl.store(ddd_A_ptr + t * sgA_s + b * sgA_b + h, ddd_A.to(DT), mask=inside)
     dtrap = delta * (down - dpending) * lam * (1.0 - lam)
     tl.store(dtrap_ptr + t * sgt_s + b * sgt_b + h, dtrap.to(DT), mask=inside)

@@ -216,11 +216,15 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str], setti
 
 
 def check_batches(config: Any, layout: Layout) -> None:
-    """Refuse a global batch that cannot be divided among the data-parallel replicas.
+    """Refuse a global batch that cannot be divided among the data-parallel replicas, and logits that are gathered.
 
     Raises:
         LaunchError: names the numbers.
     """
+    if not config.model.parallel_output:
+        raise LaunchError(
+            "model.parallel_output is false; Megatron's loss takes gathered logits for those of one rank: leave it true"
+        )
     replicas = int(os.environ["WORLD_SIZE"]) // (layout.tensor * layout.pipeline)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * replicas):

@@ -20,8 +20,8 @@ stock does with logits in between (muP's scale, MTP's count of correct predictio
 
 The op gets the loss mask by which its losses will be multiplied: for an MTP depth the one that ``process_mtp_loss`` has rolled
 along with the labels; for the main head, under a stock script, the model's own, which the script's loss function multiplies
-by. Any other caller of the model may weight its losses freely, so the op gets no mask. The op's assertion stops a stock script
-whose loss function multiplies by anything else.
+by. Any other caller of the model may weight its losses freely, so the op gets no mask: through Bridge the main head takes a
+fourth product. The op's assertion stops a stock script whose loss function multiplies by anything else.
 
 Each head is a separate call. A single call for all heads was measured (``bench run linear_cross_entropy_heads``): 1 % faster,
 0.5 of 2.3 GB less. But it must know the ratio of the main loss to a depth's before the loss function runs, and abort the run if
@@ -190,7 +190,10 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(self, *args, **kwargs).arguments
+        import torch
+
+        bound = signature.bind(self, *args, **kwargs)
+        arguments = bound.arguments
         if not self.post_process or arguments.get("labels") is None:
             return original(self, *args, **kwargs)
         obstacle = _obstacle(self, arguments)
@@ -201,9 +204,12 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         _note(self, _OP, "the patch linear-cross-entropy")
         mask = arguments.get("loss_mask")
         of_main = mask if _stock_script_runs() else None
+        if mask is None and self.config.mtp_num_layers:
+            # Bridge passes none. The same as MTP's own, which could not be followed.
+            arguments["loss_mask"] = mask = torch.ones_like(arguments["labels"], dtype=torch.float32)
         token = _running.set(_Run(self.output_layer, arguments["labels"], of_main, mask))
         try:
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
         finally:
             _running.reset(token)
 
@@ -224,7 +230,13 @@ def _note(model: Any, observed: str, reason: str) -> None:
 
 def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """Why this call needs real logits; ``None`` if it does not."""
-    return _of_call(model, arguments) or _of_layer(model.output_layer, arguments) or _of_weight(model)
+    layer, gather = model.output_layer, arguments.get("runtime_gather_output")
+    if model.pg_collection.tp.size() > 1 and (layer.gather_output if gather is None else gather):
+        raise PatchError(
+            "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
+            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True"
+        )
+    return _of_call(model, arguments) or _of_layer(layer) or _of_weight(model)
 
 
 def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -246,19 +258,13 @@ def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _of_layer(layer: Any, arguments: Mapping[str, Any]) -> str | None:
+def _of_layer(layer: Any) -> str | None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     if type(layer) is not ColumnParallelLinear or "forward" in vars(layer):
         return f"the output layer is a {type(layer).__name__}, not a plain ColumnParallelLinear"
     if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "the output layer has hooks, which get its logits or their gradient"
-    gather = arguments.get("runtime_gather_output")
-    if layer.tp_group.size() > 1 and (layer.gather_output if gather is None else gather):
-        raise PatchError(
-            "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
-            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True"
-        )
     if layer.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute keeps the gradient of the logits"
     if layer.disable_grad_reduce or layer.explicit_expert_comm:

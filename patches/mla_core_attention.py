@@ -3,11 +3,12 @@
 Activate: ``megacpp_mcore.patches.apply(["mla-core-attention"])``.
 Scope: ``MultiLatentAttention`` with stock core attention.
 
-* ``TEDotProductAttention``, if Transformer Engine would select its unfused backend, or FlashAttention 4 (2.20.2 passes 4.0.0b36
-  a causal window that makes the output zero), and the run has not requested a backend (``--attention-backend`` is auto,
-  ``NVTE_FUSED_ATTN`` is not 0). Key and value dims differ; the layout is ``sbhd`` with a causal or no mask, or ``thd`` with
-  causal packed sequences. Instead of Transformer Engine's FlashAttention 4 the op's own call of it runs, if it supports the
-  dims; otherwise cuDNN or flash through PyTorch. Stock stays, and the reason is logged once, for context parallelism, dropout
+* ``TEDotProductAttention``, if Transformer Engine would select its unfused backend, and the run has not requested a backend
+  (``--attention-backend`` is auto, ``NVTE_FUSED_ATTN`` is not 0). Key and value dims differ; the layout is ``sbhd`` with a
+  causal or no mask, or ``thd`` with causal packed sequences. The op's call of FlashAttention 4 runs, where it is installed and
+  supports the dims; otherwise cuDNN or flash through PyTorch. Transformer Engine's own call of it, which 2.20.2 passes a causal
+  window that makes the output of 4.0.0b36 zero, is off in the whole process from the patch on (``NVTE_FLASH_ATTN_V4=0``), also
+  where stock stays. That, and the reason is logged once, is for context parallelism, dropout
   in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or batch-invariant attention,
   autocast, hooks on the module, and if PyTorch has no kernel either; with packed sequences also for padding between them, an
   additional mask, and keys with their own ``cu_seqlens``.
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 
 _TE_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
-STAYS, UNFUSED, FLASH4 = "stays", "unfused", "flash4"
-"""Classes of Transformer Engine's backend choice."""
 
 
 class Call(NamedTuple):
@@ -89,6 +88,8 @@ class Kept(NamedTuple):
 
 def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``MultiLatentAttention._run_core_attention``."""
+
+    os.environ["NVTE_FLASH_ATTN_V4"] = "0"
 
     @functools.wraps(original)
     def _run_core_attention(
@@ -196,7 +197,7 @@ def _packed_obstacle(call: Call, packed: Any) -> str | None:
 
 
 def _instead_of_te(call: Call) -> torch.Tensor | Kept:
-    """Attention by the op's kernels if Transformer Engine would run unfused or FlashAttention 4; otherwise why not."""
+    """Attention by the op's kernels if Transformer Engine would run unfused; otherwise why not."""
     from megacpp_mcore.ops.mla import sdpa
 
     K, V = call.query.shape[-1], call.value.shape[-1]
@@ -206,12 +207,12 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
     if obstacle is not None:
         return Kept(obstacle)
     where = f"at widths {K}/{V}" if call.packed is None else f"at widths {K}/{V}, packed,"
-    choice, words = _te_selection(_question(call))
-    if choice == STAYS:
+    unfused, words = _te_selection(_question(call))
+    if not unfused:
         return Kept(f"{where} {words}", logging.INFO)
     # Transformer Engine reads a mask only if its type is padding or arbitrary.
     tensors, causal, documents = call.tensors(), call.mask_type != "no_mask", call.documents()
-    attend = _flash4(K, V, call.query.dtype) if choice == FLASH4 and vendors.allowed("flash4").ok else None
+    attend = _flash4(K, V, call.query.dtype) if vendors.allowed("flash4").ok else None
     kernel = "flash4"
     if attend is None:
         backend = sdpa.fused_backend(*tensors, causal=causal, seq_idx=documents.get("seq_idx"), backends=sdpa.FUSED[:2])
@@ -318,23 +319,21 @@ def _power_of_two(least: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[str, str]:
-    """One of STAYS, UNFUSED and FLASH4, and in words what Transformer Engine selects or why it cannot be queried."""
+def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
+    """Whether Transformer Engine would run unfused, and in words what it selects or why it cannot be queried."""
     try:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
-        return STAYS, f"this Transformer Engine cannot be asked for its backend: {error}"
+        return False, f"this Transformer Engine cannot be asked for its backend: {error}"
     known = {field.name for field in dataclasses.fields(utils.AttentionParams)}
     answer = utils.get_attention_backend(utils.AttentionParams(**{k: v for k, v in question if k in known}))
     if len(answer) != 6:
         words = f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected"
-        return STAYS, words
-    flash, flash_version, fused, _, unfused, _ = answer
+        return False, words
+    flash, _, fused, _, unfused, _ = answer
     if unfused:
-        return UNFUSED, "Transformer Engine is unfused"
-    if flash and str(flash_version).startswith("4."):
-        return FLASH4, "Transformer Engine selects FlashAttention 4, which takes its causal window for an empty one"
-    return STAYS, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
+        return True, "Transformer Engine is unfused"
+    return False, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
 
 
 # --- the local implementation -------------------------------------------------------------------------------------------

@@ -38,21 +38,21 @@ _FLASH4 = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
-    mask=False,
 )
 """The widths at which it was compared with the reference.
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
-_TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
+_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False)
 """Its fused kernels do not support MLA's widths 128/64 on Hopper, where it runs unfused: so ``sdpa`` comes first."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 4)), "state": Dim(one_of=(64, 128))},
+    dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 2, 4)), "state": Dim(one_of=(64, 128))},
 )
-"""The sizes at which its kernels compile without register spills and were compared with the reference, with half of the state
-rotated. With all of it (``rope_fraction: 1``) some spill up to 96 bytes, at rank 1 or state 128."""
+"""The sizes at which its kernels were compared with the reference, with half of the state rotated. They compile without
+register spills but at rank 2, where some spill up to 112 bytes. With all of the state rotated (``rope_fraction: 1``) some spill
+up to 96, at rank 1 or state 128."""
 
 _M2RNN_TRITON = Support(
     devices=("cuda",),
@@ -107,7 +107,9 @@ _DEEP_GEMM = Support(
 _MLA_PROJECTION_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims=dict.fromkeys(("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim"), Dim(one_of=(64,))),
+    dims=dict.fromkeys(
+        ("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim", "dim"), Dim(one_of=(64,))
+    ),
 )
 """The widths at which its kernels compile without register spills and were compared with the reference; any number of heads."""
 
@@ -116,7 +118,6 @@ def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     ops = "megacpp_mcore.ops"
     return (
-        _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate(
             "mla",
             "flash4",
@@ -125,8 +126,8 @@ def own_candidates() -> tuple[Candidate, ...]:
             f"{ops}.mla.flash4:attend",
             ("flash4", CUDA),
             probe=lambda: _load(f"{ops}.mla.flash4:probe")(),
-            by_name=True,
         ),
+        _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate(
             "mla",
             "te",

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.util.nearest import nearest_number
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 _OPTIONS = {
-    "mask": "it takes no mask",
     "packed": "it does not keep packed documents apart",
     "deterministic": "its gradients can differ from run to run",
     "capturable": "a CUDA graph cannot hold it",
@@ -31,7 +31,8 @@ class Dim:
     def lacking(self, name: str, size: int) -> str | None:
         """Why ``size`` is not supported, or None."""
         if self.one_of and size not in self.one_of:
-            return f"{name} {size} is none of {', '.join(map(str, self.one_of))}"
+            known, fitting = ", ".join(map(str, self.one_of)), nearest_number(size, self.one_of)
+            return f"{name} {size} is none of {known}; the nearest is {fitting}"
         if size % self.multiple_of:
             return f"{name} {size} is not a multiple of {self.multiple_of}"
         return f"{name} {size} > {self.largest}" if self.largest is not None and size > self.largest else None
@@ -52,7 +53,6 @@ class Support:
         dtypes: of its inputs, of :data:`DTYPES`.
         dims: sizes of dimensions, by the names used in requests; other dimensions may have any size.
         together: allowed combinations of sizes by name, one of which a request has to match; empty: any.
-        mask: whether it supports an attention mask.
         packed: whether it separates the documents of a packed row (THD).
         deterministic: whether equal inputs give bit-identical results, forward and backward.
         capturable: whether a CUDA graph can capture it.
@@ -62,7 +62,6 @@ class Support:
     dtypes: tuple[str, ...] = DTYPES
     dims: Mapping[str, Dim] = field(default_factory=dict)
     together: tuple[Mapping[str, int], ...] = ()
-    mask: bool = True
     packed: bool = True
     deterministic: bool = True
     capturable: bool = True
@@ -75,8 +74,8 @@ class Support:
         """Why ``needs`` are not met, or None.
 
         Args:
-            needs: ``device``, ``dtype`` (torch's name, with or without its prefix), ``mask``, ``packed``,
-                ``deterministic``, ``capturable`` (whether it is needed), and sizes of dimensions; all may be left out.
+            needs: ``device``, ``dtype`` (torch's name, with or without its prefix), ``packed``, ``deterministic``,
+                ``capturable`` (whether it is needed), and sizes of dimensions; all may be left out.
 
         Raises:
             BackendError: unknown need.

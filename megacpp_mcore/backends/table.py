@@ -41,7 +41,7 @@ def text(candidates: Iterable[Candidate] | None = None) -> str:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    missing = [name for name in ("mask", "packed", "deterministic", "capturable") if not row[name]]
+    missing = [name for name in ("packed", "deterministic", "capturable") if not row[name]]
     dtypes = "all" if tuple(row["dtypes"]) == DTYPES else ", ".join(_SHORT[name] for name in row["dtypes"])
     return (
         row["op"],

@@ -122,10 +122,10 @@ def _positive(text: str) -> int:
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise ArgumentTypeError(f"found {text!r}, expected a finite number, 0 or more")
 
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:

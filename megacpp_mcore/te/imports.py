@@ -1,7 +1,8 @@
 """The import firewall of Transformer Engine: availability, switches, and every entry point that this package uses.
 
 Importing this module imports neither torch nor Transformer Engine. Of the package's other modules only the patch
-``mla-core-attention`` and benchmarks name Transformer Engine's; Megatron's own wrappers (``megatron.core.extensions``) import it on their own.
+``mla-core-attention`` and benchmarks name Transformer Engine's; Megatron's own wrappers (``megatron.core.extensions``) import
+it on their own.
 
 Checked against Transformer Engine 2.17 to 2.20, which renamed none of the entry points below; an entry that is renamed gets its
 older path as an alternative.

@@ -37,6 +37,9 @@ OPS = ("mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "
 
 EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
     ("mla", "sdpa"): _against_reference("mla", "sdpa"),
+    ("mla", "flash4"): tuple(
+        {"benchmark": "mla", "work": "forward+backward", "variant": each} for each in ("flash4", "sdpa")
+    ),
     ("indexer", "triton"): _against_reference("indexer", "triton", "forward"),
     ("indexer_grad", "triton"): _against_reference("indexer_grad", "triton", "gradient"),
     ("experts", "megacpp_mcore"): (

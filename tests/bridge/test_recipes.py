@@ -96,6 +96,11 @@ REFUSED = [
         ["train.micro_batch_size=3", "dataset.data_path=text"],
         "batch of 8 is not a multiple of the micro-batch (3)",
     ),
+    (
+        TINY,
+        ["model.parallel_output=false", "dataset.data_path=text"],
+        "model.parallel_output is false; Megatron's loss",
+    ),
     ("nam56r_pretrain_8gpu_h200_bf16", [], "is for 8 processes, and 1 was started"),
     ("nam56r_pretrain_1gpu_h200_bf16", [], "needs 1 GPU on this host, and torch sees 0"),
 ]

@@ -202,7 +202,7 @@ class Laboratory:
         options = ["--observe", str(recorded), "--"]
         options += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double
         status, output = launch([*options, *words], self.config, processes)
-        assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
+        assert status == 0, f"run {name!r} ended with status {status}:\n{output[-30000:]}"
         return Run(output, saved, read_scalars(recorded), self.model)
 
 

@@ -102,7 +102,7 @@ def test_flash4_takes_no_mask() -> None:
     with pytest.raises(BackendError, match="no mask"):
         flash4.attend(*draw(64)[:3], attention_mask=torch.zeros(1, 1, 64, 64, dtype=torch.bool, device="cuda"), **HOW)
     needs = {"device": "cuda", "dtype": torch.bfloat16, "packed": True, "deterministic": True, "capturable": True}
-    found = Dispatcher({"mla": "flash4"}).request("mla", qk_dim=128, v_dim=64, mask=False, **needs)
+    found = Dispatcher({"mla": "flash4"}).request("mla", qk_dim=128, v_dim=64, **needs)
     assert found.fn is flash4.attend
 
 

@@ -113,8 +113,16 @@ def test_a_checkpoint_is_searched(dtype: tuple[str, ...], tmp_path: Path) -> Non
     assert "advised: " in said
 
 
-@pytest.mark.parametrize("words", [["--batch", "0"], ["--tokens", "-5"], ["--batch", "two"]])
-def test_a_number_that_scores_nothing_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        *((words, "whole number, 1 or more") for words in (["--batch", "0"], ["--tokens", "-5"], ["--batch", "two"])),
+        *((["--tolerance", value], "finite number, 0 or more") for value in ("-1", "nan", "much")),
+    ],
+)
+def test_a_number_that_scores_nothing_is_refused(
+    words: list[str], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         cli.main(["advise", "index-cache", "--heldout", "text", *words, "--", "--load", "x"])
-    assert f"found {words[1]!r}, expected a whole number, 1 or more" in capsys.readouterr().err
+    assert f"found {words[1]!r}, expected a {kind}" in capsys.readouterr().err

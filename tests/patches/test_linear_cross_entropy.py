@@ -297,6 +297,19 @@ def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
     assert torch.equal(of_main, mask.t()) if script else of_main is None
 
 
+@pytest.mark.parametrize("build", [gpt, hybrid])
+def test_without_a_mask_the_depths_have_that_of_mtp(process: Path, build: Callable[..., Any]) -> None:
+    """Bridge's forward step passes none."""
+    model, masks = build(), list[torch.Tensor | None]()
+    expected = outcome(model, loss_mask=None)
+    with patched(), counted_losses(masks):
+        found = outcome(model, loss_mask=None)
+    *depths, of_main = masks
+    assert [mask is not None and mask.sum().item() for mask in depths] == [B * (S - 1), B * (S - 2)]
+    assert of_main is None
+    assert differing_tensors(expected, found, 2e-5) == []
+
+
 def stock_script(runs: bool) -> contextlib.AbstractContextManager[Any]:
     return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if runs else None)
 
@@ -325,8 +338,11 @@ def main(store: str) -> None:
             check_same(build(tensor_model_parallel_size=2, **settings), heads=3)
         model = gpt(tensor_model_parallel_size=2)
         model.output_layer.gather_output = True
-        with patched(), pytest.raises(PatchError, match="gathers its logits over the tensor-parallel ranks"):
-            forward(model)
+        for hook in (None, lambda *_: None):  # with hooks stock would run
+            if hook is not None:
+                model.output_layer.register_forward_hook(hook)
+            with patched(), pytest.raises(PatchError, match="gathers its logits over the tensor-parallel ranks"):
+                forward(model)
         torch.distributed.barrier()
 
 

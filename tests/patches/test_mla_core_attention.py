@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -316,8 +317,7 @@ class Engine:
 
     def get_attention_backend(self, params: AttentionParams) -> tuple[Any, ...]:
         self.asked.append(params)
-        version = "4.0.0b36" if self.choice == "flash 4" else "2.8.3"
-        return (self.choice.startswith("flash"), version, self.choice == "fused", None, self.choice == "unfused", [])
+        return (self.choice == "flash", "2.8.3", self.choice == "fused", None, self.choice == "unfused", [])
 
 
 @pytest.fixture
@@ -354,17 +354,10 @@ def te_attention(engine: Engine, *extra: str) -> Any:
     return layer.train()
 
 
-FLASH_4 = "selects FlashAttention 4, which takes its causal window for an empty one"
-
-
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
-@pytest.mark.parametrize(("choice", "why"), [("unfused", "is unfused"), ("flash 4", FLASH_4)])
-def test_unfused_goes_to_sdpa(
-    engine: Engine, choice: str, why: str, mask_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfused_goes_to_sdpa(engine: Engine, mask_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    engine.choice = choice
     monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer, inputs = te_attention(engine), draw(dtype=torch.float32)
     with said() as lines:
@@ -381,7 +374,7 @@ def test_unfused_goes_to_sdpa(
         torch.float32, "sbhd_sbhd_sbhd", S, K, V, mask_type, (-1, 0 if mask_type == "causal" else -1), True, False, B
     )
     assert lines == [
-        f"mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine {why}"
+        "mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine is unfused"
     ]
 
 
@@ -690,11 +683,9 @@ def test_stock_keeps_packed_sequences_that_it_fuses(engine: Engine, monkeypatch:
     assert engine.ran == 1
 
 
-def test_flash_attention_4_that_transformer_engine_selects_runs_by_the_op(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_4_runs_by_the_op_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands for its kernels, which no CPU has."""
-    engine.choice = "flash 4"
+    assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
     monkeypatch.setattr(
         mla_core_attention, "_flash4", lambda *sizes: mla_attention if sizes == (K, V, torch.float64) else None
     )
@@ -703,5 +694,5 @@ def test_flash_attention_4_that_transformer_engine_selects_runs_by_the_op(
         found = run(layer, inputs, packed_seq_params=parameters)
     assert_parity(found, by_sequence(*inputs, parameters.cu_seqlens_q, 0.37).reshape(found.shape), rms=1e-12)
     assert lines == [
-        f"mla-core-attention: TEDotProductAttention runs flash4: at widths 12/6, packed, Transformer Engine {FLASH_4}"
+        "mla-core-attention: TEDotProductAttention runs flash4: at widths 12/6, packed, Transformer Engine is unfused"
     ]

@@ -230,13 +230,7 @@ def _note(model: Any, observed: str, reason: str) -> None:
 
 def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """Why this call needs real logits; ``None`` if it does not."""
-    layer, gather = model.output_layer, arguments.get("runtime_gather_output")
-    if model.pg_collection.tp.size() > 1 and (layer.gather_output if gather is None else gather):
-        raise PatchError(
-            "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
-            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True"
-        )
-    return _of_call(model, arguments) or _of_layer(layer) or _of_weight(model)
+    return _of_call(model, arguments) or _of_layer(model.output_layer) or _of_weight(model)
 
 
 def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -248,11 +242,19 @@ def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
         return "an inference engine is active"
     if arguments.get("output_processor") is not None:
         return "an output_processor wants the output layer"
-    if has_config_logger_enabled(model.config):
-        return "the configuration logger writes the logits"
     for method in ("compute_language_model_loss", "_scale_logits"):
         if method in vars(model) or getattr(type(model), method) is not getattr(LanguageModule, method):
             return f"the model has its own {method}"
+    gather = arguments.get("runtime_gather_output")
+    if model.tp_group.size() > 1 and (
+        getattr(model.output_layer, "gather_output", False) if gather is None else gather
+    ):
+        raise PatchError(
+            "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
+            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True"
+        )
+    if has_config_logger_enabled(model.config):
+        return "the configuration logger writes the logits"
     if model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "te":
         return "cross_entropy_fusion_impl asks for Transformer Engine's cross-entropy"
     return None

@@ -7,8 +7,8 @@ Scope: ``MultiLatentAttention`` with stock core attention.
   (``--attention-backend`` is auto, ``NVTE_FUSED_ATTN`` is not 0). Key and value dims differ; the layout is ``sbhd`` with a
   causal or no mask, or ``thd`` with causal packed sequences. The op's call of FlashAttention 4 runs, where it is installed and
   supports the dims; otherwise cuDNN or flash through PyTorch. Transformer Engine's own call of it, which 2.20.2 passes a causal
-  window that makes the output of 4.0.0b36 zero, is off in the whole process from the patch on (``NVTE_FLASH_ATTN_V4=0``), also
-  where stock stays. That, and the reason is logged once, is for context parallelism, dropout
+  window that makes the output of 4.0.0b36 zero, is off in the whole process from the first call on, also where stock stays
+  (``NVTE_FLASH_ATTN_V4=0``, if it is not set). That, and the reason is logged once, is for context parallelism, dropout
   in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or batch-invariant attention,
   autocast, hooks on the module, and if PyTorch has no kernel either; with packed sequences also for padding between them, an
   additional mask, and keys with their own ``cu_seqlens``.
@@ -89,8 +89,6 @@ class Kept(NamedTuple):
 def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``MultiLatentAttention._run_core_attention``."""
 
-    os.environ["NVTE_FLASH_ATTN_V4"] = "0"
-
     @functools.wraps(original)
     def _run_core_attention(
         self: Any,
@@ -104,6 +102,7 @@ def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         run = _runner(self.core_attention)
         if run is not None:
+            os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
             mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
             call = Call(self.core_attention, query, key, value, attention_mask, mask_type.name, packed_seq_params)
             obstacle = _common_obstacle(call, extra_kwargs)
@@ -227,14 +226,11 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
 @functools.cache
 def _flash4(qk_dim: int, v_dim: int, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """FlashAttention-4 as called by the op ``mla``, or None if it is not installed or does not support this call."""
-    import torch
-
     needs: dict[str, Any] = {"qk_dim": qk_dim, "v_dim": v_dim, "dtype": dtype, "device": "cuda"}
-    with torch.inference_mode(False), torch.enable_grad():  # the probe runs it forward and backward
-        try:
-            return Dispatcher({"mla": "flash4"}).request("mla", **needs).fn
-        except BackendError:
-            return None
+    try:
+        return Dispatcher({"mla": "flash4"}).request("mla", **needs).fn
+    except BackendError:
+        return None
 
 
 def _te_obstacle(call: Call) -> str | None:

@@ -20,10 +20,11 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype that a reference computes in: float64 when one of the tensors is that, else float32.
 
     Raises:
-        ModelError: a tensor is not of a floating-point dtype.
+        ModelError: a tensor is not of a floating-point dtype, or is quantised.
     """
     for tensor in tensors:
-        if not tensor.is_floating_point() or quantized.is_quantized(tensor):
+        quantized.refuse(tensor=tensor)
+        if not tensor.is_floating_point():
             raise ModelError(f"found a tensor of {tensor.dtype}, expected a floating-point dtype; cast it first")
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 

@@ -39,9 +39,8 @@ def linear(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None)
     """``x [..., D] @ weight.T -> [..., N]``; the weight's gradient is accumulated into the buffer, if there is one.
 
     Raises:
-        ModelError: the buffer does not fit the weight.
+        ModelError: the buffer does not fit the weight, or a tensor is quantised.
     """
-    quantized.refuse(x=x, weight=weight_ND)
     quantized.refuse(x=x, weight=weight_ND)
     check_main_grad(weight_ND, main_grad)
     if main_grad is None:

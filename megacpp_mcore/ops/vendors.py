@@ -94,8 +94,10 @@ def tried(
     if not torch.cuda.is_available():
         return ProbeResult(False, "torch sees no CUDA device")
     try:
-        given = [leaf.requires_grad_() for leaf in leaves()]
-        have, want = _outcome(call, given), _outcome(truth, [leaf.detach().float().requires_grad_() for leaf in given])
+        with torch.inference_mode(False), torch.enable_grad():
+            given = [leaf.requires_grad_() for leaf in leaves()]
+            want = _outcome(truth, [leaf.detach().float().requires_grad_() for leaf in given])
+            have = _outcome(call, given)
         worst = max(worst_row(one, other, what) for one, other in zip(have, want, strict=True))
     except Exception as error:
         return ProbeResult(False, f"{what} failed: {error!r}".replace("\n", " "))

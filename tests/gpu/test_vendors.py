@@ -18,7 +18,7 @@ from megacpp_mcore.ops.grouped_mlp import quack, reference
 from megacpp_mcore.ops.linear_cross_entropy import reduced
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.packed.documents import other_documents
-from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.ops.testing import EARLY, assert_parity
 from megacpp_mcore.util.probe import ProbeResult
 from tests.gpu.device import replayed, without_waiting
 from tests.gpu.test_grouped_mlp_kernels import CASES
@@ -64,6 +64,20 @@ def test_flash4_of_one_token() -> None:
     assert torch.equal(o, inputs[2])
     assert torch.equal(dv, inputs[3])
     assert float(torch.stack((dq, dk)).abs().max()) < 1e-5
+
+
+def test_flash4_of_one_key_for_all_heads() -> None:
+    """As sparse layers attend in the dense warm-up: the value is a part of the key."""
+    require(flash4.probe())
+    q, k, _, do = draw(640, 1, 56)
+    shared = k[:, :, :1].detach().requires_grad_()
+    keys = shared.expand(-1, -1, 56, -1)
+    found, expected = (
+        torch.autograd.grad(attend(q, key, key[..., :64]), (q, shared), do, retain_graph=True)
+        for key in (keys, keys.contiguous())
+    )
+    for have, want in zip(found, expected, strict=True):
+        assert_parity(have[EARLY:], want[EARLY:].double(), rms=5e-3)
 
 
 @pytest.mark.parametrize("of_rows", [[(1, 127, 1, 900, 316)], [(700, 1), (3, 698)], [(300,)]])

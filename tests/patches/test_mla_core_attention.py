@@ -685,13 +685,14 @@ def test_stock_keeps_packed_sequences_that_it_fuses(engine: Engine, monkeypatch:
 
 def test_flash_attention_4_runs_by_the_op_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands for its kernels, which no CPU has."""
-    assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
+    monkeypatch.delenv("NVTE_FLASH_ATTN_V4", raising=False)
     monkeypatch.setattr(
         mla_core_attention, "_flash4", lambda *sizes: mla_attention if sizes == (K, V, torch.float64) else None
     )
     layer, inputs, parameters = te_attention(engine), draw_packed(), packed(PACKS["documents"])
     with said() as lines:
         found = run(layer, inputs, packed_seq_params=parameters)
+    assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
     assert_parity(found, by_sequence(*inputs, parameters.cu_seqlens_q, 0.37).reshape(found.shape), rms=1e-12)
     assert lines == [
         "mla-core-attention: TEDotProductAttention runs flash4: at widths 12/6, packed, Transformer Engine is unfused"

@@ -89,7 +89,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         if on_cpu:
             process.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
         config = configured(chosen, overrides)
-        check_batches(config, layout)
+        check_config(config, layout)
         process.say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
         launched = launch_policy(chosen, config, overrides, settings, environment)
         for line in launched.lines(settings):
@@ -215,7 +215,7 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str], setti
         model.check_layout(layout)
 
 
-def check_batches(config: Any, layout: Layout) -> None:
+def check_config(config: Any, layout: Layout) -> None:
     """Refuse a global batch that cannot be divided among the data-parallel replicas, and logits that are gathered.
 
     Raises:

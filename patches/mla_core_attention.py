@@ -3,15 +3,15 @@
 Activate: ``megacpp_mcore.patches.apply(["mla-core-attention"])``.
 Scope: ``MultiLatentAttention`` with stock core attention.
 
-* ``TEDotProductAttention``, if Transformer Engine would select its unfused backend, and the run has not requested a backend
-  (``--attention-backend`` is auto, ``NVTE_FUSED_ATTN`` is not 0). Key and value dims differ; the layout is ``sbhd`` with a
-  causal or no mask, or ``thd`` with causal packed sequences. The op's call of FlashAttention 4 runs, where it is installed and
-  supports the dims; otherwise cuDNN or flash through PyTorch. Transformer Engine's own call of it, which 2.20.2 passes a causal
-  window that makes the output of 4.0.0b36 zero, is off in the whole process from the first call on, also where stock stays
-  (``NVTE_FLASH_ATTN_V4=0``, if it is not set). That, and the reason is logged once, is for context parallelism, dropout
-  in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or batch-invariant attention,
-  autocast, hooks on the module, and if PyTorch has no kernel either; with packed sequences also for padding between them, an
-  additional mask, and keys with their own ``cu_seqlens``.
+* ``TEDotProductAttention``, if Transformer Engine would select its unfused backend or FlashAttention 4, and the run has not
+  requested a backend (``--attention-backend`` is auto, ``NVTE_FUSED_ATTN`` is not 0). Key and value dims differ; the layout is
+  ``sbhd`` with a causal or no mask, or ``thd`` with causal packed sequences. The op's call of FlashAttention 4 runs, where it
+  is installed and supports the dims; otherwise cuDNN or flash through PyTorch. Stock stays, and the reason is logged once, for
+  context parallelism, dropout in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or
+  batch-invariant attention, autocast, hooks on the module, and if PyTorch has no kernel either; with packed sequences also for
+  padding between them, an additional mask, and keys with their own ``cu_seqlens``. There, too, Transformer Engine's own call of
+  FlashAttention 4, in which 2.20.2 passes 4.0.0b36 a causal window that makes the output zero, is off from the patch's first
+  call on: it sets ``NVTE_FLASH_ATTN_V4=0`` in the process, if that is not set.
 * ``DotProductAttention`` accepts ``k_channels`` and ``v_channels``, which stock refuses, so that ``--multi-latent-attention
   --transformer-impl local`` builds, and packed sequences. It runs a fused SDPA kernel or, without one (on a CPU, say), our
   chunked reference in float32; neither stores sequence × sequence scores. Dropout in training, windows and another softmax run
@@ -196,7 +196,7 @@ def _packed_obstacle(call: Call, packed: Any) -> str | None:
 
 
 def _instead_of_te(call: Call) -> torch.Tensor | Kept:
-    """Attention by the op's kernels if Transformer Engine would run unfused; otherwise why not."""
+    """Attention by the op's kernels if Transformer Engine would run unfused or FlashAttention 4; otherwise why not."""
     from megacpp_mcore.ops.mla import sdpa
 
     K, V = call.query.shape[-1], call.value.shape[-1]
@@ -206,8 +206,8 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
     if obstacle is not None:
         return Kept(obstacle)
     where = f"at widths {K}/{V}" if call.packed is None else f"at widths {K}/{V}, packed,"
-    unfused, words = _te_selection(_question(call))
-    if not unfused:
+    replaced, words = _te_selection(_question(call))
+    if not replaced:
         return Kept(f"{where} {words}", logging.INFO)
     # Transformer Engine reads a mask only if its type is padding or arbitrary.
     tensors, causal, documents = call.tensors(), call.mask_type != "no_mask", call.documents()
@@ -316,7 +316,7 @@ def _power_of_two(least: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
-    """Whether Transformer Engine would run unfused, and in words what it selects or why it cannot be queried."""
+    """Whether Transformer Engine's choice is to be replaced, and in words what it is or why it cannot be queried."""
     try:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
@@ -326,9 +326,11 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
     if len(answer) != 6:
         words = f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected"
         return False, words
-    flash, _, fused, _, unfused, _ = answer
+    flash, flash_version, fused, _, unfused, _ = answer
     if unfused:
         return True, "Transformer Engine is unfused"
+    if flash and str(flash_version).startswith("4."):  # NVTE_FLASH_ATTN_V4 was set to 1
+        return True, "Transformer Engine selects FlashAttention 4, which takes its causal window for an empty one"
     return False, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
 
 

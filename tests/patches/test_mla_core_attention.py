@@ -317,7 +317,8 @@ class Engine:
 
     def get_attention_backend(self, params: AttentionParams) -> tuple[Any, ...]:
         self.asked.append(params)
-        return (self.choice == "flash", "2.8.3", self.choice == "fused", None, self.choice == "unfused", [])
+        version = "4.0.0b36" if self.choice == "flash 4" else "2.8.3"
+        return (self.choice.startswith("flash"), version, self.choice == "fused", None, self.choice == "unfused", [])
 
 
 @pytest.fixture
@@ -354,10 +355,17 @@ def te_attention(engine: Engine, *extra: str) -> Any:
     return layer.train()
 
 
+FLASH_4 = "selects FlashAttention 4, which takes its causal window for an empty one"
+
+
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
-def test_unfused_goes_to_sdpa(engine: Engine, mask_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("choice", "why"), [("unfused", "is unfused"), ("flash 4", FLASH_4)])
+def test_unfused_goes_to_sdpa(
+    engine: Engine, choice: str, why: str, mask_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
+    engine.choice = choice
     monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer, inputs = te_attention(engine), draw(dtype=torch.float32)
     with said() as lines:
@@ -374,7 +382,7 @@ def test_unfused_goes_to_sdpa(engine: Engine, mask_type: str, monkeypatch: pytes
         torch.float32, "sbhd_sbhd_sbhd", S, K, V, mask_type, (-1, 0 if mask_type == "causal" else -1), True, False, B
     )
     assert lines == [
-        "mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine is unfused"
+        f"mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine {why}"
     ]
 
 

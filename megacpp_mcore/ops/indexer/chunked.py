@@ -27,7 +27,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.reference import logits, score_block, selected_gradient, through_heads
 from megacpp_mcore.ops.packed.documents import document_starts
-from megacpp_mcore.ops.visibility import masked_softmax, query_chunks
+from megacpp_mcore.ops.visibility import query_chunks
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a chunk's largest temporary: 64 MiB in float32. At most three tensors of that size are alive at once (and some
@@ -631,7 +631,7 @@ def dense_backward(
         score_BRT = indexer.scores(rows)
         rule.apply_(score_BRT, rows)
         divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
-        grad_BRT = masked_softmax(score_BRT, valid).sub_(target)
+        grad_BRT = score_BRT.masked_fill_(~valid, torch.finfo(score_BRT.dtype).min).softmax(dim=-1).sub_(target)
         if by_kernel:
             gradients.add(indexer, grad_BRT.masked_fill_(~valid, 0.0), weight_BS, rule, rows)
             continue

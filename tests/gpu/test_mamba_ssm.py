@@ -1,15 +1,17 @@
-"""The Mamba-3 reference against mamba-ssm's own module and kernels (v2.3.2.post1), in bf16 as those want it."""
+"""Mamba-3, reference and kernels, against mamba-ssm's own module and kernels (v2.3.2.post1), in bf16 as those want it."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from megacpp_mcore.bench.cases import peers
-from megacpp_mcore.ops.mamba3.reference import mamba3
+from megacpp_mcore.ops.mamba3 import reference, triton
 from megacpp_mcore.ops.testing import assert_parity
 
 pytest.importorskip("einops", reason="mamba-ssm's module needs einops")
@@ -19,7 +21,7 @@ if importlib.util.find_spec("mamba_ssm") is None:
 
 mamba_module = peers.mamba3_source()
 
-BATCH, SEQUENCE, WIDTH, STATE, HEAD_DIM = 2, 301, 256, 64, 64
+BATCH, SEQUENCE, WIDTH, STATE, HEAD_DIM = 2, 304, 256, 64, 64
 WORST_ROW = 3e-2
 """bf16: the module rounds B and C after their norm, and its kernels round between the steps of the scan."""
 
@@ -37,8 +39,8 @@ def make(groups: int, *, mimo: bool) -> Any:
     return layer
 
 
-def reference(layer: Any, u_BSD: torch.Tensor) -> torch.Tensor:
-    """What ``layer`` computes, in fp32 between its two projections."""
+def by_op(mamba3: Callable[..., Any], layer: Any, u_BSD: torch.Tensor) -> torch.Tensor:
+    """What ``layer`` computes, by the op ``mamba3`` between its two projections."""
     rank, groups = layer.mimo_rank, layer.num_bc_heads
     inner, bc, heads = layer.d_inner, STATE * groups * rank, layer.nheads
     z, x, b, c, dd_dt, dd_A, trap, angles = layer.in_proj(u_BSD.transpose(0, 1)).split(
@@ -73,10 +75,14 @@ def inputs() -> torch.Tensor:
     return torch.randn(BATCH, SEQUENCE, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
-def test_siso_forward_and_gradients() -> None:
-    layer, weights_BSD = make(1, mimo=False), inputs().flip(1)
+@pytest.mark.parametrize("mamba3", [reference.mamba3, triton.mamba3], ids=["reference", "kernels"])
+@pytest.mark.parametrize(("groups", "mimo"), [(1, False), (1, True), (8, True)], ids=["siso", "mimo", "mimo, 8 groups"])
+def test_forward_and_gradients(mamba3: Callable[..., Any], groups: int, mimo: bool) -> None:
+    if mimo:
+        pytest.importorskip("tilelang", reason="mamba-ssm's MIMO kernels need tilelang")
+    layer, weights_BSD = make(groups, mimo=mimo), inputs().flip(1)
     found = []
-    for compute in (layer, lambda u: reference(layer, u)):
+    for compute in (layer, partial(by_op, mamba3, layer)):
         u_BSD = inputs().requires_grad_()
         layer.zero_grad()
         out = compute(u_BSD)
@@ -89,11 +95,3 @@ def test_siso_forward_and_gradients() -> None:
         # A parameter's gradient is a sum over all tokens: as one row.
         mine, other = (t.float() if name in ("out", "u") else t.float().flatten()[None] for t in (value, theirs[name]))
         assert_parity(other, mine.double(), rms=WORST_ROW, name=name)
-
-
-@pytest.mark.parametrize("groups", [1, 8])
-def test_mimo_forward(groups: int) -> None:
-    pytest.importorskip("tilelang", reason="mamba-ssm's MIMO kernels need tilelang")
-    layer = make(groups, mimo=True)
-    with torch.no_grad():
-        assert_parity(layer(inputs()).float(), reference(layer, inputs()).double(), rms=WORST_ROW, name="out")

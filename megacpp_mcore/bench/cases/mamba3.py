@@ -21,12 +21,14 @@ from megacpp_mcore.ops.slices import split
 
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 EPS = 1e-5
-SUMMED = {"db_bias": 2.0, "dc_bias": 2.0}
-"""Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands."""
+SUMMED = {"db_bias": 4.0, "dc_bias": 2.0}
+"""Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands. The
+norm of the output takes no notice of its scale, so the part of B's bias that scales it cancels in that sum: plain PyTorch with
+its scan in bf16 is off by 3.3e-2 (rank 1, B 2 × S 4096)."""
 ONE_RANK = {"y": 1.5}
 """At rank 1 no sum over ranks evens out rounding: plain PyTorch in bf16 is off by 2.3e-2 in its worst row."""
-ROUNDED = 3e-2
-"""For mamba-ssm, which also rounds B and C after their norm, and between the steps of the scan."""
+ROUNDED = 5e-2
+"""For mamba-ssm, which also rounds B and C after their norm, and between the steps of the scan: 1.5 × plain PyTorch's worst."""
 
 
 def problem(options: Options) -> Problem:

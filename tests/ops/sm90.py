@@ -21,7 +21,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 """How a kernel is launched; the rest of a launch's keywords are the kernel's own."""
 
 PROGRAMS = {
-    "add_gradients": 4, "angles_bwd": 5, "borders": 10, "gate_bwd": 6, "head_norm_bwd": 5, "norm_bwd": 3, "norm_fwd": 6,
+    "add_gradients": 4, "angles_bwd": 5, "borders": 10, "gate_bwd": 5, "norm_bwd": 3, "norm_fwd": 6,
     "pass_states": 8, "route": 4, "route_backward": 10, "tables_fwd": 5, "turn": 4, "turn_and_add": 2, "turn_totals": 3,
     "weight_gradient": 2,
 }  # fmt: skip

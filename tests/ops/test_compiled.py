@@ -6,6 +6,7 @@ some of which spill; no kernel depends on lengths.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -476,7 +477,7 @@ def test_mla_projection(tmp_path: Path, variant: str, dtype: str) -> None:
 # --- Mamba-3 ----------------------------------------------------------------------------------------------------------
 
 
-INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "weight")
+INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "norm")
 PER_HEAD = ("k", "q", "do", "dk", "dq", "state", "dstate")
 TABLES = ("bn", "cn", "normed", "b_bias", "c_bias", "bias", "mx", "mz", "mo", "turns")
 TYPES = (
@@ -486,18 +487,17 @@ TYPES = (
 )
 DOTS = ("turn_and_add", "add_gradients", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
 OTHERS = ("turn", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
-          "angles_bwd", "turn_totals", "turn_carries", "pass_states", "head_norm_fwd", "head_norm_bwd")  # fmt: skip
+          "angles_bwd", "turn_totals", "turn_carries", "pass_states")  # fmt: skip
+NO_NORM = {"NORM": False, "norm_ptr": None}
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "norm_fwd": [{"ROWS": 32}],
     "norm_bwd": [{"ROWS": 32}],
     "tables_fwd": [{"FINAL": True}],
     "tables_bwd": [{"FINAL": True, "INITIAL": True}],
     "angles_bwd": [{"TOKENS": 8, "HEADS": 16}],
-    "gate_bwd": [{"EVEN": even} for even in (False, True)],
+    "gate_bwd": [{"EVEN": even} | norm for even in (False, True) for norm in ({}, NO_NORM)],
     "turn_carries": [{"BLOCK": 32, "INITIAL": True}],
     "pass_states": [{"BLOCK": 1024, "INITIAL": True, "REVERSE": reverse} for reverse in (False, True)],
-    "head_norm_fwd": [{"ROWS": 16}],
-    "head_norm_bwd": [{"ROWS": 64}],
 }
 """Compile-time arguments that do not follow from a call's sizes."""
 
@@ -513,7 +513,8 @@ def _cases(kernels: tuple[str, ...]) -> list[tuple[str, int, int]]:
 def _plan(rank: int, state: int, even: bool) -> Plan:
     tokens = 4 * SEGMENT if even else 4 * SEGMENT - 1
     return Plan(
-        tokens, 2, 112, 64, 8, rank, state, state // 4, mimo=rank > 1, packed=True, heavy=False, A_floor=1e-4, eps=1e-5
+        tokens, 2, 112, 64, 8, rank, state, state // 4, mimo=rank > 1, norm=True, packed=True, heavy=False, A_floor=1e-4,
+        eps=1e-5,
     )  # fmt: skip
 
 
@@ -532,7 +533,8 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     elif kernel == "turn_and_add":
         choices = [{"BACK": back} for back in ((False, True) if plan.R == 1 else (False,))]
     elif kernel == "scan_fwd":
-        choices = [{"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None})]
+        gated: dict[str, Any] = {"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None})
+        choices = [gated, gated | NO_NORM]
         if not plan.keeps:
             choices.append({"RAW": True, "GATED": False, "y_ptr": None})
     every = plan.sizes
@@ -543,7 +545,8 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         constants = {name: value for name, value in constants.items() if name not in run_time}
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
-        made = compiled(function, given, constants | plan.options(kernel), folder)
+        options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
+        made = compiled(function, given, constants | options, folder)
         assert bool(made.instructions["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
 
 

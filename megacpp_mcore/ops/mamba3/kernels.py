@@ -639,13 +639,13 @@ def _for_ranks(x, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
-             y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
+def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
+             y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B, eps,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
              L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
-             EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """The output of a segment, given the state before it: GATED, y [S, B, H, P]; RAW, the gate's input for every rank,
-    o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
+             EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """The output of a segment, given the state before it: GATED, y [S, B, H, P], with NORM normed; RAW, the gate's input for
+    every rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ACROSS: tl.constexpr = L if N <= 64 else M
@@ -709,11 +709,16 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
             else:
                 o = o * _silu(gate)
             mixed = _over_ranks(o, R, L, P).to(DT)
-            out = y_ptr + chunk * L * B * (H * P) + y_rows
+            if NORM:
+                mixed = mixed.to(tl.float32)
+                scale = tl.rsqrt(tl.sum(mixed * mixed, 1) / P + eps)
+                mixed = mixed * scale[:, None] * tl.load(norm_ptr + h * P + p).to(tl.float32)[None, :]
+                mixed = mixed.to(DT)
             if EVEN:
-                tl.store(out, mixed)
+                tl.store(y_ptr + y_rows, mixed)
             else:
-                tl.store(out, mixed, mask=(start + one < S)[:, None])
+                tl.store(y_ptr + y_rows, mixed, mask=(start + one < S)[:, None])
+            y_ptr += L * B * (H * P)
         if AHEAD:
             x = x_next
             if GATED:
@@ -740,13 +745,25 @@ def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
 
 
 @triton.jit
-def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
-             sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, part_s, S, SP, NSEG,
+def _opens(z, mz_ptr, R: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr):
+    """Every rank's sigmoid(z · mimo_z), [TOKENS, P]."""
+    opens = ()
+    for rank in tl.static_range(R):
+        u = z
+        if MIMO:
+            u = z * tl.load(mz_ptr + rank * P).to(tl.float32)[None, :]
+        opens = opens + (_sigmoid(u),)  # noqa: RUF005
+    return opens
+
+
+@triton.jit
+def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
+             dnorm_ptr, sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, part_s, S, SP, NSEG, eps,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
-             MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Backward of the gate and the rank mix: from their input ``y`` [B, H, SP / L, M, P], of a RAW scan, to its gradient
-    ``do``, which may overwrite it; dz; and one partial sum per segment of the gradients of mimo_z, mimo_o and D.
-    Programs (H, NSEG, B).
+             MIMO: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """Backward of the gate, the rank mix and, with NORM, the norm: from the gate's input ``y`` [B, H, SP / L, M, P], of a RAW
+    scan, to its gradient ``do``, which may overwrite it; dz; and one partial sum per segment of the gradients of mimo_z,
+    mimo_o, D and the norm's weight. Programs (H, NSEG, B).
 
     Rank by rank, in tiles [TOKENS, P]: sums over ranks stay in a thread, and register pressure is low."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -768,6 +785,9 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
         dmz = dmz + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
         dmo = dmo + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
     dD = tl.zeros((TOKENS, P), tl.float32)
+    if NORM:
+        weight = tl.load(norm_ptr + h * P + p).to(tl.float32)[None, :]
+        dnorm = tl.zeros((TOKENS, P), tl.float32)
     STEPS: tl.constexpr = CHUNKS * L // TOKENS
     z, dy, ys = _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, 0, t0, S, R, P, L, TOKENS, EVEN)
     for step in tl.range(STEPS):
@@ -779,17 +799,33 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
         dz = tl.zeros((TOKENS, P), tl.float32)
         z, dy = z.to(tl.float32), dy.to(tl.float32)
         x = _tile(x_ptr + (first + one[:, None]) * (sx_s * 8) + p[None, :], (t0 + first + one < S)[:, None], EVEN)
+        opens = _opens(z, mz_ptr + mix, R, P, MIMO)
+        if NORM:
+            out = tl.zeros((TOKENS, P), tl.float32)
+            for rank in tl.static_range(R):
+                gated = ys[rank].to(tl.float32) * z * opens[rank]
+                if MIMO:
+                    gate = tl.load(mz_ptr + mix + rank * P).to(tl.float32) * tl.load(mo_ptr + mix + rank * P).to(
+                        tl.float32
+                    )
+                    gated = gated * gate[None, :]
+                out += gated
+            scale = tl.rsqrt(tl.sum(out * out, 1) / P + eps)[:, None]
+            out = out * scale
+            dnorm += dy * out
+            dy = dy * weight
+            dy = scale * (dy - out * (tl.sum(dy * out, 1) / P)[:, None])
         dmz_sum = ()
         dmo_sum = ()
         dos = ()
         for rank in tl.static_range(R):
             y = ys[rank].to(tl.float32)
+            s = opens[rank]
             if MIMO:
                 mx = tl.load(mx_ptr + mix + rank * P).to(tl.float32)[None, :]
                 mz = tl.load(mz_ptr + mix + rank * P).to(tl.float32)[None, :]
                 mixed = dy * tl.load(mo_ptr + mix + rank * P).to(tl.float32)[None, :]
                 u = z * mz
-                s = _sigmoid(u)
                 dmo_sum = dmo_sum + (dmo[rank] + dy * y * (u * s),)  # noqa: RUF005
                 du = mixed * y * (s * (1.0 + u * (1.0 - s)))
                 dmz_sum = dmz_sum + (dmz[rank] + du * z,)  # noqa: RUF005
@@ -797,7 +833,6 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
                 do = mixed * (u * s)
                 dD += do * mx * x
             else:
-                s = _sigmoid(z)
                 dz += dy * y * (s * (1.0 + z * (1.0 - s)))
                 do = dy * (z * s)
                 dD += do * x
@@ -815,6 +850,8 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
         z, dy, ys = z_next, dy_next, ys_next
     part = (b * NSEG + seg).to(tl.int64) * part_s
     tl.store(dD_ptr + part + h, tl.sum(tl.sum(dD, 1), 0))
+    if NORM:
+        tl.store(dnorm_ptr + part + h * P + p, tl.sum(dnorm, 0))
     if MIMO:
         for rank in tl.static_range(R):
             tl.store(dmz_ptr + part + h * (R * P) + rank * P + p, tl.sum(dmz[rank], 0))
@@ -1103,38 +1140,3 @@ def angles_bwd(angles_ptr, dangle_ptr, out_ptr, sa_s, sa_b, sg_s, sg_b, S, SP,
     turn = _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
     out = out_ptr + t.to(tl.int64)[:, None] * sg_s + b.to(tl.int64) * sg_b + i[None, :]
     tl.store(out, (total * PI * (1.0 - turn * turn)).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-# --- the norm of each head --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def head_norm_fwd(x_ptr, weight_ptr, y_ptr, tokens, eps,
-                  H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """RMSNorm over P of [tokens, H, P] with a weight [H, P]; programs (tokens / ROWS, H)."""
-    t, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    p = tl.arange(0, P)
-    at = t.to(tl.int64)[:, None] * (H * P) + h * P + p[None, :]
-    inside = (t < tokens)[:, None]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / P + eps)
-    y = x * scale[:, None] * tl.load(weight_ptr + h * P + p).to(tl.float32)[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def head_norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, tokens, eps,
-                  H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Backward of :func:`head_norm_fwd`; the weight's gradient as one partial sum per program, [tokens / ROWS, H, P]."""
-    tile, h = tl.program_id(0), tl.program_id(1)
-    t, p = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
-    at = t.to(tl.int64)[:, None] * (H * P) + h * P + p[None, :]
-    inside = (t < tokens)[:, None]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / P + eps))[:, None]
-    x = x * scale
-    tl.store(dw_ptr + (tile * H + h) * P + p, tl.sum(dy * x, 0))
-    dy = dy * tl.load(weight_ptr + h * P + p).to(tl.float32)[None, :]
-    dx = scale * (dy - x * (tl.sum(dy * x, 1) / P)[:, None])
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -74,6 +74,7 @@ class Plan:
     N: int
     A: int
     mimo: bool
+    norm: bool
     packed: bool
     heavy: bool
     A_floor: float
@@ -120,6 +121,7 @@ class Plan:
             "CHUNKS": self.segment // self.chunk,
             "NSEG": self.segments,
             "MIMO": self.mimo,
+            "NORM": self.norm,
             "PACKED": self.packed,
             "HEAVY": self.heavy,
             "EVEN": self.S % self.chunk == 0 and self.padded == self.S,
@@ -141,8 +143,9 @@ class Plan:
 
     @cached_property
     def part_sizes(self) -> list[int]:
-        """Sizes of each segment's partial gradients of dt_bias, D and, with MIMO, mimo_x, mimo_z and mimo_o."""
-        return [self.H, self.H, *[self.H * self.R * self.P] * (3 if self.mimo else 0)]
+        """Sizes of each segment's partial gradients of dt_bias, D, mimo_x, mimo_z, mimo_o and the output's norm."""
+        mix = self.H * self.R * self.P if self.mimo else 0
+        return [self.H, self.H, mix, mix, mix, self.H * self.P if self.norm else 0]
 
     @cached_property
     def parts(self) -> int:
@@ -172,7 +175,9 @@ class Plan:
         elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
             options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd":
-            options["maxnreg"] = 80  # six programs per multiprocessor; by default the compiler's registers allow five
+            options["maxnreg"] = (
+                96 if self.norm else 80
+            )  # five programs per multiprocessor, or six; by default, one less
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
             options["num_stages"] = 2  # prefetch the next chunk's rows
             if (kernel == "scan_bwd_keys" and self.R == 1) or (
@@ -200,14 +205,15 @@ _plan = lru_cache(maxsize=128)(Plan)
 
 
 class _Parameters(NamedTuple):
-    """Parameters of the scan, with an interleaved state; in the dtype of the tables, but for D (float32); ``biases``
-    [2, H, R, N] are those of B and C."""
+    """Parameters of the scan, with an interleaved state; in the dtype of the tables, but for D (float32) and the weight of
+    the output's norm, if any (its own); ``biases`` [2, H, R, N] are those of B and C."""
 
     biases: torch.Tensor
     mimo_x: torch.Tensor
     mimo_z: torch.Tensor
     mimo_o: torch.Tensor
     D: torch.Tensor
+    out_norm: torch.Tensor | None
 
 
 class _Tables(NamedTuple):
@@ -269,7 +275,8 @@ def mamba3(
     G, R, N = b_SBGRN.shape[2:]
     A = angles_SBA.shape[-1]
     plan = _plan(
-        S, B, H, P, G, R, N, A, mimo_x is not None, seq_idx is not None, activation == "heavy_tail", A_floor, eps
+        S, B, H, P, G, R, N, A, mimo_x is not None, out_norm_weight is not None, seq_idx is not None,
+        activation == "heavy_tail", A_floor, eps,
     )  # fmt: skip
     _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
     starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -280,11 +287,9 @@ def mamba3(
     out_SBHP, h_BHPN, theta_BHA = _Scan.apply(
         plan, return_final_state, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA,
         dt_bias.contiguous(), D, b_bias, c_bias, b_norm_weight.contiguous(), c_norm_weight.contiguous(),
-        mimo_x, mimo_z, mimo_o,
+        mimo_x, mimo_z, mimo_o, out_norm_weight,
         None if seq_idx is None else seq_idx.contiguous(), *starts,
     )  # fmt: skip
-    if out_norm_weight is not None:
-        out_SBHP = _HeadNorm.apply(out_SBHP, out_norm_weight.contiguous().view(H, P), eps)
     if not return_final_state:
         return out_SBHP, None
     last = b_SBGRN[-1].float()
@@ -385,14 +390,15 @@ def _parameters(
     D: torch.Tensor,
     b_bias: torch.Tensor,
     c_bias: torch.Tensor,
-    mix: tuple[torch.Tensor | None, ...],
+    mix: Sequence[torch.Tensor | None],
+    out_norm: torch.Tensor | None,
 ) -> _Parameters:
     tables = _table_dtype(dtype)
     biases = torch.empty(2, plan.H, plan.R, plan.N, dtype=tables, device=D.device)
     for to, bias in zip(biases, (b_bias, c_bias), strict=True):
         to.copy_(_to_kernels(bias, plan))
     x, z, o = (biases if t is None else t.to(tables).contiguous() for t in mix)  # unused with SISO: any pointer does
-    return _Parameters(biases, x, z, o, D.float().contiguous())
+    return _Parameters(biases, x, z, o, D.float().contiguous(), None if out_norm is None else out_norm.contiguous())
 
 
 def _tables(
@@ -454,19 +460,19 @@ def _pass_states(
 
 
 class _Scan(torch.autograd.Function):
-    """From the projections to the gated output, the last state (in the kernels' layout) and the last angle."""
+    """From the projections to the gated, normed output, the last state (in the kernels' layout) and the last angle."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, final: bool, *inputs: Any) -> tuple[torch.Tensor, ...]:
         x, z, b, c, *gates = inputs[:8]
-        dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, h0, theta0 = inputs[8:]
+        dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, out_norm, seq_idx, h0, theta0 = inputs[8:]
         x, z = aligned(x, 2), aligned(z, 2)
         b, c = aligned(b, 1), aligned(c, 1)
         if b.stride() != c.stride():
             b, c = b.contiguous(), c.contiguous()
         gates = [t if t.stride(-1) == 1 else t.contiguous() for t in gates]
         documents = gates[0] if seq_idx is None else seq_idx
-        parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
+        parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, mix, out_norm)
         tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
         keys, queries = _empty_rows(plan, x, plan.N), _empty_rows(plan, x, plan.N)
         states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
@@ -484,7 +490,8 @@ class _Scan(torch.autograd.Function):
             x, z, b, c, *gates, dt_bias, b_norm, c_norm, *parameters, seq_idx, theta0, states,
             *((*tables, ungated) if plan.keeps else ()),
         )  # fmt: skip
-        ctx.dtypes = [None if t is None else t.dtype for t in (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)]
+        weights = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, out_norm)
+        ctx.dtypes = [None if t is None else t.dtype for t in weights]
         return out, h, tables.theta_BHA
 
     @staticmethod
@@ -540,12 +547,12 @@ def _scan(
     gated: torch.Tensor | None,
     ungated: torch.Tensor | None,
 ) -> None:
-    """The scan's output after the gate, before it, or both: whichever has a tensor to write to."""
+    """The scan's output after gate and norm, before them, or both: whichever has a tensor to write to."""
     plan.launch(
         kernels.scan_fwd, plan.grid, x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z,
-        parameters.mimo_o, parameters.D, tables.la, tables.w, tables.gamma, states, gated,
+        parameters.mimo_o, parameters.D, parameters.out_norm, tables.la, tables.w, tables.gamma, states, gated,
         None if ungated is None else _chunks(ungated), *eighths(x), *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
-        RAW=ungated is not None, GATED=gated is not None,
+        plan.eps, RAW=ungated is not None, GATED=gated is not None,
     )  # fmt: skip
 
 
@@ -554,8 +561,8 @@ def _backward(
 ) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
     saved = ctx.saved_tensors  # read once: each access unpacks what a checkpoint or an offload has packed
-    inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:16])
-    seq_idx, theta0, states, *kept = saved[16:]
+    inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:17])
+    seq_idx, theta0, states, *kept = saved[17:]
     dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else aligned(dout, 2)
     gradients = empty_gradients(*inputs)
     if gradients[2].stride() != gradients[3].stride():
@@ -571,11 +578,11 @@ def _backward(
         found.append(_backward_of_rows(some, parameters, dt_bias, norms, *of_rows))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
-    ddt_bias, dD, *mixes = of_segments.split(plan.part_sizes)
-    mixes = [t.view(plan.H, plan.R, plan.P) for t in mixes] or [None, None, None]
+    ddt_bias, dD, *mixes, dout_norm = of_segments.split(plan.part_sizes)
+    mixes = [t.view(-1, plan.R, plan.P) for t in mixes]
     summed = [
-        None if part is None else part.to(dtype)
-        for part, dtype in zip((ddt_bias, dD, *of_biases, *of_norms, *mixes), ctx.dtypes, strict=True)
+        None if dtype is None else part.to(dtype)
+        for part, dtype in zip((ddt_bias, dD, *of_biases, *of_norms, *mixes, dout_norm), ctx.dtypes, strict=True)
     ]
     starts = (None, None) if theta0 is None else (torch.cat(dh0), torch.cat(dtheta0))
     return None, None, *gradients, *summed, None, *starts
@@ -597,8 +604,8 @@ def _backward_of_rows(
     dtheta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Write the gradients of some batch rows; returns, float32, their contributions to the parameters' gradients (dt_bias, D,
-    mimo_x, mimo_z, mimo_o concatenated; the two biases; the two norms' weights), and the gradients of the state and the angle
-    before the first token."""
+    mimo_x, mimo_z, mimo_o and the output's norm, concatenated; the two biases; the norms' weights of B and C), and the
+    gradients of the state and the angle before the first token."""
     x, z, b, c, *gates = inputs
     dd_dt, dd_A, trap, angles = gates
     dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles = gradients
@@ -611,8 +618,7 @@ def _backward_of_rows(
     else:
         tables = _tables(plan, b, c, gates, dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
-    ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
-    dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # unused with SISO: any pointer does
+    ddt_bias, dD, dmimo_x, dmimo_z, dmimo_o, dout_norm = parts.split(plan.part_sizes, dim=1)
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
     if not kept:
@@ -620,8 +626,9 @@ def _backward_of_rows(
         ungated = do  # a tile is read before its gradient is written
         _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
     plan.launch(
-        kernels.gate_bwd, plan.grid, x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz,
-        dmimo_z, dmimo_o, dD, *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), parts.stride(0), S, SP, segments,
+        kernels.gate_bwd, plan.grid, x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.out_norm,
+        ungated, do, dz, dmimo_z, dmimo_o, dD, dout_norm, *eighths(x), *eighths(z), *eighths(dout), *eighths(dz),
+        parts.stride(0), S, SP, segments, plan.eps,
     )  # fmt: skip
     dstates = torch.empty_like(states)
     keeps = torch.empty(B, H, segments, device=device)
@@ -684,33 +691,3 @@ def _backward_of_rows(
         SP, TOKENS=8, HEADS=16,
     )  # fmt: skip
     return parts.sum(0), _to_model(dbiases.sum(1), plan), dnorms.sum(1), dh0, dtheta0
-
-
-class _HeadNorm(torch.autograd.Function):
-    """RMSNorm of each head's P values, with a weight per head."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SBHP: torch.Tensor, weight_HP: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x_SBHP)
-        H, P = weight_HP.shape
-        launch(
-            kernels.head_norm_fwd, (triton.cdiv(x_SBHP.numel() // (H * P), 16), H), x_SBHP, weight_HP, out,
-            x_SBHP.numel() // (H * P), eps, H=H, P=P, ROWS=16,
-        )  # fmt: skip
-        ctx.save_for_backward(x_SBHP, weight_HP)
-        ctx.eps = eps
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x_SBHP, weight_HP = ctx.saved_tensors
-        H, P = weight_HP.shape
-        tokens = x_SBHP.numel() // (H * P)
-        tiles = triton.cdiv(tokens, 64)
-        dx = torch.empty_like(x_SBHP)
-        dw = torch.empty(tiles, H, P, device=dx.device)
-        launch(
-            kernels.head_norm_bwd, (tiles, H), x_SBHP, weight_HP, dout.contiguous(), dx, dw, tokens, ctx.eps, H=H, P=P, ROWS=64,
-        )  # fmt: skip
-        return dx, dw.sum(0).to(weight_HP.dtype), None

@@ -61,6 +61,7 @@ def assert_parity(
     max_abs_factor: float | None = None,
     dtype_peer: torch.Tensor | None = None,
     name: str = "",
+    norms: torch.Tensor | None = None,
 ) -> None:
     """Fail unless every row of ``actual`` is that of ``expected``; a tensor of zeros must be met exactly.
 
@@ -72,6 +73,7 @@ def assert_parity(
         dtype_peer: the same mathematics in plain PyTorch at the dtype of the path under test. Where that is a 16-bit
             one, :data:`PEER_RATIO` × the peer's error is allowed if that is more than ``rms``.
         name: what is compared, for the message.
+        norms: replaces :func:`row_norms`.
 
     Raises:
         AssertionError: it differs; the message names the row and the figures.
@@ -83,9 +85,9 @@ def assert_parity(
         )
     if expected.numel() == 0:
         raise ValueError(f"{name or 'expected'} has shape {tuple(expected.shape)}: there is nothing to compare.")
-    errors, limit = row_errors(actual, expected, name).flatten(), rms
+    errors, limit = row_errors(actual, expected, name, norms).flatten(), rms
     if dtype_peer is not None:
-        peers_worst = worst_row(dtype_peer, expected, f"{name} (dtype_peer)")
+        peers_worst = worst_row(dtype_peer, expected, f"{name} (dtype_peer)", norms)
         if dtype_peer.dtype in (torch.bfloat16, torch.float16):
             limit = max(rms, PEER_RATIO * peers_worst)
         if max_abs_factor is not None:

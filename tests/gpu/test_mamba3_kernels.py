@@ -10,7 +10,7 @@ import torch
 
 from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.mamba3 import triton as fused
-from megacpp_mcore.ops.testing import assert_parity, worst_row
+from megacpp_mcore.ops.testing import assert_parity, row_norms, worst_row
 from tests.gpu.device import peak, replayed, without_waiting
 from tests.ops.mamba3_case import Case, inputs, make_tensors, run, with_gradients
 
@@ -80,8 +80,14 @@ def test_every_result_is_the_references(case: Case, monkeypatch: pytest.MonkeyPa
     for name, expected in truth.items():
         overall = ((actual[name].double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         try:
-            rms = max(5e-3, 2.5 * worst_row(peer[name].to(case.dtype), expected))  # one draw of rounding; seen: 2.02
-            assert_parity(actual[name], expected, rms=rms, name=name)
+            norms = row_norms(expected)
+            if (
+                name == "ddd_A"
+            ):  # the difference of two sums of rounded products: next to nothing at a document's last token
+                norms = norms.clamp(min=0.1 * float(norms.square().mean().sqrt()))
+            peers = worst_row(peer[name].to(case.dtype), expected, norms=norms)
+            rms = max(5e-3, 2.5 * peers)  # one draw of rounding; seen: 2.02
+            assert_parity(actual[name], expected, rms=rms, name=name, norms=norms)
             assert overall <= OVERALL, f"{name} is off by {overall:.1e} of its norm"
         except AssertionError as error:
             off.append(str(error))

@@ -37,7 +37,8 @@ class Job:
         self._output = folder / f"{name} output"
         self._words = ["-m", "megacpp_mcore", "launch", "--device", device, "--observe", str(self.record), "--", *words]
         self._words += [*WORDS, "--save", str(self.saved), "--load", str(self.saved)]
-        self._environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"} | environment
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"} | environment
         self.ranks: Sequence[forks.Program | subprocess.Popen[bytes]] = ()
 
     def start(self) -> None:

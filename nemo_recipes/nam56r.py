@@ -112,8 +112,18 @@ def nam56r_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
     return container(recipe("nam56r_pretrain_1gpu_h200_bf16"))
 
 
+def nam56r_pretrain_2gpu_h200_bf16_config() -> ConfigContainer:
+    """``nam56r`` on two H200, a replica on each."""
+    return container(recipe("nam56r_pretrain_2gpu_h200_bf16"))
+
+
+def nam56r_pretrain_4gpu_h200_bf16_config() -> ConfigContainer:
+    """``nam56r`` on four H200, a replica on each."""
+    return container(recipe("nam56r_pretrain_4gpu_h200_bf16"))
+
+
 def nam56r_pretrain_8gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r`` on eight H200, with expert parallelism over all of them."""
+    """``nam56r`` on eight H200, a replica on each."""
     return container(recipe("nam56r_pretrain_8gpu_h200_bf16"))
 
 

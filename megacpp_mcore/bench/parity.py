@@ -74,6 +74,8 @@ class AgainstTruth:
             right = all(error <= YARDSTICK_LIMIT for error in errors.values())
             self._allowed |= {name: PEER_RATIO * error for name, error in errors.items() if right}
             return dict.fromkeys(errors, YARDSTICK_LIMIT)
+        if isinstance(variant.limit, Mapping):
+            return dict(variant.limit)
         if variant.limit is not None:
             return dict.fromkeys(errors, variant.limit)
         return {name: max(self._limits[name], self._allowed.get(name, 0.0)) for name in errors}

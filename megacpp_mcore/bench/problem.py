@@ -88,7 +88,7 @@ class Variant:
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     absent: str = ""
     truth: Mapping[str, torch.Tensor] | None = None
-    limit: float | None = None
+    limit: float | Mapping[str, float] | None = None
     is_reference: bool = False
     is_captured: bool = False
 

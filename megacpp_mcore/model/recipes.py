@@ -53,21 +53,21 @@ class Recipe:
             )
 
 
-def _on_gpus(model: str, processes: int, layout: Layout, *, global_batch_size: int, precision: str = "bf16") -> Recipe:
+def _on_gpus(model: str, processes: int, *, global_batch_size: int, precision: str = "bf16") -> Recipe:
+    """Replicas, the fastest layout where a GPU holds one (``experiments/results/gpus_h200.csv``)."""
     return Recipe(
         name=f"{model}_pretrain_{processes}gpu_h200_{precision.removeprefix('bf16_')}",
         model=preset(model),
-        layout=layout,
+        layout=Layout(),
         training=Training(global_batch_size=global_batch_size, precision=precision, processes=processes),
     )
 
 
 _ALL = (
-    _on_gpus("nam56r", 1, Layout(), global_batch_size=8),
-    _on_gpus("nam56r", 8, Layout(expert=8), global_batch_size=64),
-    _on_gpus("nam56r", 8, Layout(expert=8), global_batch_size=64, precision=FP8_EXPERTS),
-    _on_gpus("nam56r_quarter", 1, Layout(), global_batch_size=2),
-    _on_gpus("nam56r_quarter", 1, Layout(), global_batch_size=2, precision=FP8_EXPERTS),
+    *(_on_gpus("nam56r", gpus, global_batch_size=8 * gpus) for gpus in (1, 2, 4, 8)),
+    _on_gpus("nam56r", 8, global_batch_size=64, precision=FP8_EXPERTS),
+    _on_gpus("nam56r_quarter", 1, global_batch_size=2),
+    _on_gpus("nam56r_quarter", 1, global_batch_size=2, precision=FP8_EXPERTS),
     Recipe(
         name="nam56r_tiny_pretrain_1cpu_fp32",
         model=preset("nam56r_tiny"),

@@ -73,7 +73,7 @@ def assert_parity(
         dtype_peer: the same mathematics in plain PyTorch at the dtype of the path under test. Where that is a 16-bit
             one, :data:`PEER_RATIO` × the peer's error is allowed if that is more than ``rms``.
         name: what is compared, for the message.
-        norms: replaces :func:`row_norms`.
+        norms: replaces :func:`row_norms`, for the peer, too.
 
     Raises:
         AssertionError: it differs; the message names the row and the figures.

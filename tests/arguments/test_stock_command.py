@@ -298,8 +298,8 @@ def test_show_takes_overrides_of_the_model_alone(capsys: pytest.CaptureFixture[s
     name = "nam56r_pretrain_8gpu_h200_bf16"
     assert cli.main(["recipe", "show", name]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["processes"], shown["layout"]["expert"], shown["model"]["name"]) == (8, 8, "nam56r")
-    assert round(shown["model"]["states_bytes"]["total"] / 1e9, 1) == 21.9
+    assert (shown["processes"], shown["layout"]["expert"], shown["model"]["name"]) == (8, 1, "nam56r")
+    assert round(shown["model"]["states_bytes"]["total"] / 1e9, 1) == 33.8
     assert cli.main(["recipe", "show", "nam56r"]) == 0
     assert json.loads(capsys.readouterr().out)["states_bytes"]["total"] == 18 * sum(
         preset("nam56r").parameters().values()

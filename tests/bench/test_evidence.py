@@ -32,7 +32,17 @@ def _against_reference(op: str, name: str, work: str = "forward+backward") -> tu
     return mine, reference
 
 
-OPS = ("mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn", "routed_mlp", "router")
+OPS = (
+    "mla_projection",
+    "mla_keys",
+    "indexer_inputs",
+    "sparse_mla",
+    "mamba3",
+    "m2rnn",
+    "routed_mlp",
+    "grouped_mlp",
+    "router",
+)
 """Whose Triton kernels have rows of their own, forward and backward."""
 
 EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
@@ -57,13 +67,7 @@ EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
 } | {(op, "triton"): _against_reference(op, "triton") for op in OPS}
 """By op and backend, the columns of its row in bench_h200.csv, and of the row of what it is preferred to."""
 
-_EXPERTS = (
-    "No row of `bench run` has it yet. The rows of 8192 tokens took it 2.68 ms forward and backward on an H200, gather and sum "
-    "inside (experiments/results/grouped_mlp_kernels_h200.txt), and the reference 33 ms without them, in another run"
-)
-
 POLICIES: Mapping[tuple[str, str], str] = {
-    ("grouped_mlp", "triton"): _EXPERTS,
     ("mla_latents", "triton"): (
         "by itself the host is slower with it, 0.86 ms forward and backward in place of the reference's 0.62; in a layer it "
         "replaces four modules of Transformer Engine's, and the host takes 2.95 ms in place of 3.41, the device 2.29 in place "

@@ -93,15 +93,15 @@ def overridden(**sizes: object) -> list[str]:
 
 def test_a_layout_is_the_recipes_with_what_the_overrides_say() -> None:
     eight = RECIPES[EIGHT]
-    assert run.layout_of(eight, []) == Layout(expert=8)
-    assert run.layout_of(eight, ["train.train_iters=4"]) == Layout(expert=8)
+    assert run.layout_of(eight, []) == Layout()
+    assert run.layout_of(eight, ["train.train_iters=4"]) == Layout()
     words = overridden(tensor_model_parallel_size=2, sequence_parallel="true", expert_model_parallel_size=4)
     assert run.layout_of(eight, words) == Layout(tensor=2, expert=4, sequence_parallel=True)
     words = overridden(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3)
-    assert run.layout_of(eight, words) == Layout(pipeline=2, virtual=3, expert=8)
+    assert run.layout_of(eight, words) == Layout(pipeline=2, virtual=3)
     # What Bridge refuses, or reads as no value, changes nothing here.
     words = overridden(expert_model_parallel_size="two", virtual_pipeline_model_parallel_size="null")
-    assert run.layout_of(eight, words) == Layout(expert=8)
+    assert run.layout_of(eight, words) == Layout()
     with pytest.raises(ModelError, match="raise pipeline, or drop virtual"):
         run.layout_of(eight, overridden(virtual_pipeline_model_parallel_size=2))
 
@@ -234,7 +234,7 @@ def test_the_policy_reads_bridges_configuration(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "8")
     eight = RECIPES[EIGHT]
     found = run.policy_run(eight, described(eight, moe_shared_expert_overlap=True))
-    assert (found.device, found.world_size, found.expert, found.replicas) == ("cuda", 8, 8, 8)
+    assert (found.device, found.world_size, found.expert, found.replicas) == ("cuda", 8, 1, 8)
     assert (found.precision, found.fp8, found.grad_bytes) == ("bf16", "e4m3", 2)
     assert (found.distributed_optimizer, found.overlap_grad_reduce, found.overlap_shared_expert) == (True, True, True)
     assert (found.cuda_graph_impl, found.cuda_graph_scope) == ("none", ())

@@ -544,11 +544,12 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
     "m2rnn, small steps": recurrent_mixer_of_small_steps,
-    "mamba3": partial(mamba3_mixer, 37, H=8, N=32),  # nothing of the projection is padding
-    "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True, out_norm=True),
+    "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding
+    "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True),
     "mamba3, one token": partial(mamba3_mixer, 1, states=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),
-    "mamba3, SISO": partial(mamba3_mixer, 66, **SISO),
+    "mamba3, SISO": partial(mamba3_mixer, 66, **SISO, out_norm=False),
+    "mamba3, whole segments": partial(mamba3_mixer, 64),
     "mamba3, SISO, documents": partial(mamba3_mixer, 130, **SISO, documents=(50, 80), states=True),
     "mla_projection": partial(mla_projection, FP32, 3e-6),
     "mla_projection, float16": partial(mla_projection, FP16, 2e-3),

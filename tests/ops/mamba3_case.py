@@ -29,7 +29,7 @@ class Case:
     N: int = 64
     P: int = 64
     mimo: bool = True
-    out_norm: bool = False
+    out_norm: bool = True
     states: bool = False
     documents: tuple[int, ...] = ()
     activation: str = "softplus"

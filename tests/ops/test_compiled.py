@@ -536,7 +536,7 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         gated: dict[str, Any] = {"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None})
         choices = [gated, gated | NO_NORM]
         if not plan.keeps:
-            choices.append({"RAW": True, "GATED": False, "y_ptr": None})
+            choices.append({"RAW": True, "GATED": False, "y_ptr": None, "NORM": False})
     every = plan.sizes
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice
@@ -548,6 +548,7 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
         made = compiled(function, given, constants | options, folder)
         assert bool(made.instructions["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
+        assert kernel != "gate_bwd" or made.programs >= (5 if choice.get("NORM", plan.norm) else 6), (choice, made)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])

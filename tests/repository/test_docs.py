@@ -314,6 +314,7 @@ def test_the_figures_of_the_readme_are_those_of_the_committed_rows() -> None:
             and row["work"] == WORK.get(row["benchmark"], "forward+backward")
         ]
     measured = {(row["benchmark"], row["variant"]): float(row["ms"]) for row in rows}
+    assert len(measured) == len(rows), "rows of several shapes"
     table = re.findall(r"^\| (\S.*?) \| (.*?) \| (.*?) \|$", PAGES["README.md"], re.MULTILINE)
     assert len(table) == len(ROWS)
     for what, theirs, ours in table:

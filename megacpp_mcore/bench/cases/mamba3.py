@@ -24,11 +24,11 @@ EPS = 1e-5
 SUMMED = {"db_bias": 4.0, "dc_bias": 2.0}
 """Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands. The
 norm of the output takes no notice of its scale, so the part of B's bias that scales it cancels in that sum: plain PyTorch with
-its scan in bf16 is off by 3.3e-2 (rank 1, B 2 × S 4096)."""
+its scan in bf16 is off by 3.3e-2 at rank 1 and by 3.4e-2 at rank 4 (B 2 × S 4096)."""
 ONE_RANK = {"y": 1.5}
 """At rank 1 no sum over ranks evens out rounding: plain PyTorch in bf16 is off by 2.3e-2 in its worst row."""
-ROUNDED = 5e-2
-"""For mamba-ssm, which also rounds B and C after their norm, and between the steps of the scan: 1.5 × plain PyTorch's worst."""
+ROUNDED = {"db_bias": 5e-2}
+"""For mamba-ssm, which also rounds B and C after their norm, and between the steps of the scan; 3e-2 for the other results."""
 
 
 def problem(options: Options) -> Problem:
@@ -90,7 +90,7 @@ def _peer(options: Options, inputs: Inputs) -> Variant:
         def leaves(inputs: Inputs) -> Tensors:
             return [inputs.leaves["u"], *weights, head_norm.weight]
 
-        return Variant.of(name, PEER, call, leaves=leaves, limit=ROUNDED)
+        return Variant.of(name, PEER, call, leaves=leaves, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)
 
     sizes = {"d_state": N, "headdim": P, "ngroups": G, "chunk_size": options.shape["chunk"]}
     return peers.mamba3_peer(options, R, given, variant, H * P // 2, expand=2, **sizes)

@@ -708,7 +708,7 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_p
                 o = o * _silu(gate * tl.load(mz_ptr + mix).to(tl.float32)) * tl.load(mo_ptr + mix).to(tl.float32)
             else:
                 o = o * _silu(gate)
-            mixed = _over_ranks(o, R, L, P).to(DT)
+            mixed = _over_ranks(o, R, L, P).to(DT)  # here, not after the norm: rank 4 would spill
             if NORM:
                 mixed = mixed.to(tl.float32)
                 scale = tl.rsqrt(tl.sum(mixed * mixed, 1) / P + eps)
@@ -805,10 +805,9 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
             for rank in tl.static_range(R):
                 gated = ys[rank].to(tl.float32) * z * opens[rank]
                 if MIMO:
-                    gate = tl.load(mz_ptr + mix + rank * P).to(tl.float32) * tl.load(mo_ptr + mix + rank * P).to(
-                        tl.float32
-                    )
-                    gated = gated * gate[None, :]
+                    mz = tl.load(mz_ptr + mix + rank * P).to(tl.float32)
+                    mo = tl.load(mo_ptr + mix + rank * P).to(tl.float32)
+                    gated = gated * (mz * mo)[None, :]
                 out += gated
             scale = tl.rsqrt(tl.sum(out * out, 1) / P + eps)[:, None]
             out = out * scale

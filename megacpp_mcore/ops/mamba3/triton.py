@@ -42,7 +42,7 @@ ROWS = 64
 """Rows of a chunk, tokens × ranks: those of one warp group's tensor-core product."""
 
 RANKS = (1, 2, 4)
-"""Those that are tested. At 2 some kernels spill registers, up to 64 bytes at state 64 and 112 at 128, where the reference
+"""Those that are tested. At 2 some kernels spill registers, up to 48 bytes at state 64 and 88 at 128, where the reference
 takes 40 times as long; at 8 and 16 others do."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -174,10 +174,8 @@ class Plan:
             options["num_warps"] = max(1, self.segment // 32)  # one token per thread
         elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
             options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
-        elif kernel == "gate_bwd":
-            options["maxnreg"] = (
-                96 if self.norm else 80
-            )  # five programs per multiprocessor, or six; by default, one less
+        elif kernel == "gate_bwd" and self.R != 2:
+            options["maxnreg"] = 96 if self.norm else 80  # five programs per multiprocessor, or six
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
             options["num_stages"] = 2  # prefetch the next chunk's rows
             if (kernel == "scan_bwd_keys" and self.R == 1) or (
@@ -552,7 +550,7 @@ def _scan(
         kernels.scan_fwd, plan.grid, x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z,
         parameters.mimo_o, parameters.D, parameters.out_norm, tables.la, tables.w, tables.gamma, states, gated,
         None if ungated is None else _chunks(ungated), *eighths(x), *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
-        plan.eps, RAW=ungated is not None, GATED=gated is not None,
+        plan.eps, RAW=ungated is not None, GATED=gated is not None, NORM=plan.norm and gated is not None,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ _MAMBA3_TRITON = Support(
     dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 2, 4)), "state": Dim(one_of=(64, 128))},
 )
 """The sizes at which its kernels were compared with the reference, with half of the state rotated. They compile without
-register spills but at rank 2, where some spill up to 112 bytes. With all of the state rotated (``rope_fraction: 1``) some spill
+register spills but at rank 2, where some spill up to 88 bytes. With all of the state rotated (``rope_fraction: 1``) some spill
 up to 96, at rank 1 or state 128."""
 
 _M2RNN_TRITON = Support(

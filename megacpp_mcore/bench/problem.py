@@ -75,7 +75,7 @@ class Variant:
         around: context around every run, such as a patch.
         absent: why it cannot run here; then ``runs`` is empty.
         truth: its own truth where the problem's does not apply, because it does other work; it then has no speed-up.
-        limit: its own largest error of a row, where it differs from the problem's.
+        limit: its own largest error of a row, for all results or by name, where it differs from the problem's.
         is_reference: whether the truth is made by this very program, so that their agreement proves nothing.
         is_captured: whether ``runs`` are replays of CUDA graphs: they take no memory of their own, and are compared only
             with other replays.

@@ -33,16 +33,8 @@ def _against_reference(op: str, name: str, work: str = "forward+backward") -> tu
 
 
 OPS = (
-    "mla_projection",
-    "mla_keys",
-    "indexer_inputs",
-    "sparse_mla",
-    "mamba3",
-    "m2rnn",
-    "routed_mlp",
-    "grouped_mlp",
-    "router",
-)
+    "mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn", "routed_mlp", "grouped_mlp", "router",
+)  # fmt: skip
 """Whose Triton kernels have rows of their own, forward and backward."""
 
 EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {

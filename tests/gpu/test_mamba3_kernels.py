@@ -82,7 +82,7 @@ def test_every_result_is_the_references(case: Case, monkeypatch: pytest.MonkeyPa
         overall = ((actual[name].double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         try:
             norms = row_norms(expected)
-            if name == "ddd_A":
+            if name == "ddd_A" and case.documents:
                 # The difference of two sums of rounded products: next to nothing at the last token of a document.
                 norms = norms.clamp(min=0.1 * float(norms.square().mean().sqrt()))
             peers = worst_row(peer[name].to(case.dtype), expected, norms=norms)

@@ -21,7 +21,7 @@ from megacpp_mcore.ops.slices import split
 
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 EPS = 1e-5
-SUMMED = {"db_bias": 4.0, "dc_bias": 2.0}
+SUMMED = {"db_bias": 3.0, "dc_bias": 2.0}
 """Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands. The
 norm of the output takes no notice of its scale, so the part of B's bias that scales it cancels in that sum: plain PyTorch with
 its scan in bf16 is off by 3.3e-2 at rank 1 and by 3.4e-2 at rank 4 (B 2 × S 4096)."""

@@ -17,12 +17,13 @@ from tests.ops.mamba3_case import Case, inputs, make_tensors, run, with_gradient
 pytestmark = pytest.mark.gpu
 
 OVERALL = 1e-2
-"""What a whole gradient may be off, as a part of its norm; single rows are measured against plain PyTorch's."""
+"""What a whole gradient may be off, as a part of its norm, or 1.5 times plain PyTorch's; single rows are measured
+against plain PyTorch's alone."""
 
 CASES = {
     "aligned": Case(512),
     "odd": Case(2345, B=1, out_norm=False),
-    "one_token": Case(1, states=True),
+    "one_token": Case(1, states=True, out_norm=False),
     "documents": Case(301, documents=(100, 77, 124), states=True),
     "heads_of_tp2": Case(384, H=56, G=4),
     "heavy_tail": Case(130, activation="heavy_tail", states=True),
@@ -82,13 +83,16 @@ def test_every_result_is_the_references(case: Case, monkeypatch: pytest.MonkeyPa
         overall = ((actual[name].double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         try:
             norms = row_norms(expected)
-            if name == "ddd_A" and case.documents:
-                # The difference of two sums of rounded products: next to nothing at the last token of a document.
+            if (name == "ddd_A" and case.documents) or (name == "dc" and case.out_norm and case.R == 1):
+                # Next to nothing where terms cancel: the decay's at the last token of a document, and C's at the first
+                # token, of whose one outer product the norm keeps no scale.
                 norms = norms.clamp(min=0.1 * float(norms.square().mean().sqrt()))
-            peers = worst_row(peer[name].to(case.dtype), expected, norms=norms)
+            plains = peer[name].to(case.dtype)
+            peers = worst_row(plains, expected, norms=norms)
+            whole = max(OVERALL, 1.5 * ((plains.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item())
             rms = max(5e-3, 2.5 * peers)  # one draw of rounding; seen: 2.02
             assert_parity(actual[name], expected, rms=rms, name=name, norms=norms)
-            assert overall <= OVERALL, f"{name} is off by {overall:.1e} of its norm"
+            assert overall <= whole, f"{name} is off by {overall:.1e} of its norm, allowed {whole:.1e}"
         except AssertionError as error:
             off.append(str(error))
     assert not off, "\n".join(off)

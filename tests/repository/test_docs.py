@@ -283,12 +283,7 @@ ROWS = {
     "Mamba-3 MIMO": ("mamba3", "mamba-ssm MIMO", "triton", "reference"),
     "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "triton, CUDA graph", "reference"),
     "M²RNN": ("m2rnn", "xma's recurrence (Triton) in the reference", "triton", "reference"),
-    "routed experts": (
-        "routed_mlp",
-        "stock TEGroupedMLP, fused permutation",
-        "triton",
-        "triton_fp8, weights kept quantised",
-    ),
+    "routed experts": ("routed_mlp", "stock TEGroupedMLP", "triton", "triton_fp8, weights kept quantised"),
     "E layer": ("layer_e", "stock MoELayer", f"ours {E_LAYER}", f"ours, CUDA graph {E_LAYER}"),
     "output layer": (
         "linear_cross_entropy",

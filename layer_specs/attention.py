@@ -36,7 +36,7 @@ from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCor
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.indexer import PositionedIndexer
-from megacpp_mcore.layer_specs.mla import mla_widths, replaces_modules, rotation, wait_for_parameters
+from megacpp_mcore.layer_specs.mla import has_own_precision, mla_widths, replaces_modules, rotation, wait_for_parameters
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA
 from megacpp_mcore.ops.indexer.cache import IndexCache
@@ -85,7 +85,8 @@ class _Projections:
         self.keys_backend = dispatcher.request("mla_keys", **needs)
         self.latents_backend = None
         widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
-        if [len(down.weight) for down in (self.linear_q_down_proj, self.linear_kv_down_proj)] == widths:
+        downs = (self.linear_q_down_proj, self.linear_kv_down_proj)
+        if [len(down.weight) for down in downs] == widths and not has_own_precision(*downs):
             self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
 
     def _projected(
@@ -112,12 +113,11 @@ class _Projections:
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Normed latents of queries and keys, and the rotary part of the keys, for the rows of ``hidden_SBD``."""
         config = self.config
-        if self.latents_backend is not None:
-            modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
-            if replaces_modules(self.latents_backend, *modules):
-                weights = (module.weight for module in modules)
-                made: tuple[torch.Tensor, ...] = self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
-                return made
+        modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
+        if replaces_modules(self.latents_backend, *modules):
+            weights = (module.weight for module in modules)
+            made: tuple[torch.Tensor, ...] = self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
+            return made
         query, _ = self.linear_q_down_proj(hidden_SBD)
         if query.shape[-1] != config.q_lora_rank:
             query = gather_from_tensor_model_parallel_region(query, group=self.tp_group)

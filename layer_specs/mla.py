@@ -34,14 +34,17 @@ def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
     return shared(angle_S11R, ("rotation", scale), make)
 
 
-def replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
+def has_own_precision(*modules: torch.nn.Module) -> bool:
+    """Whether ``--te-precision-config-file`` sets the precision of one of ``modules``, which then no op may replace."""
+    return any(getattr(module, "te_quant_params", None) is not None for module in modules)
+
+
+def replaces_modules(backend: Resolution | None, *modules: torch.nn.Module) -> bool:
     """Whether ``backend`` runs in place of ``modules``, on their weights; if so, waits until these are gathered.
 
-    With the reference backend, or if ``--te-precision-config-file`` sets the precision of one of them, the modules are called.
+    Without a backend, or with the reference, the modules are called.
     """
-    if backend.observed == "reference":
-        return False
-    if any(getattr(module, "te_quant_params", None) is not None for module in modules):
+    if backend is None or backend.observed == "reference":
         return False
     for module in modules:
         wait_for_parameters(module)

@@ -353,30 +353,6 @@ def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
     assert str(megatron.core.__file__) in str(raised.value)
 
 
-def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """As those of a launch that is killed do (:func:`test_no_process_outlives_a_launch`, exhaustive)."""
-    program = (
-        "import os, sys, time\nfrom megacpp_mcore.launch.process import end_with_the_parent\n"
-        "if not os.fork():\n"
-        "    end_with_the_parent()\n    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
-        "time.sleep(60)\n"
-    )
-    parent = forks.start(["-c", program, str(tmp_path / "child")], tmp_path / "output")
-    deadline = time.monotonic() + 60
-    while not (child := _written(tmp_path / "child")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert _runs(int(child))
-    os.kill(parent.pid, signal.SIGKILL)
-    assert parent.wait(60) == -signal.SIGKILL
-    while _runs(int(child)) and time.monotonic() < deadline - 30:
-        time.sleep(0.02)
-    assert not _runs(int(child))
-
-
-def _written(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> None:

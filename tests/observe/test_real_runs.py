@@ -24,7 +24,7 @@ from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import Metrics, metrics_of
 from megacpp_mcore.observe.receipts import claims, facts, schema
 from megacpp_mcore.observe.steps import read_steps
-from tests import browser, forks, tiny_run
+from tests import forks, tiny_run
 from tests.observe.real_run import start
 from tests.observe.test_page import Reader, Row, backend_rows, check_self_contained
 from tests.observe.test_receipts import report
@@ -45,10 +45,6 @@ STOCK_MOE = (
 """A stock GPT with experts."""
 TE = ("--transformer-impl", "transformer_engine", "--no-persist-layer-norm")
 NUMBERED = set(range(1, len(model().layers) + 1))
-COLOURS = """[...['var(--bad)', 'inherit'].map(
-  colour => (e => (e.style.color = colour, document.body.append(e), e))(document.createElement('i'))),
-  ...document.querySelectorAll('[data-part=backends] td[data-label=observed]')].map(e => window.getComputedStyle(e).color)"""
-"""Red, the colour of text, and that of the observed backend, row by row."""
 AS_ASKED = "Everything runs as it was asked for, and nothing slower than what is there."
 
 
@@ -309,16 +305,6 @@ def test_transformer_engine_that_cannot_run_here_is_an_error(data: Path, tmp_pat
     assert "'transformer_engine' was asked for by name for op transformer_impl and cannot run:" in said
 
 
-@pytest.mark.exhaustive
-def test_what_falls_back_is_red_in_a_browser(disabled: Path, finished: tuple[Path, str], tmp_path: Path) -> None:
-    for run, any_off in ((disabled, True), (finished[0], False)):
-        shown = page.html(run)
-        (red, text, *colours), _ = browser.show(shown, tmp_path, COLOURS)
-        assert red != text
-        assert [colour == red for colour in colours] == [row.off for row in backend_rows(Reader(shown))]
-        assert (red in colours) == any_off
-
-
 # --- Other runs -------------------------------------------------------------------------------------------------------
 
 
@@ -351,18 +337,3 @@ def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> 
     assert len(found["memory"]["ranks"]) == 2
     for layer in found["routing"]["layers"].values():
         assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * TOKENS * 2
-
-
-@pytest.mark.exhaustive
-def test_three_trainings_in_one_folder_all_end_and_are_reported(data: Path) -> None:
-    """None waits for another or is refused; each has its own record, and the receipt is disqualified."""
-    run = data / "three"
-    trainings = [start(run, data, STEPS) for _ in range(3)]
-    for training in trainings:
-        training.finish()
-    starts = events.read(run)[0]
-    assert [(one.name, one.how) for one in starts] == [(f"start_{number}", events.FINISHED) for number in (1, 2, 3)]
-    first, *others = ([step.losses for step in one.steps] for one in starts)
-    assert len(first) == STEPS
-    assert others == [first, first]
-    assert [one["name"] for one in receipts.read(run)["disqualifiers"]] == ["overlapping starts"]

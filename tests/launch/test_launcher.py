@@ -19,13 +19,7 @@ from megacpp_mcore import cpu
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.errors import (
-    CheckoutError,
-    ConfigFileError,
-    DataError,
-    LaunchError,
-    SpecImportError,
-)
+from megacpp_mcore.errors import CheckoutError, ConfigFileError, DataError, LaunchError, SpecImportError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import Layout, preset

@@ -97,9 +97,7 @@ def test_a_node_belongs_where_it_was_made_and_the_sum_of_gradients_to_the_node_b
 def test_numbers_are_those_of_the_thread_that_made_the_node() -> None:
     host = Host()
     run = host.run
-    host.write(
-        run("megacpp::step/1", run("megacpp::M/1", run("m", sequence=3))),
-    )
+    host.write(run("megacpp::step/1", run("megacpp::M/1", run("m", sequence=3))))
     host.write(run("megacpp::A/9", run("a", sequence=3, thread=ENGINE), thread=ENGINE))
     host.write(
         run("megacpp::step/2"),
@@ -325,7 +323,7 @@ def test_a_page_speaks_of_what_its_device_has() -> None:
             Op(0, 100, "megacpp::step/1", correlation=1),
             Op(5, 50, "megacpp::A/1", correlation=2),
             Op(10, 40, "aten::mm", correlation=3),
-        ],
+        ]
     )
     on_cpu = page_of(host, "CPU")
     assert [word for word in GPU_WORDS if word in on_cpu] == []

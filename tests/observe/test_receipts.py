@@ -16,13 +16,13 @@ from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Log, Step
+from megacpp_mcore.observe.events import Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import schema as receipt_schema
 from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, tokens_of
-from tests.observe.recorded import LAUNCHED, SECOND, at, receipt_writer, stepped, write_start
+from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
 from tests.tiny_run import ROOT
 
 
@@ -75,10 +75,6 @@ def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(number) for number in range(1, 101)]
     assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]
     assert percentile([2.0], 99) == 2.0
-
-
-def step(number: int, tokens: int, loss: float = 2.0, skipped: bool = False) -> Step:
-    return Step(number, 0, 0.0, tokens, {"lm loss": loss}, 1.0, 1e-3, skipped)
 
 
 def end(run: Path, error: BaseException | None = None) -> None:
@@ -235,7 +231,7 @@ NAMED = {
 )
 def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
     write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2))
-    window, steps = window_of(tmp_path, 1, 1), [step(1, 8), step(2, 16)]
+    window, steps = window_of(tmp_path, 1, 1), [a_step(1, tokens=8), a_step(2, tokens=16)]
     assert compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window)) == ([], [])
     found, unjudged = compare.judge(compare.Case(GOOD | change, steps, tokens_of(steps), window))
     assert [one["name"] for one in found] == [name]
@@ -246,7 +242,7 @@ def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, An
 def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> None:
     write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2, jit=0.5))
     window = window_of(tmp_path, 1, 1)
-    steps = [step(1, 8), step(2, 24, float("nan")), step(3, 32, skipped=True)]
+    steps = [a_step(1, tokens=8), a_step(2, tokens=24, loss=math.nan), a_step(3, tokens=32, skipped=True)]
     assert tokens_of(steps) == {1: 8, 2: 16, 3: 8}
     found = {
         one["name"]: one["evidence"] for one in compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window))[0]

@@ -157,8 +157,8 @@ def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[
 
 def _profiled(run: Path) -> list[tuple[int, int]]:
     """First and last step that each profile affected: its own, and the one after."""
-    spans = (folder.name.split("-") for folder in (run / PROFILES).glob("[1-9]*-[1-9]*"))
-    return [(int(first), int(last) + 1) for first, last in spans]
+    spans = [folder.name.split("-") for folder in (run / PROFILES).glob("*-*")]
+    return [(int(span[0]), int(span[1]) + 1) for span in spans if len(span) == 2 and all(map(str.isdecimal, span))]
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:

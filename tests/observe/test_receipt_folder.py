@@ -242,13 +242,10 @@ def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
 # --- Nothing that can be read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "where"), [(b"", "line 1"), (b'{"schema": 1,\n "fam', "line 2"), (b"\xff\xfe", "utf-8")]
-)
-def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path, content: bytes, where: str) -> None:
+def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path) -> None:
     file = tmp_path / "receipt.json"
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=f"{file}: no JSON, damaged or cut off.*{where}.*name the folder of its run"):
+    file.write_text('{"schema": 1,\n "fam')
+    with pytest.raises(DataError, match=f"{file}: no JSON, damaged or cut off.*line 2.*name the folder of its run"):
         receipts.read(file)
 
 

@@ -167,7 +167,9 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
             vendors.configure(settings.vendors, str(settings.path))
             Dispatcher(settings.backends).check_named()
         run = _run(chosen, settings)
-        launched = _launch_policy(run, settings)
+        launched = policy.resolve(run, settings=settings, environment=os.environ)
+        for line in launched.lines(settings):
+            process.say(line)
         stack.enter_context(policy.said())
         stack.enter_context(process.environment(launched.environment()))
         policy.check_memory(run)  # starts CUDA, which reads the environment once
@@ -219,14 +221,6 @@ def _run(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.Ru
     if chosen.device == "cuda":
         run = dataclasses.replace(run, tf32_products=policy.tf32_products())
     return run
-
-
-def _launch_policy(run: policy.Run, settings: plugin_config.PluginConfig | None) -> policy.LaunchPolicy:
-    """The policy of the run, printed on rank 0."""
-    launched = policy.resolve(run, settings=settings, environment=os.environ)
-    for line in launched.lines(settings):
-        process.say(line)
-    return launched
 
 
 def _verified_data(arguments: Sequence[str]) -> list[str]:

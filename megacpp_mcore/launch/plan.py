@@ -110,14 +110,7 @@ def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
         )
 
 
-_OWN_OPTIONS = [
-    "--observe",
-    "--no-observe",
-    "--device",
-    "--nproc",
-    "--allow-spec-from",
-    "--patch",
-]
+_OWN_OPTIONS = ["--observe", "--no-observe", "--device", "--nproc", "--allow-spec-from", "--patch"]
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

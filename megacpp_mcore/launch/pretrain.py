@@ -11,9 +11,11 @@ Checked with megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,6 +249,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def dataset_config_from_args(args: Namespace) -> GPTDatasetConfig:
     """Return the dataset configuration that Megatron's parsed arguments ask for."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    counts = args.per_dataset_sequences_path
     kind, of_fim = (GPTFIMDatasetConfig, _fim_settings(args)) if args.fim_data else (GPTDatasetConfig, {})
     config: GPTDatasetConfig = kind(
         random_seed=args.seed,
@@ -268,7 +271,7 @@ def dataset_config_from_args(args: Namespace) -> GPTDatasetConfig:
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
-        sequences_per_dataset=_read_sequence_counts(args.per_dataset_sequences_path),
+        sequences_per_dataset=None if counts is None else json.loads(Path(counts).read_text(encoding="utf-8")),
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
@@ -283,16 +286,6 @@ def _fim_settings(args: Namespace) -> dict[str, Any]:
     tokens = {part: getattr(args, f"fim_{part}_token") for part in ("prefix", "middle", "suffix", "pad", "eod")}
     same = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
     return {name: getattr(args, name) for name in same} | {"fim_extra_tokens": tokens}
-
-
-def _read_sequence_counts(path: str | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    import json
-
-    with open(path, encoding="utf-8") as file:
-        counts: dict[str, Any] = json.load(file)
-    return counts
 
 
 def _reads_data(args: Namespace, vp_stage: int | None) -> bool:

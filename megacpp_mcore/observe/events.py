@@ -7,7 +7,6 @@ line torn. Every line but the first has ``at``, nanoseconds since the epoch; a l
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -154,8 +153,7 @@ class Log:
         first = {"began": self.began_ns, "rank": rank, "world_size": world_size}
         self._append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="heartbeat", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: every step still writes a line
-            self._thread.start()
+        self._thread.start()
 
     def write(self, at: int | None = None, **fields: Any) -> None:
         """Write a line of ``fields``, timed ``at`` (nanoseconds since the epoch) or now."""
@@ -164,8 +162,7 @@ class Log:
     def close(self) -> None:
         """Close the file, waiting at most a second for a heartbeat that the file system does not answer."""
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(1.0)
+        self._thread.join(1.0)
         self._close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -329,13 +326,11 @@ def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
         DataError: there is no such file, or it holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
     except ValueError as error:
         raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
     return found
 
 

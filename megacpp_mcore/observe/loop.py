@@ -124,8 +124,6 @@ class Notifier:
     def notify(self, call: Callable[[Listener], None]) -> None:
         """Call all listeners; one that raises is removed, as recording must not end training."""
         for listener in tuple(self._listeners):
-            if listener not in self._listeners:
-                continue  # it failed on being notified of an earlier one's failure
             try:
                 call(listener)
             except Exception as error:

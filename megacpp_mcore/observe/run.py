@@ -16,7 +16,7 @@ from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live
-from megacpp_mcore.observe.loop import Loop, Notifier
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
@@ -116,14 +116,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
     clock = Clock(age_ns=clocks.process_age_ns())
     loop = trained_by or Loop()
     with contextlib.ExitStack() as stack:
-        listeners: list[Listener] = []
-        try:
-            for listener in _listeners(chosen, launched, clock, loop, stack):
-                listeners.append(listener)
-        except BaseException as error:  # listeners made so far write how the process ended
-            Notifier(clock, listeners).end(type(error), error, error.__traceback__)
-            raise
-        if listeners:
+        if listeners := list(_listeners(chosen, launched, clock, loop, stack)):
             stack.enter_context(loop.observing(clock, listeners))
             stack.enter_context(clocks.compilation_timed(clock))
         yield

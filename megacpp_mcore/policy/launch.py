@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy import values as policy_values
-from megacpp_mcore.policy.compile import (
-    CompilePolicy,
-    compile_policy,
-    disabled_by,
-)
+from megacpp_mcore.policy.compile import CompilePolicy, compile_policy, disabled_by
 from megacpp_mcore.policy.overlap import Overlap, overlap_contract
 from megacpp_mcore.policy.run import Run
 from megacpp_mcore.policy.values import RECIPE, USER, Value

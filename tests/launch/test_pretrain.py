@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 from argparse import ArgumentParser, Namespace
@@ -176,18 +175,6 @@ def test_wheel_fills_in_the_middle_as_the_checkout_script_does(
     assert ours.figures == train(*data, "--fim-data", script=megatron_lm / "pretrain_gpt.py").figures
     assert len(ours.losses) == ITERATIONS
     assert ours.figures != train(*data).figures
-
-
-@pytest.mark.exhaustive
-def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path: Path) -> None:
-    frozen = ["--lr", "0", "--train-iters", "1", "--eval-iters", "0", "--lr-decay-iters", "1"]
-    save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]
-    save += ["--use-distributed-optimizer"]
-    train("--mock-data", *MOE, *frozen, *save, "--expert-model-parallel-size", "2", nproc=2)
-    state = tensors_in(tmp_path / "out" / "iter_0000001")
-    experts = state["decoder.layers.mlp.experts.experts.linear_fc1.weight"].flatten(0, 1)
-    assert experts.shape[0] == 2 * 4, "two layers of four experts"
-    assert all(not torch.equal(a, b) for a, b in itertools.combinations(experts, 2))
 
 
 SPEC = """

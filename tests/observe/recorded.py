@@ -8,7 +8,7 @@ from typing import Any
 
 from megacpp_mcore import policy
 from megacpp_mcore.observe import receipts
-from megacpp_mcore.observe.events import Log
+from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.routing import Routing
@@ -65,6 +65,14 @@ def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
         "time_s": 0.0, "tokens": line["step"] * TOKENS, "losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-3,
         "skipped": False,
     }  # fmt: skip
+
+
+def a_step(
+    number: int, *, resumed_at: int = 0, tokens: int | None = None, loss: float = 2.0, skipped: bool = False
+) -> Step:
+    """A step as listeners get it; ``tokens`` since step 0."""
+    trained = number * TOKENS if tokens is None else tokens
+    return Step(number, resumed_at, 0.0, trained, {"lm loss": loss}, 1.0, 1e-3, skipped)
 
 
 def receipt_writer(log: Log, **more: Any) -> receipts.ReceiptWriter:

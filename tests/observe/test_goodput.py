@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.events import Log, Step
+from megacpp_mcore.observe.events import Log
 from megacpp_mcore.observe.goodput import CLASSES, DOWN, LOST, PRODUCTIVE, RECOVERY
-from tests.observe.recorded import SECOND, at, stepped, write_start
+from tests.observe.recorded import SECOND, a_step, at, stepped, write_start
 
 
 class Time:
@@ -36,10 +36,6 @@ class Time:
 
     def go(self, seconds: float) -> None:
         self.ns += round(seconds * SECOND)
-
-
-def step(number: int, resumed_at: int = 0) -> Step:
-    return Step(number, resumed_at, 0.0, 8, {"lm loss": 1.0}, 1.0, 1e-3, False)
 
 
 def test_the_innermost_phase_has_the_time_and_the_parts_sum_to_the_whole() -> None:
@@ -134,7 +130,7 @@ def record(
     for number in range(resumed_at + 1, resumed_at + steps + 1):
         with log.clock.within(Phase.STEP):
             time.go(1)
-        recorder.on_step(step(number, resumed_at))
+        recorder.on_step(a_step(number, resumed_at=resumed_at))
     if not isinstance(how, str):
         recorder.on_end(how)
     log.close()

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from megacpp_mcore.observe.indices import SAMPLED, IndexOverlap, overlap
-from megacpp_mcore.observe.steps import Step
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
-
-
-def a_step(number: int) -> Step:
-    return Step(number, 0, 0.0, 8, {}, None, None, False)
+from tests.observe.recorded import a_step
 
 
 def test_the_overlap_of_two_selections() -> None:

@@ -19,10 +19,7 @@ from megacpp_mcore.observe.live import Live, Metrics, metrics_of
 from megacpp_mcore.observe.receipts.schema import Facts
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
-from tests.observe.recorded import at, stepped, with_loss, write_start
-
-SECOND = 1_000_000_000
-
+from tests.observe.recorded import SECOND, a_step, at, stepped, with_loss, write_start
 
 # --- Piece by piece ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +125,7 @@ def test_a_logged_step_costs_less_than_a_millisecond(
 
     spent = []
     for number in range(1, 151):
-        step = Step(20_000 + number, 20_000, 0.0, 512 * number, {"lm loss": 2.0}, 1.0, 1e-3, False)
+        step = a_step(20_000 + number, resumed_at=20_000)
         began = time.perf_counter()
         loop.recorder.on_step(step)
         loop.live.on_step(step)

@@ -237,23 +237,10 @@ def test_a_page_of_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert words in found.text
 
 
-def test_the_timeline_is_the_goodput(tmp_path: Path) -> None:
-    """A start that finished, one that was killed in a step, one that came to nothing, and one that did steps again."""
-    write_start(
-        tmp_path, 1, 0, at(2, {"startup": 2}), with_loss(stepped(4, 1, data=1)), at(5, {"idle": 1}, how="finished")
-    )
-    steps = [with_loss(stepped(24, 2, 2, 1, startup=2)), with_loss(stepped(27, 3, 2, 1, checkpoint_save=1))]
-    write_start(tmp_path, 2, 0, *steps, at(30), began=20)
-    write_start(tmp_path, 3, 0, at(42, {"startup": 1}, how="SystemExit"), began=41)
-    write_start(
-        tmp_path, 4, 0, with_loss(stepped(54, 3, 2, 2, startup=2)), at(55, {"step": 1}, how="ValueError"), began=50
-    )
-    spans = [
-        (span.begin // 10**9, span.end // 10**9, span.kind) for span in goodput.timeline(page.read(tmp_path).ranks[0])
-    ]
-    assert (20, 22, "startup") in spans
-    assert [span[:2] for span in spans if span[2] == "lost_steps"] == [(25, 27), (27, 30), (54, 55)]
-    assert [span[:2] for span in spans if span[2] == "down"] == [(30, 41), (42, 50)]
+def test_a_restart_is_marked_and_what_it_did_again_is_said(tmp_path: Path) -> None:
+    steps = [with_loss(stepped(4, 2, resumed_at=1)), with_loss(stepped(7, 3, resumed_at=1))]
+    write_start(tmp_path, 1, 0, *steps, at(10))
+    write_start(tmp_path, 2, 0, with_loss(stepped(24, 3, resumed_at=2)), at(25, {}, how="ValueError"), began=20)
     text = Reader(page.html(tmp_path)).text
     assert "resumed at 2" in text
     assert "restarted from step 2" in text

@@ -14,13 +14,13 @@ from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import receipts, routing
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.events import FINISHED, Log, Step
+from megacpp_mcore.observe.events import FINISHED, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
-from tests.observe.recorded import TOKENS, append, at, file_of, receipt_writer, stepped, with_loss, write_start
+from tests.observe.recorded import TOKENS, a_step, append, at, file_of, receipt_writer, stepped, with_loss, write_start
 
 ENDED = at(0, {}, how=FINISHED)
 
@@ -242,13 +242,10 @@ def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
 # --- Nothing that can be read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "where"), [(b"", "line 1"), (b'{"schema": 1,\n "fam', "line 2"), (b"\xff\xfe", "utf-8")]
-)
-def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path, content: bytes, where: str) -> None:
+def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path) -> None:
     file = tmp_path / "receipt.json"
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=f"{file}: no JSON, damaged or cut off.*{where}.*name the folder of its run"):
+    file.write_text('{"schema": 1,\n "fam')
+    with pytest.raises(DataError, match=f"{file}: no JSON, damaged or cut off.*line 2.*name the folder of its run"):
         receipts.read(file)
 
 
@@ -282,7 +279,7 @@ class Training:
         self.writer.on_model([Core()], None)
 
     def step(self, number: int) -> None:
-        step = Step(number, 0, 0.0, number * TOKENS, {"lm loss": 2.0}, 1.0, 1e-3, False)
+        step = a_step(number)
         self.recorder.on_step(step)
         self.writer.on_step(step)
 

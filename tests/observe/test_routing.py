@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import router as stock
 
 from megacpp_mcore.observe import routing
 from megacpp_mcore.observe.routing import Load, merged
-from megacpp_mcore.observe.steps import Step
+from tests.observe.recorded import a_step
 
 
 def test_an_even_load_and_a_collapsed_one() -> None:
@@ -74,10 +74,6 @@ def test_a_router_in_a_cuda_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch
     assert captured.tokens_E.tolist() == [1, 1, 0]
     assert found["not_counted"] == {"2": routing.CAPTURED}
     assert {layer: (one["asked"], one["dropped"]) for layer, one in found["layers"].items()} == {"4": (4, 0)}
-
-
-def a_step(number: int) -> Step:
-    return Step(number, 0, 0.0, 8, {}, None, None, False)
 
 
 class Router(torch.nn.Module):

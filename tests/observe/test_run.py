@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megacpp_mcore import policy
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import events, loop, loop_bridge, run
+from megacpp_mcore.observe import loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
@@ -72,16 +71,12 @@ def test_a_window_is_its_first_and_last_step() -> None:
             parse_steps(text)
 
 
-class Heard(Listener):
-    def __init__(self) -> None:
-        self.ends: list[BaseException | None] = []
-        self.failures: list[str] = []
-
-    def on_end(self, error: BaseException | None) -> None:
-        self.ends.append(error)
-
-    def on_failure(self, what: str) -> None:
-        self.failures.append(what)
+def a_listener(**errors: BaseException) -> Any:
+    """A listener that notes what it is called for, and raises ``errors`` by the name of its method."""
+    listener = mock.create_autospec(Listener, instance=True)
+    for name, error in errors.items():
+        getattr(listener, name).side_effect = error
+    return listener
 
 
 def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,32 +86,19 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
     module = ModuleType("a_training_loop")
     module.train = stock  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    heard = Heard()
+    heard = a_listener()
     told = loop.Notifier(Clock(), [heard])
     seams = [loop.Seam(module.__name__, name, loop.timed(Phase.STEP)) for name in ("train", "Steps.train_step")]
     said = r"a_training_loop has no Steps\.train_step.*--no-observe"
     with pytest.raises(LaunchError, match=said) as refused, loop.replaced(seams, told):
         raise AssertionError("it observes a loop that it does not know")
     assert module.train is stock
-    assert heard.ends == [refused.value]
+    assert heard.method_calls == [mock.call.on_end(refused.value)]
     with loop.replaced(seams[:1], told):
         assert module.train is not stock
         assert module.train() == "stock"
     assert module.train is stock
-    assert heard.ends == [refused.value, None]
-
-
-def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Listener):
-        def on_end(self, error: BaseException | None) -> None:
-            raise OSError("the disk is full\nand its details")
-
-    heard = Heard()
-    with loop.replaced([], loop.Notifier(Clock(), [Failing(), heard])):
-        pass
-    assert heard.ends == [None]
-    assert heard.failures == ["Failing failed in step 0 and recorded nothing more: OSError: the disk is full"]
-    assert f"{heard.failures[0]}; training is not affected" in caplog.text
+    assert heard.method_calls[1:] == [mock.call.on_end(None)]
 
 
 @pytest.fixture
@@ -125,28 +107,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> policy.LaunchPolicy:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     return policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
-
-
-def test_whatever_ends_the_making_of_listeners_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: policy.LaunchPolicy
-) -> None:
-    """And what notes compilation only begins once the listeners hear of the end, whatever ends it; nothing stays open."""
-    settings = dataclasses.replace(OFF, observability=Observability(heartbeat_s=0.01))
-    chosen = run.choose([], observe=str(tmp_path), settings=settings)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    threads = set(threading.enumerate())
-    for holder, name in ((run, "Live"), (run.clocks, "compilation_timed")):
-        with monkeypatch.context() as changed:
-            changed.setattr(holder, name, interrupted)
-            with pytest.raises(KeyboardInterrupt), run.observed(chosen, launched):
-                raise AssertionError("it records there")
-    assert [start.how for start in events.read(tmp_path)[0]] == ["KeyboardInterrupt"] * 2
-    assert set(threading.enumerate()) <= threads
-    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
 def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launched: policy.LaunchPolicy) -> None:
@@ -160,68 +120,34 @@ GIVEN: dict[str, Any] = {"loss_dict": {}, "grad_norm": None, "learning_rate": No
 """What a step's ``training_log`` is given."""
 
 
-class Failing(Heard):
-    """Raises an error where it is told to."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.told: list[str] = []
-        self._where = where
-
-    def on_model(self, chunks: Sequence[object], optimizer: object) -> None:
-        self._hear("on_model")
-
-    def on_step_begin(self, number: int) -> None:
-        self._hear("on_step_begin")
-
-    def on_step(self, step: Step) -> None:
-        self._hear("on_step")
-
-    def on_failure(self, what: str) -> None:
-        super().on_failure(what)
-        self._hear("on_failure")
-
-    def _hear(self, what: str) -> None:
-        self.told.append(what)
-        if what == self._where:
-            raise LookupError(f"in {what}")
-
-
-@pytest.mark.parametrize(("where", "step"), [("on_model", 0), ("on_step_begin", 1), ("on_step", 1)])
+@pytest.mark.parametrize(("where", "step"), [("on_model", 0), ("on_step_begin", 1), ("on_step", 1), ("on_end", 2)])
 def test_what_fails_hears_of_nothing_more_but_its_end_and_training_goes_on(
     where: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also one that fails when it hears of another's failure."""
-    failing, deaf, sound = Failing(where), Failing("on_failure"), Failing("nowhere")
-    told = loop.Notifier(Clock(), [failing, deaf, sound])
+    error = LookupError("of its own\nand its details")
+    failing, sound = a_listener(**{where: error}), a_listener()
+    told = loop.Notifier(Clock(), [failing, sound])
     with loop.replaced([], told):
         told.notify(lambda listener: listener.on_model([], None))
         for number in (1, 2):
             told.notify_begin(number)
             told.notify_step(GIVEN, number, 512 * number)
     steps = ["on_step_begin", "on_step"]
-    everything = ["on_model", *steps, *steps]
-    assert failing.told == everything[: everything.index(where) + 1]
-    assert [one for one in sound.told if one != "on_failure"] == everything
-    assert deaf.told[-1] == "on_failure"
-    failed = [
-        f"Failing failed in step {step} and recorded nothing more: LookupError: in {name}"
-        for name in (where, "on_failure")
-    ]
-    assert sorted(sound.failures) == sorted(failed)
-    assert [str(one.ends[0]) for one in (failing, deaf)] == [f"in {where}", "in on_failure"]
-    assert [len(one.ends) for one in (failing, deaf, sound)] == [1, 1, 1]
-    assert sound.ends == [None]
-    assert all(what in caplog.text for what in failed)
+    everything = ["on_model", *steps, *steps, "on_end"]
+    names = [call[0] for call in failing.method_calls]
+    assert names == [*everything[: everything.index(where) + 1], "on_end"]
+    assert failing.on_end.call_args == mock.call(error)
+    assert [call[0] for call in sound.method_calls if call[0] != "on_failure"] == everything
+    assert sound.on_end.call_args == mock.call(None)
+    (failure,) = sound.on_failure.call_args.args
+    assert failure.endswith(f" failed in step {step} and recorded nothing more: LookupError: of its own")
+    assert f"{failure}; training is not affected" in caplog.text
 
 
 def test_the_user_s_interrupt_is_no_failure_of_a_listener() -> None:
-    class Interrupted(Listener):
-        def on_step_begin(self, number: int) -> None:
-            raise KeyboardInterrupt
-
+    interrupted = a_listener(on_step_begin=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        loop.Notifier(Clock(), [Interrupted()]).notify_begin(1)
+        loop.Notifier(Clock(), [interrupted]).notify_begin(1)
 
 
 @pytest.mark.parametrize("seams", [loop.STOCK, loop_bridge.SEAMS], ids=["stock", "bridge"])

@@ -8,22 +8,8 @@ import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Start
-from megacpp_mcore.observe.steps import Step, kept, read_steps
-from tests.observe.recorded import at, stepped, with_loss, write_start
-
-
-def step(number: int, loss: float = 2.0, **changes: object) -> Step:
-    values = {
-        "step": number,
-        "resumed_at": 0,
-        "time_s": 100.0 + number,
-        "tokens": 2048 * number,
-        "losses": {"lm loss": loss, "mtp_1 loss": 3.0},
-        "grad_norm": 1.5,
-        "learning_rate": 1e-3,
-        "skipped": False,
-    }
-    return Step(**{**values, **changes})  # type: ignore[arg-type]
+from megacpp_mcore.observe.steps import kept, read_steps
+from tests.observe.recorded import a_step, at, stepped, with_loss, write_start
 
 
 def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) -> None:
@@ -62,7 +48,7 @@ def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) 
 )
 def test_what_a_restart_rolled_back_is_gone(recorded: list[tuple[int, list[int]]], left: list[tuple[int, int]]) -> None:
     starts = [
-        Start(1, 0, 1, 0, resumed_at=resumed_at, steps=[step(number, resumed_at=resumed_at) for number in numbers])
+        Start(1, 0, 1, 0, resumed_at=resumed_at, steps=[a_step(number, resumed_at=resumed_at) for number in numbers])
         for resumed_at, numbers in recorded
     ]
     assert [(one.step, one.resumed_at) for one in kept(starts)] == left

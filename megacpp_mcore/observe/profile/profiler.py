@@ -49,16 +49,7 @@ class Profiler(Listener):
         clock: the process's; opening the window and making its tables count as :attr:`Phase.PROFILE`.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        rank: int,
-        first: int,
-        last: int,
-        clock: Clock,
-        *,
-        trace: bool = False,
-    ) -> None:
+    def __init__(self, run: Path, rank: int, first: int, last: int, clock: Clock, *, trace: bool = False) -> None:
         self._folder, self._rank = Path(run) / tables.FOLDER, rank
         self._first, self._last = first, last
         self._trace, self._clock = trace, clock

@@ -15,15 +15,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
-from megacpp_mcore.observe.profile.attribution import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    RECOMPUTE,
-    Attribution,
-    Place,
-)
+from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, OTHER, RECOMPUTE, Attribution, Place
 from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
 
 FOLDER = "profile"

@@ -351,7 +351,8 @@ def bare(chunk: Any) -> Any:
 
 def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
     """Add to ``facts`` what is known from the modules, the optimizer and the gradient buffers of this rank."""
-    rows = [*_resolved(chunks), *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
+    resolved = [made.as_record() | {"layer": number} for number, _, one in _layers(chunks) for made in _answers(one)]
+    rows = [*resolved, *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
     facts.put("backends", rows)
     reason = "something else than Megatron's DistributedDataParallel holds the gradients"
     facts.put("ddp.grad_reduce_dtype", _grad_reduce_dtype(chunks), reason)
@@ -433,15 +434,8 @@ def _record(
     return Resolution(op, layer, requested, have, speed, slower, reason, fn=print).as_record()
 
 
-def _resolved(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """The backends that the modules hold from the dispatcher: the functions that they really call."""
-    for number, _, module in _layers(chunks):
-        for made in _answers(module):
-            yield made.as_record() | {"layer": number}
-
-
 def _answers(module: Any) -> list[Resolution]:
-    """The dispatcher's resolutions that a module holds."""
+    """The dispatcher's resolutions that a module holds: the functions that it really calls."""
     return [value for value in vars(module).values() if isinstance(value, Resolution)]
 
 

@@ -172,6 +172,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: st
     assert str(raised.value).startswith(f"{file} is no receipt")
 
 
+def test_what_a_terminal_obeys_is_read_as_its_escape(tmp_path: Path) -> None:
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(changed(bare_receipt(), "routing.settings", {"a\x1b": ["\u202eb", "\ud800", "é\n", 3]})))
+    assert receipts.read(file)["routing"]["settings"] == {r"a\x1b": [r"\u202eb", r"\ud800", "é\n", 3]}
+
+
 def test_a_missing_field_and_what_is_no_object_are_wrong() -> None:
     receipt = bare_receipt()
     del receipt["cache"]["state"]

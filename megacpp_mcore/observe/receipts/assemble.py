@@ -78,7 +78,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     if later:
         notes.append(_note_of_later(later))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
-    return found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
+    receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
+    return dict(schema.printable(receipt))
 
 
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
@@ -392,4 +393,4 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     expected = "a receipt, or the folder of a run that was observed"
     receipt = events.load(place, expected, "name the folder of its run, from which it is assembled anew")
     schema.validate(receipt, str(place))
-    return receipt
+    return dict(schema.printable(receipt))

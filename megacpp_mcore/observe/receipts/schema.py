@@ -6,6 +6,7 @@ A receipt is JSON. An unknown value is null, and ``unknown`` gives the reason un
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -378,6 +379,21 @@ def _kind(kind: Any) -> str:
         return f"map of {_kind(kind['*'])}" if "*" in kind else f"{{{', '.join(kind).replace('...', '…')}}}"
     word = str(kind)
     return "one of " + ", ".join(f"`{value}`" for value in word.split("|")) if "|" in word else word
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+"""Characters that may control a terminal, or that UTF-8 cannot encode."""
+
+
+def printable(value: Any) -> Any:
+    """``value`` with every character of :data:`_CONTROL` in its texts and keys escaped."""
+    if isinstance(value, str):
+        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
+    if isinstance(value, list):
+        return [printable(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(each) for key, each in value.items()}
+    return value
 
 
 def plain(value: Any) -> str:

@@ -72,8 +72,7 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
     )
 
     def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
-        return output
+        return fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Norms for errors; in the gradient of a document's first queries everything cancels: they use the terms' norm."""

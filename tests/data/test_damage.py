@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import io
 import json
 import os
 import re
@@ -31,7 +30,7 @@ def build(folder: Path, salt: str = "") -> str:
     folder.mkdir(parents=True)
     for number in range(6):
         (folder / f"{number}.txt").write_text(f"document {number}{salt}" * (number + 1))
-    return prepare([folder], str(folder / "data"), progress=io.StringIO())[0]
+    return prepare([folder], str(folder / "data"))[0]
 
 
 @pytest.fixture(scope="session")

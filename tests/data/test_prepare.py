@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -356,21 +355,13 @@ def test_one_file_found_twice_is_refused(texts, kind):
         find_sources(inputs)
 
 
-@pytest.mark.parametrize("kind", ["p", "s", "c"])
-def test_only_regular_files_are_read(tmp_path, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)  # the path of a socket is short
-    path = Path("in", "text.txt")
+def test_only_regular_files_are_read(tmp_path):
+    path = tmp_path / "in" / "text.txt"
     path.parent.mkdir()
-    with socket.socket(socket.AF_UNIX) as server:
-        if kind == "p":
-            os.mkfifo(path)
-        elif kind == "s":
-            server.bind(str(path))
-        else:
-            path.symlink_to("/dev/null")
-        for given in (path, path.parent):
-            with pytest.raises(DataError, match=rf"text\.txt is {kind}[rwx-]+, no regular file"):
-                find_sources([given])
+    os.mkfifo(path)
+    for given in (path, path.parent):
+        with pytest.raises(DataError, match=r"text\.txt is p[rwx-]+, no regular file"):
+            find_sources([given])
 
 
 @pytest.mark.parametrize("find", [find_sources, lambda _: find_stdlib_sources()])

@@ -87,10 +87,9 @@ class Built:
 
     def take_weights(self, other: Built) -> None:
         """Copy every parameter from another layer of the same kind."""
-        weights = dict(other.module.named_parameters())
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                parameter.copy_(weights[name])
+            for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+                mine.copy_(theirs)
 
     def variant(self, name: str, side: str) -> Variant:
         """The layer as a variant, with the gradients of its input and of every parameter."""
@@ -107,8 +106,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     shape = (*options.sizes("S", "B"), model.hidden_size)
     hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
     inputs = Inputs(leaves={"hidden": hidden}, cotangents={"out": draw.normal(*shape)})
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
-    rows = hidden.numel() * hidden.element_size()
+    weights, rows = sum(parameter.nbytes for parameter in ours.parameters), hidden.nbytes
     variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())

@@ -115,14 +115,7 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=hidden,
-        num_attention_heads=1,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-    )
+    config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=1)
     head = ColumnParallelLinear(
         hidden, vocab, config=config, init_method=torch.nn.init.zeros_, bias=False, skip_weight_param_allocation=True
     )

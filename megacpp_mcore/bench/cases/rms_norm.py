@@ -5,7 +5,6 @@ Legend: S sequence, B batch, D hidden.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,25 +62,20 @@ def _engine(inputs: Inputs) -> list[Variant]:
     import transformer_engine.pytorch as te
     from megatron.core.extensions import transformer_engine as stock
 
-    made = []
-    for name, kind in zip(names, (te.RMSNorm, stock.TEFusedResidualRMSNorm), strict=True):
+    def variant(name: str, kind: Any) -> Variant:
         weight = inputs.leaves["weight"]
         module = kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             module.weight.copy_(weight)
-        made.append(Variant.of(name, PEER, partial(_module, module), partial(_leaves, module)))
-    return made
 
+        def call(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+            found = module(inputs.leaves["x"])
+            normed, residual = found if isinstance(found, tuple) else (found, inputs.leaves["x"])
+            return normed, residual.view_as(residual)
 
-def _module(module: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    x = inputs.leaves["x"]
-    found = module(x)
-    normed, residual = found if isinstance(found, tuple) else (found, x)
-    return normed, residual.view_as(residual)
+        return Variant.of(name, PEER, call, leaves=lambda inputs: [inputs.leaves["x"], module.weight])
 
-
-def _leaves(module: Any, inputs: Inputs) -> list[torch.Tensor]:
-    return [inputs.leaves["x"], module.weight]
+    return [variant(names[0], te.RMSNorm), variant(names[1], stock.TEFusedResidualRMSNorm)]
 
 
 def _torch(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

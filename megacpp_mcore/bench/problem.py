@@ -45,11 +45,6 @@ class Inputs:
         """Names of the results of forward and backward: the outputs, then the gradient of each leaf."""
         return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
-    def with_new_leaves(self) -> Inputs:
-        """The same inputs, whose leaves are other tensors with the same memory."""
-        leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in self.leaves.items()}
-        return dataclasses.replace(self, leaves=leaves)
-
     def in_double(self) -> Inputs:
         """The same numbers in float64; fixed arguments are unchanged."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
@@ -93,13 +88,15 @@ class Variant:
     def captured(self) -> Variant:
         """This variant as CUDA graphs, one per piece of work: measures the device's time without the host's.
 
-        Each call gets :attr:`Inputs.leaves` of its own with the same memory: a leaf whose gradient's node was made on the
-        default stream, and is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a
-        capture.
+        Each call gets leaves of its own with the same memory: a leaf whose gradient's node was made on the default stream, and
+        is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a capture.
         """
-        runs = {
-            work: Captured(lambda inputs, run=run: run(inputs.with_new_leaves())) for work, run in self.runs.items()
-        }
+
+        def anew(run: Call, inputs: Inputs) -> Any:
+            leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in inputs.leaves.items()}
+            return run(dataclasses.replace(inputs, leaves=leaves))
+
+        runs = {work: Captured(partial(anew, run)) for work, run in self.runs.items()}
         name, opening, rest = self.name.partition(" (")
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 

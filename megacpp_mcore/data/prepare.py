@@ -153,9 +153,7 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
         raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
     try:
         with _building(plan.output) as folder:
-            if not plan.overwrite:
-                _refuse_existing(plan)
-            _refuse_cached(plan)
+            _refuse_existing(plan)
             _move(plan, _build(plan, folder, workers))
     except OSError as error:
         raise DataError(
@@ -201,14 +199,10 @@ def _clear(folder: Path) -> None:
 
 
 def _refuse_existing(plan: Plan) -> None:
-    """Raise if a file of a dataset already exists."""
+    """Raise if a dataset exists, unless it is to be replaced and Megatron, not launched by us, has cached no indices of it."""
     paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
-    if path := next(filter(os.path.exists, paths), None):
+    if not plan.overwrite and (path := next(filter(os.path.exists, paths), None)):
         raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
-
-
-def _refuse_cached(plan: Plan) -> None:
-    """Raise if Megatron has cached indices of an existing dataset, as it does when not launched by us."""
     for prefix in plan.prefixes:
         if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(
@@ -364,7 +358,10 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
         for each in read_documents(piece, skipped if plan.skip_errors else None)
     ]
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
-    _refuse_changed(piece.source)
+    if make_source(Path(piece.source.path), piece.source.relative) != piece.source:
+        raise DataError(
+            f"{piece.source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
+        )
     return Encoded(documents, skipped, digest)
 
 
@@ -377,11 +374,3 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
             "holds lengths in 32 bits): cut the file into smaller ones"
         )
     return np.append(ids, tokenizer.eod_id).astype(plan.dtype)
-
-
-def _refuse_changed(source: Source) -> None:
-    """Raise if a source's file has changed since the preparation began."""
-    if make_source(Path(source.path), source.relative) != source:
-        raise DataError(
-            f"{source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
-        )

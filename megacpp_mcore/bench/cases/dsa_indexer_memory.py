@@ -162,7 +162,8 @@ class AgainstStock:
         (work, sparse), expected, index = WORKS[name], self._expected[name], found.pop("index")
         if work == "forward":
             try:
-                return {"selected": worst_row(*selected_scores(index, expected["index"]))}
+                chosen, best = selected_scores(index, expected["index"])
+                return {"selected": worst_row(chosen, best)}
             except AssertionError:
                 return {"selected": float("inf")}
         same_SB = (index.sort(-1).values == expected["index"].sort(-1).values).all(-1).T

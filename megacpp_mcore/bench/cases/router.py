@@ -5,6 +5,7 @@ Legend: S sequence, B batch, T tokens (S × B), E experts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ def problem(options: Options) -> Problem:
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of("stock's functions", PEER, lambda inputs: run(_stock, inputs)),
+            Variant.of("stock's functions", PEER, partial(run, _stock)),
             *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
         ],
         works=dict(zip((FORWARD, BOTH), floors, strict=True)),
-        check=AgainstTruth(in_double(lambda inputs: run(route, inputs), inputs), LIMIT),
+        check=AgainstTruth(in_double(partial(run, route), inputs), LIMIT),
     )
 
 

@@ -23,15 +23,10 @@ class Comparison:
 
 
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:
-    """Compare each new row with the last one of the same benchmark, work, variant and conditions.
+    """Compare each new row with the last one of the same benchmark, work, variant and conditions in the committed table.
 
     Our layer is one variant whatever backends it uses: one that fell back is compared with its earlier self. A row of the
-    file whose parity failed or is missing is no baseline.
-
-    Args:
-        before: rows of the committed table.
-        now: rows of this run.
-        tolerance: the share by which time or peak memory may increase.
+    file whose parity failed or is missing is no baseline. Time and peak memory may increase by the share ``tolerance``.
 
     Raises:
         BenchmarkError: not one row can be compared; the message says what differs.

@@ -119,10 +119,7 @@ def cache_folder(arguments: Sequence[str], given: str | None = None) -> str | No
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training
     would go on with the old one's document indices. So the folder is named after the manifests; old ones are never removed.
-
-    Args:
-        arguments: Megatron's.
-        given: the folder's location (``--data-cache-path``); by default beside the first dataset, as in stock.
+    It lies in ``given`` (``--data-cache-path``), by default beside the first dataset, as in stock.
 
     Raises:
         DataError: a manifest is missing or damaged.

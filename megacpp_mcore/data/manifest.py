@@ -239,10 +239,7 @@ def verify(prefix: str, hash_tokens: Callable[[str], str] = hash_file) -> Manife
     """Check that the files at ``prefix`` are those that its manifest was written for, and return it.
 
     Their contents (index, ids, ends of documents) were checked when it was written: the same bytes need no second check.
-
-    Args:
-        prefix: path without suffix.
-        hash_tokens: returns the SHA-256 of the ``.bin`` at a path.
+    ``hash_tokens`` returns the SHA-256 of the ``.bin`` at a path.
 
     Raises:
         DataError: a file is missing, damaged or not the one that the manifest describes.

@@ -51,8 +51,7 @@ def _without_others() -> Iterator[None]:
     """Silence warnings of other packages, mostly raised on import: they are not about the command."""
     torch = logging.getLogger("torch.utils.cpp_extension")  # logs that there is a CUDA toolkit and no GPU
     level = torch.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         warnings.filterwarnings("default", module="megacpp_mcore")
         torch.setLevel(logging.ERROR)
         try:

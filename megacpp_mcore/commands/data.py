@@ -55,11 +55,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: it cannot be done; the message says why.
     """
     actions = {"prepare": _prepare, "verify": _verify, "corpus": _corpus, "score-unigram": _score_unigram}
-    try:
-        return actions[args.data_action](args)
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written, and the same command starts anew", file=sys.stderr)
-        return 130
+    return actions[args.data_action](args)
 
 
 def _prepare(args: argparse.Namespace) -> int:

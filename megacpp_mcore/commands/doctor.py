@@ -351,11 +351,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help=slow)
 
 
-def _engine() -> str:
-    """The implementation of each Transformer Engine feature here."""
-    return f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
-
-
 def _configure() -> Finding | None:
     """Obey the switches of the file of ``MEGACPP_CONFIG``, if it is set; what is wrong with a file that cannot be read."""
     try:
@@ -375,7 +370,8 @@ def run(args: argparse.Namespace) -> int:
         if unreadable is not None:
             raise ConfigFileError(unreadable.reason)
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
-        print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")
+        engine = f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
+        print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{engine}")
         return 0
     findings = [*examine(time_limit_s=args.time_limit), *([unreadable] if unreadable else [])]
     print(as_json(findings) if args.json else as_text(findings))

@@ -85,16 +85,17 @@ def _active(model: Model) -> int:
 
 def _layers(models: Sequence[Model]) -> list[str]:
     rows = [
-        (f"`{model.name}`", f"`{model.layers}`", f"`{_schedule(model)}`", f"`{hybrid.plan(model).text}`")
+        (
+            f"`{model.name}`",
+            f"`{model.layers}`",
+            f"`{''.join(filter(None, model.roles))}`",
+            f"`{hybrid.plan(model).text}`",
+        )
         for model in models
     ]
     roles = ", ".join(f"`{role}` {meaning}" for role, meaning in ROLES.items())
     note = f"DSA, one character for each A layer: {roles}."
     return ["", "## Layers", *_table(("model", "layers", "DSA", "on HybridModel"), rows), "", note]
-
-
-def _schedule(model: Model) -> str:
-    return "".join(role for role in model.roles if role)
 
 
 def _sizes(models: Sequence[Model]) -> list[str]:

@@ -70,28 +70,22 @@ def bridge_words(dataset: Any) -> list[str]:
     """The words with which a stock command line names the datasets of Megatron-Bridge's ``dataset``.
 
     ``blend`` comes before ``data_path``, as in Bridge (0.6.2, ``GPTDatasetConfig.finalize``, which derives the first from the
-    second: then the words are the original ones). ``blend_per_split`` is kept together with either of them:
-    :func:`verify_arguments` refuses both, as Megatron does.
+    second). ``blend_per_split`` is kept together with either of them: :func:`verify_arguments` refuses both, as Megatron does.
     """
     path, blend = getattr(dataset, "data_path", None), getattr(dataset, "blend", None)
     written = path.split() if isinstance(path, str) else [str(word) for word in path or ()]
-    if blend and Blend("--data-path", "data_path", written).datasets() != _weighted(*blend):
-        written = _blend_words(*blend)
-    words = ["--data-path", *written] if written else []
+    words = ["--data-path", *(_blend_words(*blend) if blend else written)] if blend or written else []
     for flag, one in zip(SPLIT_FLAGS, getattr(dataset, "blend_per_split", None) or (), strict=False):
         words += [flag, *_blend_words(*one)] if one else []
     return words
 
 
-def _weighted(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[tuple[str, float | None]]:
-    each: Sequence[float | None] = weights or [None] * len(prefixes)
-    return list(zip(prefixes, each, strict=True))
-
-
 def _blend_words(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[str]:
     """Prefixes, or alternating weights and prefixes."""
-    pairs = _weighted(prefixes, weights if len(prefixes) > 1 else None)
-    return [str(word) for prefix, weight in pairs for word in (weight, prefix) if word is not None]
+    if not weights or len(prefixes) == 1:
+        return list(prefixes)
+    shares = (str(weight).removesuffix(".0") for weight in weights)
+    return [word for pair in zip(shares, prefixes, strict=True) for word in pair]
 
 
 def verify_arguments(arguments: Sequence[str]) -> str:
@@ -119,10 +113,7 @@ def cache_folder(arguments: Sequence[str], given: str | None = None) -> str | No
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training
     would go on with the old one's document indices. So the folder is named after the manifests; old ones are never removed.
-
-    Args:
-        arguments: Megatron's.
-        given: the folder's location (``--data-cache-path``); by default beside the first dataset, as in stock.
+    It lies in ``given`` (``--data-cache-path``), by default beside the first dataset, as in stock.
 
     Raises:
         DataError: a manifest is missing or damaged.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sysconfig
 from pathlib import Path
-from typing import TextIO
 
 from megacpp_mcore.data.prepare import Plan, carry_out
 from megacpp_mcore.data.sources import LEFT_OUT, Source, make_source, walk_files
@@ -39,13 +38,7 @@ def find_stdlib_sources() -> list[Source]:
     return sources
 
 
-def prepare_stdlib_corpus(
-    output_prefix: str,
-    *,
-    workers: int = 1,
-    overwrite: bool = False,
-    progress: TextIO | None = None,
-) -> tuple[str, str]:
+def prepare_stdlib_corpus(output_prefix: str, *, workers: int = 1, overwrite: bool = False) -> tuple[str, str]:
     """Prepare the standard library as byte datasets, split by file, and return the train and held-out prefixes.
 
     Raises:
@@ -58,5 +51,5 @@ def prepare_stdlib_corpus(
         split=STDLIB_SPLIT,
         overwrite=overwrite,
     )
-    train, heldout = carry_out(plan, workers, progress)
+    train, heldout = carry_out(plan, workers)
     return train, heldout

@@ -31,9 +31,7 @@ _REFUSED = {
 def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | None:
     """Check the requirements of ``--fim-data``, and return a line about its tokens; None without the flag.
 
-    Args:
-        given: the command line.
-        tokenizer: that of the run; None if it cannot be read here.
+    The run's ``tokenizer`` is None if it cannot be read here.
 
     Raises:
         DataError: stock would stop at it, ignore it, or cut up documents other than the dataset's.

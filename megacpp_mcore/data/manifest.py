@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,13 +102,9 @@ def load_manifest(prefix: str) -> Manifest:
         return Manifest(**body)
     except FileNotFoundError as error:
         if not any(os.path.exists(prefix + suffix) for suffix in (".bin", ".idx")):
-            folder = os.path.dirname(prefix) or "."
-            known = (
-                sorted(name.removesuffix(".idx") for name in os.listdir(folder) if name.endswith(".idx"))
-                if os.path.isdir(folder)
-                else []
-            )
-            there = f"in {folder} there are {', '.join(known)}" if known else f"in {folder} there is none"
+            folder = Path(prefix).parent
+            known = ", ".join(sorted(path.stem for path in folder.glob("*.idx")))
+            there = f"in {folder} there {f'are {known}' if known else 'is none'}"
             raise DataError(f"there is no dataset {prefix} (.bin, .idx, .manifest.json); {there}") from error
         raise DataError(
             f"{path} does not exist; expected the manifest of the dataset {prefix}. For a dataset that another tool "
@@ -242,10 +239,7 @@ def verify(prefix: str, hash_tokens: Callable[[str], str] = hash_file) -> Manife
     """Check that the files at ``prefix`` are those that its manifest was written for, and return it.
 
     Their contents (index, ids, ends of documents) were checked when it was written: the same bytes need no second check.
-
-    Args:
-        prefix: path without suffix.
-        hash_tokens: returns the SHA-256 of the ``.bin`` at a path.
+    ``hash_tokens`` returns the SHA-256 of the ``.bin`` at a path.
 
     Raises:
         DataError: a file is missing, damaged or not the one that the manifest describes.

@@ -2,7 +2,8 @@
 
 The sources, sorted by relative path, are tokenized in pieces, by several worker processes if requested, and passed in order to
 Megatron's own ``IndexedDatasetBuilder``. The output depends on the sources and the settings alone. It is built in the
-folder ``PREFIX.unfinished``, which a killed run leaves behind: the same call removes it and starts over.
+folder ``PREFIX.unfinished``, which a killed run leaves behind: the same call removes it and starts over. A run that is killed
+while it moves files into place may leave a dataset without a manifest, which only ``overwrite`` replaces.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import filelock  # which torch requires
 import numpy as np
@@ -43,14 +44,12 @@ from megacpp_mcore.data.sources import (
 )
 from megacpp_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.util.files import flush_to_disk
 
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _SECONDS = 10.0
-_BUILT, _MOVING = "dataset", "moving"
-"""Names of files being built, and of the one that lists which new datasets are being moved into place. Until it is gone, the
-same call may replace their files without --overwrite: they are a killed run's, and not whole."""
+_BUILT = "dataset"
+"""What the names of files being built begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,6 @@ def prepare(
     workers: int = 1,
     overwrite: bool = False,
     skip_errors: bool = False,
-    progress: TextIO | None = None,
 ) -> list[str]:
     """Tokenize text files into Megatron datasets with their manifests.
 
@@ -121,7 +119,6 @@ def prepare(
         workers: processes that tokenize.
         overwrite: replace existing datasets.
         skip_errors: list undecodable files and lines in the manifest instead of raising.
-        progress: where progress is shown; default stderr.
 
     Raises:
         DataError: the inputs, the settings or the output folder do not allow it.
@@ -141,10 +138,10 @@ def prepare(
         skip_errors=skip_errors,
         overwrite=overwrite,
     )
-    return carry_out(plan, workers, progress)
+    return carry_out(plan, workers)
 
 
-def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> list[str]:
+def carry_out(plan: Plan, workers: int = 1) -> list[str]:
     """Write the datasets of ``plan`` and return their prefixes.
 
     Raises:
@@ -155,13 +152,9 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
     if not os.path.basename(plan.output):
         raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
     try:
-        with _building(plan.output) as (folder, torn):
-            if not plan.overwrite:
-                _refuse_existing(plan, torn)
-            _refuse_cached(plan)
-            built = _build(plan, folder, workers, progress)
-            with _ignored_interrupts():
-                _move(plan, built, folder / _MOVING)
+        with _building(plan.output) as folder:
+            _refuse_existing(plan)
+            _move(plan, _build(plan, folder, workers))
     except OSError as error:
         raise DataError(
             f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: repeat the call"
@@ -174,8 +167,8 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
 
 
 @contextmanager
-def _building(prefix: str) -> Iterator[tuple[Path, list[str]]]:
-    """The folder in which this process alone builds ``prefix``, and the names of the new datasets that a killed run was moving.
+def _building(prefix: str) -> Iterator[Path]:
+    """The folder in which this process alone builds ``prefix``.
 
     Raises:
         DataError: another process is preparing ``prefix``.
@@ -183,22 +176,20 @@ def _building(prefix: str) -> Iterator[tuple[Path, list[str]]]:
     folder = Path(prefix + ".unfinished")
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
-    with ExitStack() as held:
-        try:
-            held.enter_context(filelock.FileLock(lock, timeout=0))
-        except filelock.Timeout as error:
-            raise DataError(
-                f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output"
-            ) from error
-        _clear(folder)
-        moving = folder / _MOVING
-        try:
-            yield folder, moving.read_text(encoding="utf-8").splitlines() if moving.exists() else []
-        finally:
+    try:
+        with filelock.FileLock(lock, timeout=0):
             _clear(folder)
-            lock.unlink(missing_ok=True)  # still locked: other processes do not wait but are refused
-            with suppress(OSError):  # files that are not ours stay, and so does their folder
-                folder.rmdir()
+            try:
+                yield folder
+            finally:
+                _clear(folder)
+                lock.unlink(missing_ok=True)  # still locked: other processes do not wait but are refused
+                with suppress(OSError):  # files that are not ours stay, and so does their folder
+                    folder.rmdir()
+    except filelock.Timeout as error:
+        raise DataError(
+            f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output"
+        ) from error
 
 
 def _clear(folder: Path) -> None:
@@ -207,16 +198,11 @@ def _clear(folder: Path) -> None:
         path.unlink()
 
 
-def _refuse_existing(plan: Plan, torn: Sequence[str]) -> None:
-    """Raise if a dataset already exists; ``torn`` are the names of those that a killed run was moving."""
-    prefixes = [prefix for prefix in plan.prefixes if os.path.basename(prefix) not in torn]
-    paths = (prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx", ".manifest.json"))
-    if path := next(filter(os.path.exists, paths), None):
+def _refuse_existing(plan: Plan) -> None:
+    """Raise if a dataset exists, unless it is to be replaced and Megatron, not launched by us, has cached no indices of it."""
+    paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
+    if not plan.overwrite and (path := next(filter(os.path.exists, paths), None)):
         raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
-
-
-def _refuse_cached(plan: Plan) -> None:
-    """Raise if Megatron has cached indices of an existing dataset, as it does when not launched by us."""
     for prefix in plan.prefixes:
         if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(
@@ -225,7 +211,7 @@ def _refuse_cached(plan: Plan) -> None:
             )
 
 
-def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> list[str]:
+def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
     """Write the datasets of ``plan``, with their manifests, in ``folder``; return their prefixes there."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -235,7 +221,7 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
     text_bytes = [0 for _ in built]
     hashes: dict[int, str] = {}
     skipped: list[Skipped] = []
-    progress = _Progress(plan.sources, stream or sys.stderr)
+    progress = _Progress(plan.sources)
     with closing(_encode_all(plan, cut_sources(plan.sources, PIECE_BYTES), workers)) as results:
         for piece, encoded in results:
             for side, tokens, size in encoded.documents:
@@ -253,8 +239,6 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
                 f"{len(plan.sources)} files; expected at least one: give more text or larger shares"
             )
         builders[side].finalize(built[side] + ".idx")
-        for suffix in (".bin", ".idx"):
-            flush_to_disk(built[side] + suffix)
         records = [
             {"path": source.relative, "bytes": source.size, "sha256": hashes[number], "documents": int(count)}
             for number, (source, count) in enumerate(zip(plan.sources, documents[side], strict=True))
@@ -273,13 +257,12 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
 
 
 class _Progress:
-    """A plain line every ten seconds, and one at the end."""
+    """A plain line on stderr every ten seconds, and one at the end."""
 
-    def __init__(self, sources: Sequence[Source], stream: TextIO) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         self._files, self._megabytes = len(sources), sum(source.size for source in sources) / 1e6
         self._files_done, self._done = 0, 0.0
-        self._stream, self._began = stream, time.monotonic()
-        self._last = self._began
+        self._began = self._last = time.monotonic()
 
     def advance(self, files: int, bytes_: int) -> None:
         """Count completed work, and print the state when it is time to."""
@@ -294,24 +277,16 @@ class _Progress:
         rate = self._done / max(self._last - self._began, 1e-9)
         left = f"{max(0.0, self._megabytes - self._done) / rate:.0f} s" if rate else "unknown"
         done = f"{self._files_done}/{self._files} files  {self._done:.1f}/{self._megabytes:.1f} MB"
-        print(f"{done}  {rate:.1f} MB/s  left {left}", file=self._stream, flush=True)
+        print(f"{done}  {rate:.1f} MB/s  left {left}", file=sys.stderr, flush=True)
 
 
-def _move(plan: Plan, built: Sequence[str], moving: Path) -> None:
+def _move(plan: Plan, built: Sequence[str]) -> None:
     """Move the datasets into place; a manifest, which marks them as complete, is removed first and moved last."""
-    if not plan.overwrite:
-        moving.write_text("\n".join(map(os.path.basename, plan.prefixes)), encoding="utf-8")
-        flush_to_disk(moving)
-        flush_to_disk(moving.parent)
     for prefix in plan.prefixes:
         Path(manifest_path(prefix)).unlink(missing_ok=True)
     for new, prefix in zip(built, plan.prefixes, strict=True):
-        for suffix in (".bin", ".idx"):
+        for suffix in (".bin", ".idx", ".manifest.json"):
             os.replace(new + suffix, prefix + suffix)
-        flush_to_disk(Path(prefix).parent)
-        os.replace(manifest_path(new), manifest_path(prefix))
-    flush_to_disk(Path(plan.output).parent)
-    moving.unlink(missing_ok=True)
 
 
 def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[tuple[Piece, Encoded]]:
@@ -351,19 +326,6 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, which Python handles in its main thread alone: for a moment after which all is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 _worker: dict[str, Any] = {}
 
 
@@ -396,7 +358,10 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
         for each in read_documents(piece, skipped if plan.skip_errors else None)
     ]
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
-    _refuse_changed(piece.source)
+    if make_source(Path(piece.source.path), piece.source.relative) != piece.source:
+        raise DataError(
+            f"{piece.source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
+        )
     return Encoded(documents, skipped, digest)
 
 
@@ -409,11 +374,3 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
             "holds lengths in 32 bits): cut the file into smaller ones"
         )
     return np.append(ids, tokenizer.eod_id).astype(plan.dtype)
-
-
-def _refuse_changed(source: Source) -> None:
-    """Raise if a source's file has changed since the preparation began."""
-    if make_source(Path(source.path), source.relative) != source:
-        raise DataError(
-            f"{source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
-        )

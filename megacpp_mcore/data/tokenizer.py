@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,34 +33,17 @@ BYTE_PAD_ID = BYTE_SPECIALS["<|pad|>"]
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-class Tokenizer(Protocol):
-    """What ``data`` needs of a tokenizer."""
-
-    kind: str
-    vocab_size: int
-    eod_id: int
-
-    def encode(self, text: bytes) -> NDArray[Any]:
-        """Return the ids (1-D, below ``vocab_size``) of one document given as valid UTF-8, without specials."""
-
-    def checksum(self) -> str:
-        """Return a SHA-256 over everything that decides which ids a text gets."""
-
-    def stock_flags(self) -> list[str]:
-        """Return the stock Megatron flags under which training sees the same vocabulary size and end-of-document id."""
-
-
 class ByteTokenizer:
     """Bytes as tokens: ``encode`` is the identity on the UTF-8 bytes, so tokens and bytes are one count."""
 
     kind, vocab_size, eod_id = "byte", BYTE_VOCAB_SIZE, BYTE_EOD_ID
 
     def encode(self, text: bytes) -> NDArray[np.uint8]:
-        """Return the bytes of ``text`` as ids, shape ``[len(text)]``."""
+        """Return the bytes of ``text``, valid UTF-8, as ids, shape ``[len(text)]``; no specials are added."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def checksum(self) -> str:
-        """Return a SHA-256 over the vocabulary's description."""
+        """Return a SHA-256 over all that decides which ids a text gets: the vocabulary's description."""
         description = json.dumps({"bytes": BYTE_COUNT, "specials": BYTE_SPECIALS}, sort_keys=True)
         return hashlib.sha256(description.encode()).hexdigest()
 
@@ -161,6 +144,9 @@ def _load(path: Path) -> Any:
         raise DataError(
             f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
         ) from error
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 
 import pytest
 
@@ -14,5 +13,5 @@ from megacpp_mcore.data.prepare import prepare
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The prefix of a small dataset: a module of Python itself."""
     target = tmp_path_factory.mktemp("corpus") / "text"
-    (prefix,) = prepare([argparse.__file__], str(target), progress=io.StringIO(), overwrite=True)
+    (prefix,) = prepare([argparse.__file__], str(target), overwrite=True)
     return str(prefix)

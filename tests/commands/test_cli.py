@@ -8,10 +8,10 @@ import logging
 import os
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -55,10 +55,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ["launch", "--device", "cpu", "pretrain_gpt.py", "--lr", "1"],
-            "launch [OPTIONS] -- pretrain_gpt.py …",
-        ),
+        (["launch", "--device", "cpu", "pretrain_gpt.py", "--lr", "1"], "launch [OPTIONS] -- pretrain_gpt.py …"),
         (["launch", "--lr", "1"], "launch found '--lr' and 1 more words before a --"),
         (["recipe", "show", "launch", "--", "nam56r"], "unrecognized arguments"),
         (["recipe", "list", "--lr"], "unrecognized arguments: --lr"),
@@ -178,45 +175,35 @@ def test_a_benchmark_prints_nothing_of_what_megatron_says_on_import() -> None:
     assert "No CUDA runtime" not in done.stderr
 
 
-def test_a_training_run_that_loses_its_pipe_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> int:
-        raise BrokenPipeError
+# --- how it ends ----------------------------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(launcher, "launch", fail)
-    with pytest.raises(BrokenPipeError):
+
+def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Have every launch raise ``error``."""
+    monkeypatch.setattr(launcher, "launch", mock.Mock(side_effect=error))
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ZeroDivisionError])  # a training run that loses its pipe has failed
+def test_other_errors_are_not_hidden(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, error())
+    with pytest.raises(error):
         cli.main(["launch", "--", "train.py"])
 
 
 def test_errors_of_ours_are_one_message_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*args: Any, **options: Any) -> int:
-        raise LaunchError("no such device")
-
-    monkeypatch.setattr(launcher, "launch", fail)
+    fail(monkeypatch, LaunchError("no such device"))
     assert cli.main(["launch", "--", "x.py"]) == 2
     assert capsys.readouterr().err == "error: no such device\n"
     assert cli.main(["--traceback", "launch", "--", "x.py"]) == 2
     shown = capsys.readouterr().err
-    assert "Traceback" in shown
-    assert "in fail" in shown
+    assert shown.startswith("Traceback")
     assert shown.endswith("error: no such device\n")
 
 
-def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> int:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(launcher, "launch", fail)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["launch", "--", "x.py"])
-
-
 def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*args: Any, **options: Any) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launcher, "launch", interrupt)
+    fail(monkeypatch, KeyboardInterrupt())
     assert cli.main(["launch", "--", "x.py"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -238,14 +225,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"megacpp-mcore {megacpp_mcore.__version__}\n"
 
 
-def test_every_command_is_there_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("doctor", "launch", "recipe", "data", "patch", "checkpoint"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([command, "--help"])
-        assert ended.value.code == 0
-        assert f"usage: megacpp-mcore {command}" in capsys.readouterr().out
-
-
 def test_doctor_status_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for blocks in (False, True):
         finding = doctor.Finding("torch", doctor.BROKEN if blocks else doctor.WORKS, "2.11.0", blocks=blocks)
@@ -254,31 +233,13 @@ def test_doctor_status_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsy
         assert json.loads(capsys.readouterr().out)["ok"] is not blocks
 
 
-def test_as_a_module_it_is_fast_and_imports_no_torch() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "megacpp_mcore", "--help"]
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert time.monotonic() - began < 10
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "megacpp_mcore.commands.cli" in imported
-    assert not {"torch", "megatron", "numpy"} & imported
-    assert "COMMAND" in done.stdout
-
-
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    writer = subprocess.Popen(
-        [sys.executable, "-m", "megacpp_mcore", "recipe", "emit", "nam56r_tiny", "--as", "cli"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-m", "megacpp_mcore", "recipe", "emit", "nam56r_tiny", "--as", "cli"]
+    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert writer.stdout is not None
-    assert writer.stderr is not None
     writer.stdout.close()
-    complaint = writer.stderr.read()
-    writer.stderr.close()
-    assert writer.wait(60) == 0
-    assert complaint == b""
+    _, complaint = writer.communicate(timeout=60)
+    assert (writer.returncode, complaint) == (0, b"")
 
 
 def test_a_python_without_the_dependencies_is_told_what_it_lacks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from fractions import Fraction
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -42,9 +41,7 @@ def test_peaks_are_dense(device: str) -> None:
     assert peak(H200, "fp8").name == "H200 SXM, fp8 dense"
 
 
-@pytest.mark.parametrize(
-    "device", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA H200 MIG 1g.18gb", "nvidia h200", "cpu", ""]
-)
+@pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "cpu"])
 def test_an_unknown_device_has_a_reason_and_no_peak(device: str) -> None:
     found = peak(device, "bf16")
     assert found.flops_per_s is None
@@ -113,8 +110,6 @@ def test_mfu_of_one_precision_is_the_usual_ratio() -> None:
 def test_model_flops_never_contain_recompute_and_hardware_flops_do() -> None:
     without, used = utilisation("bf16", step_time_s=2.0), utilisation("bf16", step_time_s=2.0, again=FULL)
     assert used.mfu == without.mfu
-    assert used.mfu is not None
-    assert used.hfu is not None
     assert used.hfu / used.mfu == pytest.approx((TOTAL + FULL.total.forward) / TOTAL, rel=1e-12)
     assert 1.15 < used.hfu / used.mfu < 4 / 3  # the heads are not repeated
 
@@ -184,7 +179,6 @@ def test_the_page_tells_model_from_hardware_flops() -> None:
     step = flops.step(MODEL, seq_length=1024)
     again = recomputed(MODEL, step, how).total.forward
     assert f"hardware FLOPs (HFU): {(step.total.training + again) / 1024 / 1e9:.3f}, recompute included" in text
-    assert Fraction(again, 1) > 0
 
 
 # --- the command -------------------------------------------------------------------------------------------------------

@@ -139,16 +139,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["patch", "list", NAME, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["name"] == NAME
-    assert {
-        "fixes",
-        "source",
-        "seam",
-        "leaves_alone",
-        "retire_when",
-        "cost",
-        "gain",
-        "targets",
-    } <= set(row)
+    assert {"fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain", "targets"} <= set(row)
     assert cli.main(["patch", "list", "mtp-shard-block"]) == 2
     assert "did you mean 'mtp-shared-block'" in capsys.readouterr().err
 

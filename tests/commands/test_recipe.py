@@ -83,9 +83,7 @@ def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], 1),
         (["--tensor", "2", "--sequence-parallel"], 2),
-        (["--expert", "4"], 4),
         (["--tensor", "2", "--expert", "4", "--sequence-parallel"], 4),
-        (["--tensor", "4", "--expert", "2", "--sequence-parallel", "--pipeline", "1"], 4),
     ],
 )
 @pytest.mark.parametrize("name", ["nam56r", "nam56r_quarter", "nam52"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 
@@ -18,7 +17,7 @@ from megacpp_mcore.errors import DataError
 def prepare_texts(tmp_path, *texts: str) -> str:
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
-    return prepare([tmp_path], str(tmp_path / "data"), progress=io.StringIO())[0]
+    return prepare([tmp_path], str(tmp_path / "data"))[0]
 
 
 @pytest.mark.parametrize(("texts", "bits"), [(["abcd" * 10, "abcd"], 2.0), (["aaaa", "a"], 0.0)])

@@ -7,7 +7,6 @@ checkpoints.
 from __future__ import annotations
 
 import argparse
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +115,7 @@ class Laboratory:
         self.training = sizes | training
         self.model = with_overrides(preset("nam56r_tiny"), overrides)
         self.config = write_config(folder / "model.yaml", overrides)
-        (self.data,) = prepare(texts, str(folder / "text"), progress=io.StringIO())
+        (self.data,) = prepare(texts, str(folder / "text"))
         self._runs: dict[str, Run] = {}
 
     def main(self) -> Run:

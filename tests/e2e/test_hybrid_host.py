@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -307,7 +306,7 @@ class Trained:
 
 def corpus(folder: Path) -> tuple[str, ...]:
     """The data arguments of a small dataset: a module of Python itself."""
-    (prefix,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO(), overwrite=True)
+    (prefix,) = prepare([argparse.__file__], str(folder / "text"), overwrite=True)
     return ("--data-path", str(prefix), "--split", "100,0,0")
 
 

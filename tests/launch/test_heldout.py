@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def test_the_score_of_a_known_model(batch: int, capsys: pytest.CaptureFixture[st
 def test_ends_of_documents_cost_nats_and_are_no_bytes(tmp_path: Path) -> None:
     for name, text in (("a", "abab" * 9), ("b", "baba" * 9)):
         (tmp_path / f"{name}.txt").write_text(text)
-    (prefix,) = prepare([tmp_path], str(tmp_path / "data"), progress=io.StringIO())
+    (prefix,) = prepare([tmp_path], str(tmp_path / "data"))
     tokens = heldout.read_heldout(prefix, 0)
     assert tokens.size == 74
     assert heldout.read_heldout(prefix, 5).tolist() == tokens[:5].tolist()

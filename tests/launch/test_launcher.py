@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -254,7 +253,7 @@ def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('must not run')\n")
     (tmp_path / "text.txt").write_text("some text to train on")
-    (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"), progress=io.StringIO())
+    (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"))
     with open(prefix + suffix, "r+b") as file:
         file.write(b"\x7f")
     tokens = tokenizer_words(preset("nam56r_tiny"))

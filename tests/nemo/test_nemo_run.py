@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import re
@@ -206,7 +205,7 @@ def test_the_tiny_recipe_is_trained(
     way: str, nemo_run_python: Path, bridge_python: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Two steps, submitted by a Python without torch and trained by the one with Megatron-Bridge."""
-    (prefix,) = prepare([argparse.__file__], str(tmp_path / "text"), progress=io.StringIO(), overwrite=True)
+    (prefix,) = prepare([argparse.__file__], str(tmp_path / "text"), overwrite=True)
     command: list[str | Path] = {
         "command": [
             *(nemo(nemo_run_python), "megacpp", "pretrain", "--yes", "recipe=nam56r_tiny"),

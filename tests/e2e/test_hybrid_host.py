@@ -25,7 +25,8 @@ from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelEr
 from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe.steps import read_steps
-from tests import forks, stock
+from tests import forks, micro_batch, stock
+from tests.layer_specs.test_decode import in_pieces, logits
 from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,6 @@ OVERRIDES: dict[str, Any] = {
     "mtp": {"depth": 2},
 }
 SMALL = with_overrides(TINY, OVERRIDES)
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 
 
 def words(model: Model, host: str, *extra: str, **training: Any) -> list[str]:
@@ -80,18 +80,11 @@ def pair(process: Path) -> tuple[Any, Any]:
 
 
 def losses_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
-    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
     stock.loss_scale(1.0)
     model.zero_grad()
-    losses = model(tokens[:, :-1], torch.arange(S).expand(B, S), mask, labels=tokens[:, 1:], loss_mask=torch.ones(B, S))
-    # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
-    custom_backward(losses.mean(), None)
-    return losses.detach(), {
-        name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
-    }
+    losses = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S), attention_mask=micro_batch.causal_mask(S))
+    micro_batch.backward(losses.mean())
+    return losses.detach(), micro_batch.gradients(model)
 
 
 # --- one model, two hosts ----------------------------------------------------------------------------------------------
@@ -105,11 +98,6 @@ def test_both_hosts_build_the_same_parameters_from_one_seed(pair: tuple[Any, Any
     assert buffers[0] == buffers[1]
 
 
-def test_both_hosts_have_the_parameters_that_the_model_counts(pair: tuple[Any, Any]) -> None:
-    gpt, hybrid_ = (stock.parameters_by_part(model) for model in pair)
-    assert gpt == hybrid_ == SMALL.parameters()
-
-
 def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) -> None:
     (losses, gradients), (found, found_gradients) = (losses_and_gradients(model) for model in pair)
     assert torch.equal(losses, found)
@@ -119,29 +107,17 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) ->
 
 
 def test_a_sequence_in_pieces_gives_what_it_gives_at_once(pair: tuple[Any, Any]) -> None:
-    """With an inference context, on both hosts."""
-    from megatron.core.inference.contexts import StaticInferenceContext
-    from megatron.core.inference.utils import InferenceMode
-
-    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(4))
-    for model in pair:
-        context, found = StaticInferenceContext(B, S), []
-        context.config.materialize_only_last_token_logits = False
-        model.eval()
-        with torch.no_grad(), InferenceMode.active():
-            positions = torch.arange(S).expand(B, S)
-            whole = model(tokens, positions, None, runtime_gather_output=True)
-            for piece, where in zip(tokens.split([20, 1, 11], 1), positions.split([20, 1, 11], 1), strict=True):
-                found.append(model(piece, where, None, inference_context=context, runtime_gather_output=True))
-                context.sequence_len_offset += piece.shape[1]
-        model.train()
-        assert torch.allclose(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-5)
+    """With an inference context; on the GPT host: tests/layer_specs/test_decode.py."""
+    tokens, model = micro_batch.draw_tokens(B, S - 1), pair[1].eval()
+    whole, found = logits(model, tokens), in_pieces(model, tokens, [20, 1, 11])
+    model.train()
+    assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_full_recompute_changes_nothing(process: Path, pair: tuple[Any, Any]) -> None:
     """But that the gradients of the two MTP depths are added up in another order."""
     losses, gradients = losses_and_gradients(pair[1])
-    found, found_gradients = losses_and_gradients(build(process, *RECOMPUTE))
+    found, found_gradients = losses_and_gradients(build(process, *stock.full_recompute()))
     assert torch.equal(losses, found)
     for name, gradient in gradients.items():
         assert float((found_gradients[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
@@ -185,38 +161,6 @@ def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[An
             model.load_state_dict(state)
 
 
-def test_the_layers_are_what_the_plan_says(pair: tuple[Any, Any]) -> None:
-    from megacpp_mcore.layer_specs import attention, experts, mamba, recurrent
-
-    kinds = {
-        "+": attention.FullMLASelfAttention,
-        "D": attention.SparseMLASelfAttention,
-        "M": mamba.Mamba3Mixer,
-        "G": recurrent.M2RNNMixer,
-    }
-    layers = pair[1].decoder.layers
-    symbols = hybrid.plan(SMALL).symbols
-    assert [layer.layer_number for layer in layers] == list(range(1, SMALL.depth + 1))
-    for symbol, layer in zip(symbols, layers, strict=True):
-        part, kind = (layer.mlp, experts.ExpertsLayer) if symbol == "E" else (layer.self_attention, kinds[symbol])
-        assert type(part) is kind
-    cores = {
-        layer.layer_number: layer.self_attention.core_attention for layer in layers if layer.layer_number in (5, 9)
-    }
-    assert (cores[5].indexer is not None, cores[9].indexer is None) == (True, True), "5 is Full and 9 is Shared"
-    assert cores[5].index_cache is cores[9].index_cache
-
-
-def test_the_final_norm_needs_no_transformer_engine(pair: tuple[Any, Any]) -> None:
-    """And trains: stock hard-codes Transformer Engine's, which cannot be built here."""
-    decoder = pair[1].decoder
-    assert type(decoder.final_norm) is torch.nn.RMSNorm
-    assert decoder.final_norm is decoder.final_layernorm
-    assert decoder.final_norm.eps == SMALL.norm_eps
-    _, gradients = losses_and_gradients(pair[1])
-    assert float(gradients["decoder.final_layernorm.weight"].abs().max()) > 0
-
-
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -225,20 +169,6 @@ def put(flag: str, value: str) -> Callable[[list[str]], None]:
         command[command.index(flag) + 1] = value
 
     return change
-
-
-def test_every_mismatch_of_a_run_is_listed_at_once(process: Path) -> None:
-    def change(command: list[str]) -> None:
-        put("--hybrid-layer-pattern", "DEMEDEMEDEMG/+-")(command)
-        put("--moe-router-topk", "1")(command)
-        put("--rotary-base", "10000")(command)
-
-    with pytest.raises(ArgumentMismatchError) as raised:
-        build(process, changed=change)
-    found = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:]]
-    assert found[:-1] == [
-        "rotary_base", "moe_router_topk", "mtp_num_layers", "hybrid_layer_pattern",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -405,21 +335,6 @@ def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) ->
         found.append(launch(tmp_path, host, command, "--nproc", "2", config=file)[0])
     assert found[0] == found[1]
     assert list(found[0]) == [1, 2]
-
-
-# --- the count of the log ----------------------------------------------------------------------------------------------
-
-
-def test_the_model_is_counted_whole_on_either_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacpp_mcore.model import flops
-    from megacpp_mcore.patches.hybrid_flops import PATCH
-
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    count = PATCH.edits[0].make(lambda args, *_: pytest.fail("stock's count was asked"))
-    for host in (GPT, HYBRID):
-        args = stock.parse(words(TINY, host))
-        args.padded_vocab_size = TINY.vocab_size_padded(1)
-        assert count(args, 2) == flops.step(TINY, 2).total.training
 
 
 # --- the patch checkpoint-hosts ----------------------------------------------------------------------------------------

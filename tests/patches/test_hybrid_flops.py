@@ -20,6 +20,7 @@ import yaml
 
 from megacpp_mcore import patches
 from megacpp_mcore.model import MLA, flops, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches.hybrid_flops import PATCH, _audited_count
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
@@ -296,12 +297,13 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
     assert ours(args, len(ROWS), **sums) - upstream(args, len(ROWS), **sums) == layer.training
 
 
+@pytest.mark.parametrize("host", [GPT, HYBRID])
 def test_without_a_file_the_arguments_name_the_preset(
-    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
+    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     _, ours = counts
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    args = stock.parse(stock.words(TINY))
+    args = stock.parse(stock.words(TINY, host=host))
     args.padded_vocab_size = TINY.vocab_size_padded(1)
     assert ours(args, 2) == flops.step(TINY, 2).total.training
     sequences = {sequence: flops.step(TINY, 2, seq_length=sequence).total.training for sequence in (256, 128)}

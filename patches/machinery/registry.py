@@ -150,7 +150,7 @@ class Registry:
             changes, refusals = self._plan(fresh)
             if problems := self._standing_problems(wanted) + refusals:
                 raise PatchError(listing("no patch was applied", problems))
-            exchange(changes, "no patch was applied")
+            exchange(changes)
             for change in changes:
                 self._changes.setdefault(change.patch, {})[change.slot.target] = change
             for name, edits in fresh.items():  # after all are recorded: a log handler may raise
@@ -203,7 +203,7 @@ class Registry:
             if problems := [problem for name in applied for problem in self._drift(name)]:
                 raise PatchError(listing("no patch was reverted", problems))
             changes = [change for name in applied for change in self._changes[name].values()]
-            exchange(changes, "no patch was reverted", back=True)
+            exchange(changes, back=True)
             for name in wanted:
                 self._armed.pop(name, None)
                 self._changes.pop(name, None)

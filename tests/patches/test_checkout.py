@@ -170,12 +170,10 @@ def test_export_is_what_apply_does(lm: Checkout) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"x = (1,\n", b"x = '''\n", b"x = \\\n", b"x = 1\x00\n", b"x = 1"])
-def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout, content: bytes) -> None:
-    edit(lm.file, content)
+def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout) -> None:
+    edit(lm.file, b"x = 1")
     commit(lm.root)
-    says = r"__init__.py (is not Python that a line can be added to|does not end in a newline)"
-    refuses(lm.root, says, lambda: lm.apply(["timers"]))
+    refuses(lm.root, r"__init__.py does not end in a newline", lambda: lm.apply(["timers"]))
 
 
 def test_an_unknown_fingerprint_names_the_patch_and_changes_nothing(root: Path) -> None:

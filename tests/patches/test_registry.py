@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import re
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -222,23 +221,6 @@ def test_versions(hosts: Hosts) -> None:
 
 
 # --- others who change the same modules --------------------------------------------------------------------------------
-
-
-def test_a_holder_that_cannot_be_rebound_undoes_everything(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, _ = hosts
-
-    class Stubborn:
-        def __setattr__(self, name: str, value: Any) -> None:
-            if value is not host.double.__wrapped__:
-                raise AttributeError("read-only")
-
-    name, stubborn = host.__name__, Stubborn()
-    reg = registry(patch("one", f"{name}:double"), patch("two", f"{name}:triple"))
-    vars(stubborn)["double"] = host.double
-    monkeypatch.setitem(sys.modules, "stubborn_module", stubborn)  # type: ignore[arg-type]
-    with pytest.raises(PatchError, match="read-only"):
-        reg.apply(["two", "one"])
-    assert reg.revert() == ()
 
 
 def test_foreign_wrappers_are_refused(hosts: Hosts) -> None:

@@ -237,7 +237,6 @@ def train(chunk: Chunk, **arguments: Any) -> float:
     ("ddp", "arguments", "gradient"),
     [
         ({}, {}, 2.0),
-        ({"overlap_grad_reduce": False}, {}, 2.0),
         ({}, {"forward_only": True}, 1.0),  # an evaluation
         # Gradients that are under way to other ranks already.
         ({"overlap_grad_reduce": True}, {}, 1.0),

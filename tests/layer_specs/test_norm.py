@@ -17,7 +17,6 @@ from tests import micro_batch, stock
 
 S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
 def built(folder: Path, backend: str, *words: str) -> Any:
@@ -32,7 +31,7 @@ def outcome(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return losses_BS.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("words", [(), FULL], ids=["", "recomputed"])
+@pytest.mark.parametrize("words", [(), stock.full_recompute()], ids=["", "recomputed"])
 def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) -> None:
     losses_BS, gradients = outcome(built(process, STOCK))
     model = built(process, "reference", *words)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +20,7 @@ from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from tests import stock
+from tests.micro_batch import causal_mask, draw_tokens, losses_of
 
 
 def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -30,20 +30,6 @@ def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: An
 
 def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
-
-
-def counted(run: Callable[[], Any]) -> tuple[int, int]:
-    """What torch counts for ``run``, forward and backward (of the sum of its first output)."""
-    with counter() as forward:
-        output = run()
-    output = output[0] if isinstance(output, tuple) else output
-    with counter() as backward:
-        output.sum().backward()
-    return forward.get_total_flops(), backward.get_total_flops()
-
-
-def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------------
@@ -69,13 +55,10 @@ BATCH = 2
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Counter[str]]]:
     """torch's count of the real model by module and operator: ``forward`` without gradient, and ``training``."""
     folder = tmp_path_factory.mktemp("flops")
-    tokens = torch.randint(0, 256, (BATCH, SMALL.seq_length + 1))
-    mask = ~torch.ones(SMALL.seq_length, SMALL.seq_length, dtype=torch.bool).tril()[None, None]
-    positions = torch.arange(SMALL.seq_length).expand(BATCH, -1)
+    tokens, mask = draw_tokens(BATCH, SMALL.seq_length), causal_mask(SMALL.seq_length)
 
     def loss() -> torch.Tensor:
-        weights = torch.ones(BATCH, SMALL.seq_length)
-        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:], loss_mask=weights).mean()
+        return losses_of(model, tokens, attention_mask=mask).mean()
 
     found = {}
     with stock.one_process(folder / "store"):

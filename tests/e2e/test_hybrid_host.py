@@ -5,12 +5,8 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import io
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +16,13 @@ import pytest
 import torch
 
 from megacpp_mcore.arguments.lowering import HYBRID_SPEC
-from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
 from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
-from megacpp_mcore.observe.steps import read_steps
-from tests import forks, micro_batch, stock
+from tests import micro_batch, stock
+from tests.distributed.comparing import assert_same_bytes
+from tests.distributed.runs import Laboratory, Run
 from tests.layer_specs.test_decode import in_pieces, logits
-from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
 S, B = 32, 2
@@ -219,122 +214,36 @@ def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
     assert isinstance(import_module(HYBRID_SPEC), ModuleSpec)
 
 
-# --- training and checkpoints ------------------------------------------------------------------------------------------
+# --- training (each host goes on with the other's checkpoint: tests/distributed/test_mixed_precision_optimizer.py) ------
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a launch left: the scalars of each step, its checkpoints, its output."""
-
-    steps: dict[int, dict[str, float]]
-    checkpoints: Path
-    output: str
-
-    def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """Every tensor of a checkpoint, whole: parameters, buffers, Adam's state."""
-        return tensors_in(self.checkpoints / f"iter_{step:07d}")
-
-
-def corpus(folder: Path) -> tuple[str, ...]:
-    """The data arguments of a small dataset: a module of Python itself."""
-    (prefix,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO(), overwrite=True)
-    return ("--data-path", str(prefix), "--split", "100,0,0")
-
-
-def launch(
-    folder: Path, name: str, command: list[str], *options: str, script: Path | None = None, config: Path | None = None
-) -> tuple[dict[int, dict[str, float]], str]:
-    """Run a stock command; returns the scalars of each step, and the output."""
-    steps = folder / f"{name}.observe"
-    options = ("--device", "cpu", "--observe", str(steps), *options)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config or "")}
-    launched = ["-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command]
-    done = forks.run(launched, cwd=folder, env=environment)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
-    return {step.step: {**step.losses, "norm": step.grad_norm or 0.0} for step in read_steps(steps)}, output
-
-
-def train(folder: Path, host: str, *extra: str, script: Path | None = None) -> Trained:
-    """nam56r_tiny, four steps, a checkpoint after each."""
-    folder.mkdir()
-    save = ["--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", "1"]
-    steps, output = launch(folder, host, words(TINY, host, *save, *extra, data=corpus(folder)), script=script)
-    return Trained(steps, folder / "saved", output)
-
-
-@pytest.fixture(scope="module")
-def on_gpt(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("trained") / "gpt", GPT)
-
-
-@pytest.fixture(scope="module")
-def on_hybrid(on_gpt: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Steps 3 and 4, from the GPT host's checkpoint of step 2."""
-    load = ["--load", str(on_gpt.checkpoints), "--ckpt-step", "2"]
-    return train(tmp_path_factory.mktemp("trained") / "hybrid", HYBRID, *load)
-
-
-def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert sum("exp_avg" in name for name in one) >= 2
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_checkpoint_of_gptmodel_goes_on_in_hybridmodel(on_gpt: Trained, on_hybrid: Trained) -> None:
-    """Bit for bit, Adam's state and the generators included: losses, gradient norms and what is saved in the end."""
-    assert list(on_gpt.steps) == [1, 2, 3, 4]
-    assert {"lm loss", "mtp_1 loss", "indexer loss", "norm"} <= on_gpt.steps[4].keys()
-    assert on_hybrid.steps == {step: on_gpt.steps[step] for step in (3, 4)}
-    same_tensors(on_gpt.tensors(4), on_hybrid.tensors(4))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_checkpoint_of_hybridmodel_goes_on_in_gptmodel(on_gpt: Trained, on_hybrid: Trained, tmp_path: Path) -> None:
-    back = train(tmp_path / "back", GPT, "--load", str(on_hybrid.checkpoints), "--ckpt-step", "3")
-    assert back.steps == {4: on_gpt.steps[4]}
-    same_tensors(on_gpt.tensors(4), back.tensors(4))
+def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: Path | None = None) -> Run:
+    """Losses, gradient norms and checkpoints of both hosts, bit for bit; the run on the hybrid one, by ``script``."""
+    gpt = laboratory.run(GPT, layout, 2, ("--lr-warmup-iters", "1"), host=GPT)
+    laboratory.script = script
+    found = laboratory.run(HYBRID, layout, 2, ("--lr-warmup-iters", "1"), host=HYBRID)
+    assert {"lm loss", "mtp_1 loss", "indexer loss", "grad norm"} <= gpt.scalars.keys()
+    assert found.scalars == gpt.scalars
+    assert_same_bytes(gpt.tensors(2), found.tensors(2))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.checkout
-def test_the_stock_script_trains_what_the_gpt_host_trains(on_gpt: Trained, megatron_lm: Path, tmp_path: Path) -> None:
-    """``pretrain_hybrid.py`` as it is, from the same seed; its TFLOP/s are counted for the model, not the pattern."""
-    found = train(tmp_path / "script", HYBRID, script=megatron_lm / "pretrain_hybrid.py")
-    assert found.steps == on_gpt.steps
-    same_tensors(on_gpt.tensors(4), found.tensors(4))
+def test_the_stock_script_trains_what_the_gpt_host_trains(megatron_lm: Path, tmp_path: Path) -> None:
+    """``pretrain_hybrid.py`` as it is, from the same seed."""
+    laboratory = Laboratory(tmp_path, overrides={})
+    found = assert_both_train_the_same(laboratory, Layout(), megatron_lm / "pretrain_hybrid.py")
     assert "building nam56r_tiny on HybridModel, pattern +EMEDEMEDEMG/+-" in found.output
-
-
-STAGED = {"dsa": {"schedule": "-FF"}}
-"""A schedule that is legal in four stages."""
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
     """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
-    file = tmp_path / "model.yaml"
-    file.write_text(f"model: nam56r_tiny\noverrides: {STAGED}\n")
-    layout, found = Layout(pipeline=2, virtual=2), []
-    for host in (GPT, HYBRID):
-        command = words(
-            with_overrides(TINY, STAGED),
-            host,
-            "--train-iters",
-            "2",
-            "--lr-warmup-iters",
-            "1",
-            data=corpus(tmp_path),
-            layout=layout,
-        )
-        found.append(launch(tmp_path, host, command, "--nproc", "2", config=file)[0])
-    assert found[0] == found[1]
-    assert list(found[0]) == [1, 2]
+    laboratory = Laboratory(tmp_path, overrides={"dsa": {"schedule": "-FF"}})  # legal in four stages
+    assert_both_train_the_same(laboratory, Layout(pipeline=2, virtual=2))
 
 
 # --- the patch checkpoint-hosts ----------------------------------------------------------------------------------------

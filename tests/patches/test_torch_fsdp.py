@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ from tests import stock
 TINY = preset("nam56r_tiny")
 FSDP = "--use-torch-fsdp2"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("fsdp") / "store"):
-        yield
+pytestmark = pytest.mark.usefixtures("process")
 
 
 def wrap(model: Any) -> Any:

@@ -229,28 +229,3 @@ def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
 def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
     with pytest.raises(ModelError, match=f"{next(iter(size))} is .*expected at least 1"):
         flops.step(SMALL, **size)
-
-
-# --- documents kept apart ----------------------------------------------------------------------------------------------
-
-
-def test_documents_kept_apart_count_their_own_pairs() -> None:
-    """Two rows of 64 with documents of 40 + 24 and 5 + 9 + 50: attention by pairs counted one by one, the rest as it was."""
-    documents = [40, 24, 5, 9, 50]
-    causal = sum(1 for length in documents for query in range(length) for _ in range(query + 1))
-    selected = sum(min(query + 1, SMALL.dsa.topk) for length in documents for query in range(length))
-    whole, apart = flops.step(SMALL, 2), flops.step(SMALL, 2, pairs=(causal, selected))
-    cores = flops.full_core(causal, SMALL.heads, SMALL.mla) + flops.sparse_core(2 * selected, SMALL.heads, SMALL.mla)
-    assert apart.trunk.attention_core == cores
-    assert apart.trunk.attention_core.training < whole.trunk.attention_core.training
-    assert apart.mtp[1].attention_core == flops.full_core(causal, SMALL.heads, SMALL.mla)
-    changed = {"attention_core", "indexer"}
-    for field in dataclasses.fields(flops.Families):
-        same = getattr(apart.families, field.name) == getattr(whole.families, field.name)
-        assert same == (field.name not in changed), field.name
-    scored = 2 * causal * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
-    without = flops.indexer(
-        128, 0, 0, hidden=SMALL.hidden_size, q_lora_rank=SMALL.mla.q_lora_rank,
-        heads=SMALL.dsa.indexer_heads, head_dim=SMALL.dsa.indexer_head_dim,
-    )  # fmt: skip
-    assert apart.trunk.indexer.forward == scored + without.forward

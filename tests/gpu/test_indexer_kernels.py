@@ -6,8 +6,6 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -28,17 +26,9 @@ from tests.ops.indexer_case import (
 )
 from tests.patches.test_dsa_indexer_memory import assert_same_selection
 
+pytestmark = pytest.mark.usefixtures("nan_before_written")
+
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that is not written first reads as NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,16 +105,6 @@ def test_strided_inputs() -> None:
     assert cut[1].shape == q.shape
 
 
-def test_a_small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks, and groups of the batch, give the same bits."""
-    inputs = draw(1500, B=3, device="cuda")
-    seq_idx = draw_documents(1500, B=3, device="cuda", each=500)
-    expected = fused.select(*inputs, 256, seq_idx)
-    monkeypatch.setattr(fused, "SCRATCH", 64 * 2000)
-    assert len(list(fused.chunks(1500, 3))) > 30
-    assert torch.equal(fused.select(*inputs, 256, seq_idx), expected)
-
-
 def test_65536_rows() -> None:
     S = 65536
     inputs = draw(S, B=1, H=4, device="cuda")
@@ -146,7 +126,7 @@ def test_the_same_selection_each_time() -> None:
 
 
 @pytest.fixture(params=["any order", "deterministic"])
-def _order(request: pytest.FixtureRequest) -> None:
+def _order(nan_before_written: None, request: pytest.FixtureRequest) -> None:
     """What queries add to a key's gradient: in float32, and in integers."""
     torch.use_deterministic_algorithms(request.param == "deterministic", warn_only=True)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import stock
 from tests.observe import test_profile_training as profiled
 
 WINDOW = "10-14"
@@ -59,8 +60,7 @@ def test_the_time_of_kernels_belongs_to_families(tmp_path: Path, impl: str) -> N
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_is_recomputed_belongs_where_it_was(tmp_path: Path, impl: str) -> None:
-    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    found = _profile(tmp_path / "run", impl, *full)
+    found = _profile(tmp_path / "run", impl, *stock.full_recompute())
     _check(found)
     for name in ("A", "M", "E", "R", "MTP"):
         row = found["families"][name]

@@ -140,12 +140,6 @@ def test_topk_ties_go_to_the_lower_key():
     assert torch.equal(last, torch.arange(64, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("topk", [1, 4, 40])
-def test_topk_stays_in_the_document(topk):
-    score, documents = draw_scores(2, 31).detach(), draw_documents(31, each=3)
-    assert torch.equal(causal_topk(score, topk, documents), loop_topk(score, topk, visible_in(documents, 31)))
-
-
 def test_topk_keeps_visible_infinities():
     score = torch.full((1, 4, 4), float("-inf"))
     documents = torch.tensor([[0, 1, 1, 1]], dtype=torch.int32)

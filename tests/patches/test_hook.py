@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import inspect
 import json
 import os
 import subprocess
@@ -93,23 +92,6 @@ def test_who_imports_by_name_while_the_import_goes_on_gets_the_replacement(modul
     reg.verify()
     reg.revert()
     assert sys.modules[a].g(1) == 4
-
-
-def test_the_module_keeps_its_own_loader_and_can_be_read_and_reloaded(modules: Modules) -> None:
-    (a,) = modules(a="LOADER = (__loader__, __spec__.loader)\n" + ONE)
-    reg, install = hook_of(patch("one", f"{a}:f"))
-    install("one")
-    module = importlib.import_module(a)
-    assert module.f(1) == 102
-    assert module.__spec__ is not None
-    loader = module.__spec__.loader
-    assert type(loader) is importlib.machinery.SourceFileLoader
-    assert module.__loader__ is loader is module.LOADER[0] is module.LOADER[1]
-    assert "exec_module" not in vars(loader)
-    assert inspect.getsource(module.f) == ONE
-    reg.revert()
-    assert importlib.reload(module).f(1) == 2
-    assert sys.modules[a] is module
 
 
 def test_two_threads_that_import_a_module_each(modules: Modules) -> None:

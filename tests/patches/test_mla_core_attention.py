@@ -215,13 +215,6 @@ def test_a_mask_is_the_whole_mask_as_in_stock(
     assert_parity(found, truth.flatten(2), rms=2e-6)
 
 
-def test_a_query_that_sees_nothing_gets_zero_and_in_stock_the_mean(patched: None) -> None:
-    layer, mask, inputs = attention(), torch.zeros(1, 1, S, S, dtype=torch.bool), draw(dtype=torch.float32)
-    mask[:, :, 5] = True
-    assert torch.equal(run(layer, inputs, mask)[5], torch.zeros(B, H * V))
-    assert_parity(layer.core_attention(*inputs, mask)[5], inputs[2].mean(0).flatten(1), rms=1e-5)
-
-
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
@@ -604,11 +597,6 @@ def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: 
                     run(layer, inputs, packed_seq_params=parameters)
             assert not counts
     assert read.call_count == 2
-
-
-def test_numbers_of_packed_sequences_that_are_none(patched: None) -> None:
-    with pytest.raises(ModelError, match=r"cu_seqlens is \[0, 9, 5, 37\], expected first rows that begin with 0"):
-        run(attention(), draw_packed(), packed_seq_params=packed([9, -4, 32]))
 
 
 STARTS = torch.tensor([0, 5, S], dtype=torch.int32)

@@ -261,15 +261,23 @@ def family(layer: Any) -> str:
     return letter
 
 
-def parameters_by_part(model: Any) -> dict[str, int]:
-    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+def padding(model: Any) -> dict[str, int]:
+    """How many numbers less than it has the weights of a model's input projections count: those of rows that fill up."""
     from megacpp_mcore.layer_specs.projection import InProjection
 
-    padding = {
-        f"{name}.weight": sum(slot.rows for slot in module.slots) - len(module.weight)
+    return {
+        f"{name}.{weight}": (sum(slot.rows for slot in placed) - len(getattr(module, weight)))
+        * model.config.hidden_size
         for name, module in model.named_modules()
         if isinstance(module, InProjection)
+        for weight, placed in (("weight", module.slots), ("replicated_weight", module.replicated_slots))
+        if placed
     }
+
+
+def parameters_by_part(model: Any) -> dict[str, int]:
+    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+    filled = padding(model)
     letters = [family(layer) for layer in model.decoder.layers]
     counts = dict.fromkeys("AMER", 0) | dict.fromkeys(PARTS.values(), 0)
     for name, parameter in model.named_parameters():
@@ -277,7 +285,7 @@ def parameters_by_part(model: Any) -> dict[str, int]:
             part = letters[int(name.split(".")[2])]
         else:
             part = next(part for prefix, part in PARTS.items() if name.startswith(prefix + "."))
-        counts[part] += parameter.numel() + padding.get(name, 0) * model.config.hidden_size
+        counts[part] += parameter.numel() + filled.get(name, 0)
     return counts
 
 

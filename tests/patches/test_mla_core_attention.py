@@ -31,7 +31,7 @@ from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import mla_core_attention
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.mla_core_attention import PATCH
-from tests import stock
+from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.host_reads import host_reads
 from tests.micro_batch import packed
@@ -111,17 +111,14 @@ def gpt(*extra: str, **changes: Any) -> Any:
 
 def losses_of(model: Any, length: int = S, mask: torch.Tensor | None = None) -> torch.Tensor:
     tokens = torch.randint(0, VOCABULARY, (B, length + 1), generator=torch.Generator().manual_seed(3))
-    return model(tokens[:, :-1], torch.arange(length).expand(B, length), mask, labels=tokens[:, 1:])
+    return micro_batch.losses_of(model, tokens, attention_mask=mask)
 
 
 def outcome(model: Any, length: int = S, mask: torch.Tensor | None = None) -> Outcome:
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
     model.zero_grad(set_to_none=True)
     losses = losses_of(model, length, mask)
-    # As stock's schedules do it: inside of Tensor.backward the CPU lane's mode is off, and recompute asks for the GPU.
-    custom_backward((losses * torch.randn(B, length, generator=torch.Generator().manual_seed(5))).sum(), None)
-    return {"losses": losses.detach()} | {name: value.grad.clone() for name, value in model.named_parameters()}
+    micro_batch.backward((losses * torch.randn(B, length, generator=torch.Generator().manual_seed(5))).sum())
+    return {"losses": losses.detach()} | micro_batch.gradients(model)
 
 
 def cores(model: Any) -> list[Any]:
@@ -557,14 +554,11 @@ def test_a_layer_of_packed_sequences_is_stocks(
     layer, hidden = te_attention(engine, *words), torch.randn(S, 1, 32, requires_grad=True)
 
     def outcome_of_layer() -> Outcome:
-        from megatron.core.pipeline_parallel.schedules import custom_backward
-
         layer.zero_grad(set_to_none=True)
         hidden.grad = None
         output, _ = layer(hidden, None, packed_seq_params=packed(PACKS["documents"]))
-        custom_backward((output * torch.arange(32.0)).sum(), None)
-        gradients = {name: value.grad for name, value in layer.named_parameters() if value.grad is not None}
-        return {"output": output.detach(), "hidden": hidden.grad.clone(), **gradients}
+        micro_batch.backward((output * torch.arange(32.0)).sum())
+        return {"output": output.detach(), "hidden": hidden.grad.clone(), **micro_batch.gradients(layer)}
 
     hook = layer.core_attention.register_forward_pre_hook(lambda *_: None)
     expected, ran = outcome_of_layer(), engine.ran

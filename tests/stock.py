@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -159,26 +159,34 @@ def build(
     *extra: str,
     precision: str = "fp32",
     seed: int = 1234,
+    host: str = GPT,
+    changed: Callable[[list[str]], None] = lambda _: None,
     **settings: Any,
 ) -> Any:
-    """The GPTModel that stock builds for ``preset`` with ``overrides``, and the file's other ``settings``.
+    """The model that stock builds for ``preset`` with ``overrides``, and the file's other ``settings``; on either host.
 
-    Needs :func:`one_process`.
+    Needs :func:`one_process`. ``changed`` may edit the command line.
     """
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training import argument_utils, global_vars
     from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.models.hybrid import HybridModelBuilder
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
     file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides), **settings}))
-    command = words(with_overrides(preset, overrides), *extra, precision=precision)
+    command = words(with_overrides(preset, overrides), *extra, precision=precision, host=host)
+    changed(command)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return GPTModelBuilder(model_config(command)).build_model(groups)
+        groups, args = ProcessGroupCollection.use_mpu_process_groups(), parse(command)
+        if host == GPT:
+            return GPTModelBuilder(argument_utils.gpt_config_from_args(args)).build_model(groups)
+        with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
+            return HybridModelBuilder(argument_utils.hybrid_config_from_args(args)).build_model(groups)
 
 
 def stirred(model: Any, scale: float = 0.05) -> Any:

@@ -32,7 +32,6 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -56,14 +55,6 @@ logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
 """Held while Megatron's modules are being changed, by any registry."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """Result of :meth:`Registry.apply`: the patches with edits newly put in place, and those without any left to apply."""
-
-    applied: tuple[str, ...]
-    already: tuple[str, ...]
 
 
 def fingerprint(target: str) -> str:
@@ -125,7 +116,7 @@ class Registry:
             raise PatchError(listing("nothing was changed", problems))
         return [self._patches[name] for name in chosen]
 
-    def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> Applied:
+    def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> tuple[str, ...]:
         """Put the named patches in place: all of them, or none.
 
         Range, target, fingerprint and conflicts of every patch are checked, and every replacement is
@@ -136,6 +127,9 @@ class Registry:
         Args:
             names: patches; a partly applied one is completed.
             imported: whether a module is imported; if passed, edits of other modules are left for a later call.
+
+        Returns:
+            The patches with edits newly put in place.
 
         Raises:
             PatchError: lists every problem found; nothing is changed.
@@ -157,8 +151,7 @@ class Registry:
                 targets = ", ".join(edit.target for edit in edits)
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
                 announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
-            already = tuple(p.name for p in wanted if p.name in self._changes and p.name not in fresh)
-        return Applied(tuple(fresh), already)
+        return tuple(fresh)
 
     def arm(self, names: Iterable[str], origin: str) -> None:
         """Register the named patches for application once their modules have been imported; changes nothing.

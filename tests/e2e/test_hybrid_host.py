@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from megacpp_mcore.arguments.lowering import HYBRID_SPEC
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
-from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
+from megacpp_mcore.model import Layout, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
 from tests import micro_batch, stock
 from tests.distributed.comparing import assert_same_bytes
@@ -35,37 +34,13 @@ OVERRIDES: dict[str, Any] = {
 SMALL = with_overrides(TINY, OVERRIDES)
 
 
-def words(model: Model, host: str, *extra: str, **training: Any) -> list[str]:
-    return stock.words(model, *extra, host=host, global_batch_size=2, train_iters=4, **training)
-
-
 def build(process: Path, *extra: str, changed: Callable[[list[str]], None] = lambda _: None) -> Any:
     """The HybridModel that stock builds; ``changed`` may edit the command line."""
-    import yaml
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training import global_vars
-    from megatron.training.argument_utils import hybrid_config_from_args
-    from megatron.training.models.hybrid import HybridModelBuilder
-
-    destroy_moe_metrics_tracker()
-    file = process / "hybrid.yaml"
-    file.write_text(yaml.safe_dump({"model": TINY.name, "overrides": OVERRIDES}))
-    command = words(SMALL, HYBRID, *extra)
-    changed(command)
-    args = stock.parse(command)
-    with (
-        mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}),
-        mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
-    ):
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return HybridModelBuilder(hybrid_config_from_args(args)).build_model(groups).train()
+    return stock.build(OVERRIDES, TINY, process, *extra, host=HYBRID, changed=changed).train()
 
 
-def build_gpt(process: Path, *extra: str) -> Any:
-    return stock.build(OVERRIDES, TINY, process, *extra).train()
+def build_gpt(process: Path) -> Any:
+    return stock.build(OVERRIDES, TINY, process).train()
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +163,7 @@ def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> 
     """A HybridModel built by hand, with neither a stock script's arguments nor a provider's fields."""
     from megacpp_mcore.layer_specs.hybrid import NAM56RStack
 
-    config = stock.model_config(words(SMALL, GPT)).transformer
+    config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ArgumentMismatchError, match="hybrid_layer_pattern: found None, expected"):
         NAM56RStack(config, None, list("+EM"), pg_collection=None)
 
@@ -196,7 +171,7 @@ def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> 
 def test_another_mtp_block_is_refused(process: Path) -> None:
     from megacpp_mcore.layer_specs.hybrid import SharedMTPLayer
 
-    config = stock.model_config(words(SMALL, GPT)).transformer
+    config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ModelError, match=r"the MTP pattern is 'D-'; NAM56R's is '\+-'"):
         SharedMTPLayer(config, mtp_layer_pattern="D-")
 

@@ -272,6 +272,17 @@ def test_chunks_select_what_pytorch_scores_select(
             torch.testing.assert_close(have, want, rtol=1e-5, atol=0 if exact else 1e-5)
 
 
+def learner(
+    S: int, D: int, width: int, heads: int, rule: str
+) -> tuple[chunked.Indexer, chunked.Attention, chunked.KeyRule]:
+    """An indexer, no logit of which rounds to the other side of ReLU's step, and the attention that it learns."""
+    q, k, w = draw_exact(S, D=D, device="cuda")
+    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
+    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
+    assert keys is not None
+    return chunked.Indexer(q, k, w / 16), chunked.Attention(query, key[:, :, None], width**-0.5), keys
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("rule", ["causal", "within"])
 @pytest.mark.parametrize(("width", "heads"), [(128, 56), (128, 14), (576, 128)])
@@ -280,12 +291,7 @@ def test_the_sparse_loss_and_its_gradients_are_pytorchs(
 ) -> None:
     S = 700
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    q, k, w = draw_exact(S, device="cuda")  # no logit rounds to the other side of ReLU's step
-    indexer = chunked.Indexer(q, k, w / 16)
-    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
-    attention = chunked.Attention(query, key[:, :, None], width**-0.5)
-    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
-    assert keys is not None
+    indexer, attention, keys = learner(S, 64, width, heads, rule)
     best_BSN, index_BSN = chunked.select(indexer, 100, keys)
     weight, rows_BS = (
         torch.tensor(700.0, device="cuda"),
@@ -313,12 +319,7 @@ def test_the_dense_loss_and_its_gradients_are_pytorchs(
     """In several chunks of queries; the same bits each time, nothing waits, and no tensor has both heads and all pairs."""
     S = 700
     monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * S * 300)
-    q, k, w = draw_exact(S, D=D, device="cuda")  # no logit rounds to the other side of ReLU's step
-    indexer = chunked.Indexer(q, k, w / 16)
-    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
-    attention = chunked.Attention(query, key[:, :, None], width**-0.5)
-    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
-    assert keys is not None
+    indexer, attention, keys = learner(S, D, width, heads, rule)
     weight_BS = 100.0 * (torch.arange(2 * S, device="cuda") % 7).view(2, S)
 
     def run() -> list[torch.Tensor]:

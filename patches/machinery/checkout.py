@@ -19,7 +19,7 @@ from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
 from megacpp_mcore.patches.machinery.hook import process_tree
 from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
-from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem, set_problems
+from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem
 from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.sources import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
@@ -122,7 +122,7 @@ class Checkout:
             content = self.content()
             before = _names(content)
             fresh = tuple(name for name in wanted if name not in before)
-            self._refuse(self._copy_problems(content.hook) or self._set_problems((*before, *fresh)))
+            self._refuse(self._copy_problems(content.hook) or self.unfit((*before, *fresh)))
             notices: tuple[str, ...] = ()
             if fresh:
                 notices = self._refuse_dirty(content, allow_dirty)
@@ -199,7 +199,7 @@ class Checkout:
                 f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 "
                 f"{hashlib.sha256(content.without).hexdigest()}, expected {hook.sha256}"
             )
-        problems += self._copy_problems(hook) or self._set_problems(hook.names)
+        problems += self._copy_problems(hook) or self.unfit(hook.names)
         self._refuse(problems + self._import_problems(), f"{self.root} is not as it should be")
         return hook.names
 
@@ -221,7 +221,7 @@ class Checkout:
         wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
         if not wanted:
             raise PatchError("there is nothing to export: name patches (none is applied to this checkout)")
-        self._refuse(self._set_problems(wanted), "nothing was exported")
+        self._refuse(self.unfit(wanted), "nothing was exported")
         try:
             return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
         except git.GitUnavailable as error:
@@ -233,10 +233,6 @@ class Checkout:
     def _refuse(self, problems: Sequence[str], summary: str = "") -> None:
         if problems:
             raise PatchError(listing(summary or f"nothing was changed in {self.root}", problems))
-
-    def _set_problems(self, names: Sequence[str]) -> list[str]:
-        """All problems with having exactly these patches here."""
-        return set_problems(self.registry.select(names)) + self.unfit(names)
 
     def _copy_problems(self, hook: HookLine | None) -> list[str]:
         if hook is None:

@@ -359,15 +359,12 @@ def test_a_damaged_line(lm: Checkout, damage: Callable[[bytes], bytes]) -> None:
     refuses(lm.root, says, apply, export, lm.revert, lm.verify, lm.status)
 
 
-def test_names_and_conflicts(tree: Path) -> None:
+def test_names(lm: Checkout) -> None:
     """As in a process (test_registry.py)."""
-    not_timers = patch_of(tree, "not-timers", TARGETS["identity"], conflicts=("timers",))
-    lm = Checkout(tree, Registry([patch_of(tree, "timers", TARGETS["timers"]), not_timers]))
-    refuses(tree, "there is no patch 'timer'; did you mean 'timers'", lambda: lm.apply(["timer"]))
-    refuses(tree, "no patch was named; there are: timers, not-timers", lambda: lm.apply([]))
+    refuses(lm.root, "there is no patch 'timer'; did you mean 'timers'", lambda: lm.apply(["timer"]))
+    refuses(lm.root, "no patch was named; there are: identity, timers, builder", lambda: lm.apply([]))
     lm.apply(["timers"])
-    refuses(tree, "not-timers conflicts with timers: choose one of them", lambda: lm.apply(["not-timers"]))
-    refuses(tree, "not-timers is not applied", lambda: lm.verify(["not-timers"]))
+    refuses(lm.root, "builder is not applied", lambda: lm.verify(["builder"]))
 
 
 def test_whether_the_package_can_be_imported_is_told(lm: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:

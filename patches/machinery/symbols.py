@@ -127,17 +127,10 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
 
 
 def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:
-    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``.
-
-    Raises:
-        Refusal: ``target changed``, building it failed.
-    """
-    try:
-        replacement = make(slot.value)
-        replacement.__wrapped__ = slot.value
-        setattr(replacement, MARK, patch)
-    except Exception as error:
-        raise Refusal("target changed", f"building the replacement of {slot.target} failed: {error!r}") from error
+    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``."""
+    replacement = make(slot.value)
+    replacement.__wrapped__ = slot.value
+    setattr(replacement, MARK, patch)
     if isinstance(slot.raw, staticmethod | classmethod):
         replacement = type(slot.raw)(replacement)
     return Change(patch, slot, replacement, fingerprint, version)

@@ -63,11 +63,6 @@ def adding(amount: int) -> Callable[[Any], Any]:
     return make
 
 
-def broken(original: Any) -> Any:
-    """Fails to make a replacement."""
-    raise RuntimeError("no kernel")
-
-
 def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **fields: Any) -> Patch:
     """A patch of the modules as they are on the disk; nothing is imported."""
     tree = SourceTree(tuple(map(Path, sys.path)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,17 +23,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "demo.py"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_script"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-demo = load()
+with pytest.MonkeyPatch.context() as context:
+    context.syspath_prepend(str(SCRIPT.parent))
+    demo = importlib.import_module("demo")
 
 # A process that records steps as training does, and has a child of its own.
 TRAINER = """
@@ -146,12 +137,10 @@ def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> N
 
 
 DRIVER = """
-import importlib.util, sys
+import sys
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("demo_script", sys.argv[1])
-demo = importlib.util.module_from_spec(spec)
-sys.modules["demo_script"] = demo
-spec.loader.exec_module(demo)
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+import demo
 plan = demo.Plan(Path(sys.argv[2]), "cpu", 20, 0)
 
 def run_demo(*_):

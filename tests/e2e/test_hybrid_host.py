@@ -1,4 +1,4 @@
-"""nam56r_tiny on HybridModel and on GPTModel: the same parameters, losses and gradients, and checkpoints that both load.
+"""nam56r_tiny on HybridModel and on GPTModel: the same parameters, losses and gradients, and keys of checkpoints.
 
 Shape legend: S sequence, B batch.
 """

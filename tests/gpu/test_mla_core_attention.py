@@ -19,6 +19,7 @@ from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed.documents import other_documents, seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import EARLY, assert_parity, query_gradient_terms
+from tests import stock
 from tests.gpu.device import peak, replayed, without_waiting
 
 needs_engine = pytest.mark.skipif(
@@ -211,21 +212,14 @@ def test_nothing_waits_and_a_graph_replays() -> None:
 def patched(process: None) -> Iterator[list[str]]:
     """The patch, and what it logs."""
     from megacpp_mcore.patches import mla_core_attention
-    from megacpp_mcore.patches.machinery.registry import Registry
 
-    registry = Registry([mla_core_attention.PATCH])
-    registry.apply([mla_core_attention.PATCH.name])
     mla_core_attention._say_once.cache_clear()
     mla_core_attention._te_selection.cache_clear()
     lines: list[str] = []
-    patch = pytest.MonkeyPatch()
-    patch.setattr(mla_core_attention, "_flash4", lambda *_: None)  # test_vendors has it
-    patch.setattr(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line))
-    try:
+    with pytest.MonkeyPatch.context() as patch, stock.patched(mla_core_attention.PATCH):
+        patch.setattr(mla_core_attention, "_flash4", lambda *_: None)  # test_vendors has it
+        patch.setattr(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line))
         yield lines
-    finally:
-        patch.undo()
-        registry.revert()
 
 
 def attention(kind: str, H: int, K: int, V: int) -> Any:

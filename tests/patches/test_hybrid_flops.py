@@ -1,6 +1,6 @@
 """The patch hybrid-flops: what the training loop counts, for our spec, for stock hybrids and for stock GPT.
 
-That it applies and reverts is in test_small_patches.py.
+That it applies and reverts is in test_set.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megacpp_mcore import patches
 from megacpp_mcore.model import MLA, flops, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches.hybrid_flops import PATCH, _audited_count
-from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
 
 TINY = preset("nam56r_tiny")
@@ -36,12 +35,8 @@ def counts() -> Iterator[tuple[Count, Count]]:
     with stock.cpu_lane():
         training = importlib.import_module("megatron.training.training")
         upstream = training.num_floating_point_operations
-        registry = Registry([PATCH])
-        registry.apply([PATCH.name])
-        try:
+        with stock.patched(PATCH):
             yield upstream, training.num_floating_point_operations
-        finally:
-            registry.revert()
 
 
 WORDS = """

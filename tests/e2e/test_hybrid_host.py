@@ -26,11 +26,7 @@ from tests.layer_specs.test_decode import in_pieces, logits
 ROOT = Path(__file__).parents[2]
 S, B = 32, 2
 TINY = preset("nam56r_tiny")
-OVERRIDES: dict[str, Any] = {
-    "seq_length": S,
-    "dsa": {"topk": 8, "loss_coeff": 0.1},
-    "mtp": {"depth": 2},
-}
+OVERRIDES: dict[str, Any] = {"seq_length": S, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
 SMALL = with_overrides(TINY, OVERRIDES)
 
 
@@ -143,11 +139,7 @@ def put(flag: str, value: str) -> Callable[[list[str]], None]:
 @pytest.mark.parametrize(
     ("pattern", "error", "says"),
     [
-        (
-            "+EMEDEMEDEMM/+-/+-",
-            ArgumentMismatchError,
-            r"found '\+EMEDEMEDEMM/\+-/\+-', expected '\+EMEDEMEDEMG/",
-        ),
+        ("+EMEDEMEDEMM/+-/+-", ArgumentMismatchError, r"found '\+EMEDEMEDEMM/\+-/\+-', expected '\+EMEDEMEDEMG/"),
         ("+EMEDEMEDEM*/+-/+-", ValueError, "Attention and MLA/DSA in one model"),  # Megatron's own
         ("+EMEDEMEDEM-/+-/+-", ArgumentMismatchError, "hybrid_layer_pattern: found .*, and no other symbol"),
         ("+EMEDEMEDEMG/D-/D-", ArgumentMismatchError, "hybrid_layer_pattern: found .*/D-/D-'"),
@@ -265,8 +257,7 @@ def test_other_models_are_stocks_affair(decide: Callable[..., Any], spec: list[s
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"mtp_num_layers": 2}, {"num_layers": 13}, {"moe_layer_freq": 1}, {"moe_layer_freq": [1] + [0] * 11}],
+    "changes", [{"mtp_num_layers": 2}, {"num_layers": 13}, {"moe_layer_freq": 1}, {"moe_layer_freq": [1] + [0] * 11}]
 )
 def test_a_checkpoint_of_another_model_is_refused(decide: Callable[..., Any], changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="the checkpoint, of the gpt host, is of another model"):

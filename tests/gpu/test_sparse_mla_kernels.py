@@ -192,9 +192,7 @@ def test_offsets_beyond_31_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "scratch"),
-    [(WIDE, 0), (Case(S=2048, H=128, N=2048, **DEEPSEEK), launch.SCRATCH)],
-    ids=["narrow", "wide"],
+    ("case", "scratch"), [(WIDE, 0), (Case(S=2048, H=128, N=2048, **DEEPSEEK), launch.SCRATCH)], ids=["narrow", "wide"]
 )
 def test_nothing_is_gathered(case: Case, scratch: int) -> None:
     """Of wide latents a chunk of scores is kept at a time."""

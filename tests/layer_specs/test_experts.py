@@ -221,10 +221,7 @@ def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "says"),
-    [
-        ("moe_router_topk", 1, "--moe-router-topk 1"),
-        ("moe_router_fusion", True, "--moe-router-fusion"),
-    ],
+    [("moe_router_topk", 1, "--moe-router-topk 1"), ("moe_router_fusion", True, "--moe-router-fusion")],
 )
 def test_a_router_that_stock_alone_has(config: Any, field: str, value: Any, says: str) -> None:
     from megacpp_mcore.layer_specs.router import stock_alone

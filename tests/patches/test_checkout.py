@@ -269,11 +269,7 @@ def test_dirty(lm: Checkout) -> None:
     for staged in (False, True):
         if staged:
             git(lm.root, "add", str(timers))
-        refuses(
-            lm.root,
-            r"is dirty: megatron/core/timers.py differ .*--allow-dirty",
-            lambda: lm.apply(["builder"]),
-        )
+        refuses(lm.root, r"is dirty: megatron/core/timers.py differ .*--allow-dirty", lambda: lm.apply(["builder"]))
     outcome = lm.apply(["builder"], allow_dirty=True)
     assert outcome.notices == (elsewhere, "patched as it is, with modified files: megatron/core/timers.py")
     lm.revert()

@@ -544,11 +544,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    patched: Registry,
-    schedule: Callable[[str], None],
-    text: str | None,
-    changes: dict[str, Any],
-    words: list[str],
+    patched: Registry, schedule: Callable[[str], None], text: str | None, changes: dict[str, Any], words: list[str]
 ) -> None:
     if text is not None:
         schedule(text)

@@ -121,10 +121,7 @@ def test_every_kind_of_target(hosts: Hosts) -> None:
 
 
 def test_status_is_json_and_one_line_is_logged_on_rank_0(
-    hosts: Hosts,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    hosts: Hosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = f"{hosts[0].__name__}:double"
     known = patch("one", target)

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.usefixtures("process")
 def wrap(model: Any) -> Any:
     """``model`` as stock's training loop wraps it; the spec, which built it, has applied the patch."""
     from megatron.core.distributed import TorchFullyShardedDataParallel
-    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-        TorchFullyShardedDataParallelConfig,
-    )
+    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     config = model.config

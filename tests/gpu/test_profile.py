@@ -15,15 +15,8 @@ FAMILIES = ("A", "M", "E", "R", "MTP", "head", "embedding", "norm")
 
 
 def _profile(folder: Path, impl: str, *extra: str, **options: Any) -> dict[str, Any]:
-    words = profiled.words(
-        *extra,
-        iterations=15,
-        device="cuda",
-        precision="bf16",
-        transformer_impl=impl,
-        micro_batch_size=2,
-        global_batch_size=4,
-    )
+    training = {"precision": "bf16", "transformer_impl": impl, "micro_batch_size": 2, "global_batch_size": 4}
+    words = profiled.words(*extra, iterations=15, device="cuda", **training)
     profiled.train(folder, words, window=WINDOW, device="cuda", **options)
     found = profiled.table(folder, WINDOW)
     print(f"{impl} {extra}: {found['events']} events read in {found['read_s']} s")

@@ -84,7 +84,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         if on_cpu:
             stack.enter_context(process.cpu_lane())
         stack.enter_context(process.patches_of_the_run())
-        process.say(f"patches: {', '.join(registry.default().apply(PATCHES).applied) or 'applied already'}")
+        process.say(f"patches: {', '.join(registry.default().apply(PATCHES)) or 'applied already'}")
         bridge.prepare()
         if on_cpu:
             process.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")

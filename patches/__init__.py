@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if not __name__.startswith("megacpp_mcore."):
     raise ImportError(
@@ -11,11 +11,8 @@ if not __name__.startswith("megacpp_mcore."):
         "(put the repository root on the path and import it through megacpp_mcore)"
     )
 
-if TYPE_CHECKING:
-    from megacpp_mcore.patches.machinery.registry import Applied
 
-
-def apply(names: Iterable[str]) -> Applied:
+def apply(names: Iterable[str]) -> tuple[str, ...]:
     """Apply the named patches to this process; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.apply`."""
     from megacpp_mcore.patches.machinery.registry import default
 

@@ -44,22 +44,22 @@ def megatron_lm() -> Path:
 @pytest.fixture(scope="session")
 def bridge_python() -> Path:
     """The Python of an environment with Megatron-Bridge, which MEGACPP_BRIDGE_PYTHON names; ``make bridge`` prints one."""
-    named = os.environ.get("MEGACPP_BRIDGE_PYTHON")
-    if not named:
-        pytest.skip("MEGACPP_BRIDGE_PYTHON is not set; it names the Python that `make bridge` prints")
-    if not os.access(named, os.X_OK):
-        pytest.fail(f"MEGACPP_BRIDGE_PYTHON={named} is no program; set it to the Python that `make bridge` prints")
-    return Path(named)
+    return _python_of("bridge")
 
 
 @pytest.fixture(scope="session")
 def nemo_run_python() -> Path:
     """The Python of an environment with nemo-run, which MEGACPP_NEMO_RUN_PYTHON names; ``make nemo-run`` prints one."""
-    named = os.environ.get("MEGACPP_NEMO_RUN_PYTHON")
+    return _python_of("nemo-run")
+
+
+def _python_of(environment: str) -> Path:
+    variable = f"MEGACPP_{environment.upper().replace('-', '_')}_PYTHON"
+    named = os.environ.get(variable)
     if not named:
-        pytest.skip("MEGACPP_NEMO_RUN_PYTHON is not set; it names the Python that `make nemo-run` prints")
+        pytest.skip(f"{variable} is not set; it names the Python that `make {environment}` prints")
     if not os.access(named, os.X_OK):
-        pytest.fail(f"MEGACPP_NEMO_RUN_PYTHON={named} is no program; set it to the Python that `make nemo-run` prints")
+        pytest.fail(f"{variable}={named} is no program; set it to the Python that `make {environment}` prints")
     return Path(named)
 
 

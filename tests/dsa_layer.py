@@ -6,6 +6,7 @@ Legend: S queries, T keys, B batch, H indexer heads, D indexer width, A attentio
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,6 +20,11 @@ from torch.utils._pytree import tree_leaves
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 LATENT, ROPE, HIDDEN, Q_RANK, HEADS = 16, 8, 48, 24, 4
 ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+
+
+def dsa() -> Any:
+    """Stock's module."""
+    return importlib.import_module(DSA)
 
 
 def dsa_config(**overrides: Any) -> Any:

@@ -109,23 +109,29 @@ def run(
         return subprocess.CompletedProcess(words, program.wait(), *(file.read_text() for file in files))
 
 
-def run_ranks(
-    words: Sequence[str], count: int, *, env: Mapping[str, str], cwd: Path = ROOT, timeout: float = 180
-) -> tuple[int, str]:
+def start_ranks(
+    words: Sequence[str], outputs: Sequence[Path], *, env: Mapping[str, str]
+) -> list[Program | subprocess.Popen[bytes]]:
+    """Start a program as torchrun does, in a process for each of ``outputs``, with nobody who would end them together."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port, count = free.getsockname()[1], len(outputs)
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    programs = []
+    for rank, output in enumerate(outputs):
+        of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        programs.append(start(words, output, env={**env, **of_rank}))
+    return programs
+
+
+def run_ranks(words: Sequence[str], count: int, *, env: Mapping[str, str], timeout: float = 180) -> tuple[int, str]:
     """Run a program in ``count`` processes as torchrun does: the status of the first that fails, or 0, and what all printed.
 
     Where one fails, or after ``timeout`` seconds, the others are killed.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(count)]
-        programs = []
-        for rank, file in enumerate(files):
-            of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            programs.append(start(words, file, cwd=cwd, env={**env, **of_rank}))
+        programs = start_ranks(words, files, env=env)
         until = time.monotonic() + timeout
         while None in [program.poll() for program in programs] and time.monotonic() < until:
             if any(program.returncode for program in programs):

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -159,26 +159,34 @@ def build(
     *extra: str,
     precision: str = "fp32",
     seed: int = 1234,
+    host: str = GPT,
+    changed: Callable[[list[str]], None] = lambda _: None,
     **settings: Any,
 ) -> Any:
-    """The GPTModel that stock builds for ``preset`` with ``overrides``, and the file's other ``settings``.
+    """The model that stock builds for ``preset`` with ``overrides``, and the file's other ``settings``; on either host.
 
-    Needs :func:`one_process`.
+    Needs :func:`one_process`. ``changed`` may edit the command line.
     """
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training import argument_utils, global_vars
     from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.models.hybrid import HybridModelBuilder
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
     file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides), **settings}))
-    command = words(with_overrides(preset, overrides), *extra, precision=precision)
+    command = words(with_overrides(preset, overrides), *extra, precision=precision, host=host)
+    changed(command)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return GPTModelBuilder(model_config(command)).build_model(groups)
+        groups, args = ProcessGroupCollection.use_mpu_process_groups(), parse(command)
+        if host == GPT:
+            return GPTModelBuilder(argument_utils.gpt_config_from_args(args)).build_model(groups)
+        with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
+            return HybridModelBuilder(argument_utils.hybrid_config_from_args(args)).build_model(groups)
 
 
 def stirred(model: Any, scale: float = 0.05) -> Any:
@@ -261,15 +269,23 @@ def family(layer: Any) -> str:
     return letter
 
 
-def parameters_by_part(model: Any) -> dict[str, int]:
-    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+def padding(model: Any) -> dict[str, int]:
+    """How many numbers less than it has the weights of a model's input projections count: those of rows that fill up."""
     from megacpp_mcore.layer_specs.projection import InProjection
 
-    padding = {
-        f"{name}.weight": sum(slot.rows for slot in module.slots) - len(module.weight)
+    return {
+        f"{name}.{weight}": (sum(slot.rows for slot in placed) - len(getattr(module, weight)))
+        * model.config.hidden_size
         for name, module in model.named_modules()
         if isinstance(module, InProjection)
+        for weight, placed in (("weight", module.slots), ("replicated_weight", module.replicated_slots))
+        if placed
     }
+
+
+def parameters_by_part(model: Any) -> dict[str, int]:
+    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+    filled = padding(model)
     letters = [family(layer) for layer in model.decoder.layers]
     counts = dict.fromkeys("AMER", 0) | dict.fromkeys(PARTS.values(), 0)
     for name, parameter in model.named_parameters():
@@ -277,7 +293,7 @@ def parameters_by_part(model: Any) -> dict[str, int]:
             part = letters[int(name.split(".")[2])]
         else:
             part = next(part for prefix, part in PARTS.items() if name.startswith(prefix + "."))
-        counts[part] += parameter.numel() + padding.get(name, 0) * model.config.hidden_size
+        counts[part] += parameter.numel() + filled.get(name, 0)
     return counts
 
 

@@ -183,7 +183,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         stack.enter_context(process.patches_of_the_run())
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
         names = [name for name, is_needed in needed.items() if is_needed]
-        applied = registry.default().apply([*names, *chosen.patches]).applied
+        applied = registry.default().apply([*names, *chosen.patches])
         process.say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())

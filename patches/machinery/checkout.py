@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -20,7 +19,7 @@ from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
 from megacpp_mcore.patches.machinery.hook import process_tree
 from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
-from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem, set_problems
+from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem
 from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.sources import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
@@ -123,7 +122,7 @@ class Checkout:
             content = self.content()
             before = _names(content)
             fresh = tuple(name for name in wanted if name not in before)
-            self._refuse(self._copy_problems(content.hook) or self._set_problems((*before, *fresh)))
+            self._refuse(self._copy_problems(content.hook) or self.unfit((*before, *fresh)))
             notices: tuple[str, ...] = ()
             if fresh:
                 notices = self._refuse_dirty(content, allow_dirty)
@@ -200,7 +199,7 @@ class Checkout:
                 f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 "
                 f"{hashlib.sha256(content.without).hexdigest()}, expected {hook.sha256}"
             )
-        problems += self._copy_problems(hook) or self._set_problems(hook.names)
+        problems += self._copy_problems(hook) or self.unfit(hook.names)
         self._refuse(problems + self._import_problems(), f"{self.root} is not as it should be")
         return hook.names
 
@@ -222,7 +221,7 @@ class Checkout:
         wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
         if not wanted:
             raise PatchError("there is nothing to export: name patches (none is applied to this checkout)")
-        self._refuse(self._set_problems(wanted), "nothing was exported")
+        self._refuse(self.unfit(wanted), "nothing was exported")
         try:
             return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
         except git.GitUnavailable as error:
@@ -234,10 +233,6 @@ class Checkout:
     def _refuse(self, problems: Sequence[str], summary: str = "") -> None:
         if problems:
             raise PatchError(listing(summary or f"nothing was changed in {self.root}", problems))
-
-    def _set_problems(self, names: Sequence[str]) -> list[str]:
-        """All problems with having exactly these patches here."""
-        return set_problems(self.registry.select(names)) + self.unfit(names)
 
     def _copy_problems(self, hook: HookLine | None) -> list[str]:
         if hook is None:
@@ -255,10 +250,7 @@ class Checkout:
     def _import_problems(self) -> list[str]:
         """Problems if a fresh Python in the checkout does not find this version of the package, which the hook line imports."""
         command = [sys.executable, "-c", "import megacpp_mcore.patches.hook; print(megacpp_mcore.__version__)"]
-        try:
-            done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=120, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return [f"whether megacpp_mcore can be imported is not known: {error}"]
+        done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
         start, found, here = f"a Python started in {self.root}", done.stdout.strip(), megacpp_mcore.__version__
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -288,7 +280,7 @@ class Checkout:
             changed = [name for name in modified if name.startswith("megatron/")]
             if elsewhere := [name for name in modified if name not in changed]:
                 notices.append(f"modified outside of megatron/, where no patch acts: {_shown(elsewhere)}")
-            if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
+            if HOOKED_FILE in changed and content.hook and not _edited(content):
                 changed.remove(HOOKED_FILE)
         except git.GitUnavailable as error:  # fingerprints still check what the patches replace
             notices.append(f"whether files were modified could not be checked: {error}")
@@ -303,12 +295,6 @@ class Checkout:
         return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
 
     def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
-        try:
-            ast.parse(without)  # incomplete Python might swallow the added line
-        except (SyntaxError, ValueError) as error:
-            raise PatchError(
-                f"{self.file} is not Python that a line can be added to: {error}; nothing was changed: restore it first"
-            ) from error
         if not without.endswith(b"\n"):
             raise PatchError(f"{self.file} does not end in a newline; nothing was changed: restore it first")
         sha256 = sha256 or hashlib.sha256(without).hexdigest()

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_TIME_LIMIT_S = 120
 _PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
 
 
@@ -32,16 +31,6 @@ def modified(root: Path, file: str) -> list[str]:
     prefix = len(_git(root, "rev-parse", "--show-prefix").rstrip(b"\n"))
     _git(root, "rev-parse", "--verify", "HEAD")
     return [os.fsdecode(entry[len("XY ") + prefix :]) for entry in _git(root, *words).split(b"\0") if entry]
-
-
-def is_committed(root: Path, file: str, content: bytes) -> bool:
-    """Whether git considers ``content`` equal to ``file`` in the last commit.
-
-    Raises:
-        GitUnavailable: git cannot answer.
-    """
-    ours = _git(root, "hash-object", "--stdin", "--path", file, given=content)
-    return ours == _git(root, "rev-parse", f"HEAD:./{file}")
 
 
 def difference(root: Path, file: Path) -> str:
@@ -76,16 +65,14 @@ def lock_file(root: Path) -> Path:
         return root / ".megacpp-mcore.lock"
 
 
-def _git(root: Path, *words: str, given: bytes | None = None, good: Sequence[int] = (0,)) -> bytes:
+def _git(root: Path, *words: str, good: Sequence[int] = (0,)) -> bytes:
     # Variables such as GIT_DIR, which git sets for its hooks, would select another repository; and nothing is written.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(root), *words]
     try:
-        done = subprocess.run(
-            command, input=given, env=environment, capture_output=True, timeout=_TIME_LIMIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    except OSError as error:
         raise GitUnavailable(f"git cannot be run: {error}") from error
     if done.returncode not in good:
         complaint = done.stderr.decode(errors="replace").strip().splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,6 @@ class Patch:
         retire_when: the upstream change that makes it obsolete.
         cost: its cost in time, memory or capability.
         gain: its measured benefit (with a figure), or ``not measured``.
-        conflicts: names of patches that cannot be applied in the same process.
     """
 
     name: str
@@ -114,7 +113,6 @@ class Patch:
     retire_when: str
     cost: str = NOT_MEASURED
     gain: str = NOT_MEASURED
-    conflicts: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -148,30 +146,7 @@ class Patch:
     def describe(self) -> dict[str, Any]:
         """The record without its code, ready for JSON."""
         words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions")}
-        return words | {
-            "conflicts": list(self.conflicts),
-            "targets": [edit.target for edit in self.edits],
-        }
-
-
-def set_problems(fresh: Sequence[Patch], there: Sequence[Patch] = ()) -> list[str]:
-    """Problems with adding ``fresh`` to the patches ``there``: conflicts, and targets that two patches change."""
-    problems = []
-    for index, one in enumerate(fresh):
-        for other in (*there, *fresh[:index]):
-            if other.name in one.conflicts or one.name in other.conflicts:
-                problems.append(f"{one.name} conflicts with {other.name}: choose one of them")
-            shared = [a.target for a in one.edits for b in other.edits if _nested(a.target, b.target)]
-            problems += [
-                f"{one.name} and {other.name} both change {target} or a part of it: choose one of them"
-                for target in shared[:1]
-            ]
-    return problems
-
-
-def _nested(one: str, other: str) -> bool:
-    """Whether two targets are the same, or one is an attribute of the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+        return words | {"targets": [edit.target for edit in self.edits]}
 
 
 def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:

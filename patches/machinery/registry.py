@@ -32,13 +32,12 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.record import Edit, Patch, set_problems
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.symbols import (
     Change,
     Refusal,
@@ -56,14 +55,6 @@ logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
 """Held while Megatron's modules are being changed, by any registry."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """Result of :meth:`Registry.apply`: the patches with edits newly put in place, and those without any left to apply."""
-
-    applied: tuple[str, ...]
-    already: tuple[str, ...]
 
 
 def fingerprint(target: str) -> str:
@@ -125,17 +116,20 @@ class Registry:
             raise PatchError(listing("nothing was changed", problems))
         return [self._patches[name] for name in chosen]
 
-    def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> Applied:
+    def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> tuple[str, ...]:
         """Put the named patches in place: all of them, or none.
 
-        Range, target, fingerprint and conflicts of every patch are checked, and every replacement is
-        built, before the first change. Afterwards each module in ``sys.modules`` that had imported an original by name
-        holds its replacement. References that are not module attributes (a default argument, a ``ModuleSpec`` created
-        earlier, a stored bound method) are out of reach of any patch: choose a seam without them.
+        Range, target and fingerprint of every patch are checked, and every replacement is built, before the first change.
+        Afterwards each module in ``sys.modules`` that had imported an original by name holds its replacement. References that
+        are not module attributes (a default argument, a ``ModuleSpec`` created earlier, a stored bound method) are out of
+        reach of any patch: choose a seam without them.
 
         Args:
             names: patches; a partly applied one is completed.
             imported: whether a module is imported; if passed, edits of other modules are left for a later call.
+
+        Returns:
+            The patches with edits newly put in place.
 
         Raises:
             PatchError: lists every problem found; nothing is changed.
@@ -148,17 +142,16 @@ class Registry:
         with _LOCK:
             fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}
             changes, refusals = self._plan(fresh)
-            if problems := self._standing_problems(wanted) + refusals:
+            if problems := [problem for patch in wanted for problem in self._drift(patch.name)] + refusals:
                 raise PatchError(listing("no patch was applied", problems))
-            exchange(changes, "no patch was applied")
+            exchange(changes)
             for change in changes:
                 self._changes.setdefault(change.patch, {})[change.slot.target] = change
             for name, edits in fresh.items():  # after all are recorded: a log handler may raise
                 targets = ", ".join(edit.target for edit in edits)
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
                 announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
-            already = tuple(p.name for p in wanted if p.name in self._changes and p.name not in fresh)
-        return Applied(tuple(fresh), already)
+        return tuple(fresh)
 
     def arm(self, names: Iterable[str], origin: str) -> None:
         """Register the named patches for application once their modules have been imported; changes nothing.
@@ -170,12 +163,10 @@ class Registry:
             origin: what requested it, for messages.
 
         Raises:
-            PatchError: a name is unknown, or two patches conflict.
+            PatchError: a name is unknown.
         """
         with _LOCK:
             wanted = self.select(names)
-            if problems := self._standing_problems(wanted):
-                raise PatchError(listing("no patch was armed", problems))
             there = {*self._changes, *self._armed}
             self._armed |= {patch.name: origin for patch in wanted if patch.name not in there}
 
@@ -203,7 +194,7 @@ class Registry:
             if problems := [problem for name in applied for problem in self._drift(name)]:
                 raise PatchError(listing("no patch was reverted", problems))
             changes = [change for name in applied for change in self._changes[name].values()]
-            exchange(changes, "no patch was reverted", back=True)
+            exchange(changes, back=True)
             for name in wanted:
                 self._armed.pop(name, None)
                 self._changes.pop(name, None)
@@ -241,7 +232,7 @@ class Registry:
     def seal(self, names: Iterable[str]) -> str:
         """16 hex digits that depend on the named records except their prose: targets, fingerprints, version ranges."""
         records = [
-            [patch.name, patch.megatron_versions, patch.conflicts]
+            [patch.name, patch.megatron_versions]
             + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
             for patch in sorted(self.select(names), key=lambda patch: patch.name)
         ]
@@ -251,12 +242,6 @@ class Registry:
         """The patch's edits that are not in place (only in modules that are ``imported``, if that is passed)."""
         there = self._changes.get(patch.name, {})
         return tuple(e for e in patch.edits if e.target not in there and (imported is None or imported(e.module)))
-
-    def _standing_problems(self, wanted: Sequence[Patch]) -> list[str]:
-        """Problems of ``wanted``: lost targets of applied patches, and conflicts of the others with applied or armed ones."""
-        there = [self._patches[name] for name in {**self._changes, **self._armed}]
-        lost = [problem for patch in wanted for problem in self._drift(patch.name)]
-        return lost + set_problems([patch for patch in wanted if patch not in there], there)
 
     def _plan(self, fresh: Mapping[str, Sequence[Edit]]) -> tuple[list[Change], list[str]]:
         """Check and build every edit of ``fresh``; returns the changes and all problems, and touches nothing."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import importlib
 import inspect
 import sys
 import textwrap
-import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from megacpp_mcore.errors import PatchError
 
 MARK = "__megacpp_patch__"
 """Attribute set on every replacement, by which another copy of this package recognises it."""
@@ -131,46 +127,26 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
 
 
 def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:
-    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``.
-
-    Raises:
-        Refusal: ``target changed``, building it failed.
-    """
-    try:
-        replacement = make(slot.value)
-        replacement.__wrapped__ = slot.value
-        setattr(replacement, MARK, patch)
-    except Exception as error:
-        raise Refusal("target changed", f"building the replacement of {slot.target} failed: {error!r}") from error
+    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``."""
+    replacement = make(slot.value)
+    replacement.__wrapped__ = slot.value
+    setattr(replacement, MARK, patch)
     if isinstance(slot.raw, staticmethod | classmethod):
         replacement = type(slot.raw)(replacement)
     return Change(patch, slot, replacement, fingerprint, version)
 
 
-def exchange(changes: Sequence[Change], failure: str, *, back: bool = False) -> None:
-    """Put all replacements (``back``: all originals) in place, also in imports by name; on any failure undo everything.
-
-    Raises:
-        PatchError: ``failure`` and its cause.
-    """
-    with contextlib.ExitStack() as undo:
-        new: dict[int, tuple[Any, Any]] = {}
-        try:
-            for change in changes:
-                old_raw, new_raw = change.slot.raw, change.replacement
-                if back:
-                    old_raw, new_raw = new_raw, old_raw
-                owner, attribute = change.slot.owners[-1], change.slot.attribute
-                undo.callback(_put, owner, attribute, old_raw)
-                _put(owner, attribute, new_raw)
-                new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
-            for module, attribute, key in list(holders(new)):
-                old, value = new[key]
-                undo.callback(_put, module, attribute, old)
-                _put(module, attribute, value)
-        except Exception as error:
-            raise PatchError(f"{failure}: {error}; everything was put back") from error
-        undo.pop_all()
+def exchange(changes: Sequence[Change], *, back: bool = False) -> None:
+    """Put all replacements (``back``: all originals) in place, also in imports by name."""
+    new: dict[int, tuple[Any, Any]] = {}
+    for change in changes:
+        old_raw, new_raw = change.slot.raw, change.replacement
+        if back:
+            old_raw, new_raw = new_raw, old_raw
+        _put(change.slot.owners[-1], change.slot.attribute, new_raw)
+        new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
+    for module, attribute, key in list(holders(new)):
+        _put(module, attribute, new[key][1])
 
 
 def holders(wanted: Collection[int]) -> Iterator[tuple[Any, str, int]]:
@@ -190,7 +166,7 @@ def _label(owner: Any) -> str:
 
 
 def _put(owner: Any, attribute: str, value: Any) -> None:
-    if isinstance(owner, types.ModuleType):
-        vars(owner)[attribute] = value  # not setattr: a lazy module type may act on it
-    else:
+    if isinstance(owner, type):
         setattr(owner, attribute, value)
+    else:
+        vars(owner)[attribute] = value  # not setattr: a lazy module type may act on it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -43,20 +42,7 @@ class Job:
 
     def start(self) -> None:
         """Start the processes; the last checkpoint of before, if there is one, is gone on with."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        shared = {
-            "WORLD_SIZE": PROCESSES,
-            "LOCAL_WORLD_SIZE": PROCESSES,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-        }
-        of_rank = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
-        environments = [
-            os.environ | self._environment | {name: str(value) for name, value in one.items()} for one in of_rank
-        ]
-        self.ranks = [forks.start(self._words, self._output, env=environment) for environment in environments]
+        self.ranks = forks.start_ranks(self._words, [self._output] * PROCESSES, env=os.environ | self._environment)
 
     def wait(self, timeout: float) -> list[int]:
         """The status of each process."""

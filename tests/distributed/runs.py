@@ -93,7 +93,7 @@ class Laboratory:
 
     Args:
         folder: where everything goes.
-        double: train in fp64 (:mod:`tests.distributed.double`), not in fp32.
+        script: what trains; by default the wheel's own loop.
         overrides: what makes nam56r_tiny the model.
         texts: the dataset's files; by default one, a module of Python itself.
         words: Megatron arguments of every run.
@@ -104,13 +104,13 @@ class Laboratory:
         self,
         folder: Path,
         *,
-        double: bool = False,
+        script: Path | None = None,
         overrides: Mapping[str, Any] = OVERRIDES,
         texts: Sequence[str] = (argparse.__file__,),
         words: Sequence[str] = (),
         **training: Any,
     ) -> None:
-        self.folder, self.double, self.words = folder, double, tuple(words)
+        self.folder, self.script, self.words = folder, script, tuple(words)
         sizes = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH, "learning_rate": LEARNING_RATE}
         self.training = sizes | training
         self.model = with_overrides(preset("nam56r_tiny"), overrides)
@@ -199,7 +199,7 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "observe"
         options = ["--observe", str(recorded), "--"]
-        options += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double
+        options += [] if self.script is None else [str(self.script)]
         status, output = launch([*options, *words], self.config, processes)
         assert status == 0, f"run {name!r} ended with status {status}:\n{output[-30000:]}"
         return Run(output, saved, read_scalars(recorded), self.model)

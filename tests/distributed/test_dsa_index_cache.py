@@ -82,10 +82,7 @@ def run(config: Any, masked: bool) -> dict[str, Any]:
     events: list[int] = []
 
     def step(numbers: Iterator[int], model: Any) -> Any:
-        tokens, labels = unit.batch(next(numbers))
-        mask = unit.causal_mask() if masked else None
-        positions = torch.arange(unit.S).expand(unit.B, unit.S)
-        output = model(tokens, positions, mask, labels=labels, loss_mask=torch.ones(unit.B, unit.S))
+        output = unit.losses_of(model, next(numbers), unit.causal_mask() if masked else None)
         events.append(1)
         output.register_hook(lambda _: events.append(-1))
         return output, lambda losses: (losses.mean(), {})

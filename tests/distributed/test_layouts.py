@@ -12,13 +12,7 @@ import torch
 
 from megacpp_mcore.model import preset
 from tests import stock
-from tests.distributed.comparing import (
-    SCALARS,
-    assert_same_bytes,
-    differing_runs,
-    differing_scalars,
-    tensors_of,
-)
+from tests.distributed.comparing import SCALARS, assert_same_bytes, differing_runs, differing_scalars, tensors_of
 from tests.distributed.runs import (
     COMPARED,
     LAYOUTS,

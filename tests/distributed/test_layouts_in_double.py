@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.comparing import MOMENTUM, SCALARS, differing_scalars, differing_tensors, tensors_of
-from tests.distributed.runs import COMPARED, MODEL, ONE, Laboratory
+from tests.distributed.runs import COMPARED, MODEL, ONE, ROOT, Laboratory
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-10
 """Relative, as in test_layouts; what is seen is some 1e-12."""
 
 
-LABORATORY = functools.partial(Laboratory, double=True)
+LABORATORY = functools.partial(Laboratory, script=ROOT / "tests" / "distributed" / "double.py")
 
 
 @pytest.mark.parametrize("name", ["EP 2", "TP 2 with SP"])  # where sums are taken in another order

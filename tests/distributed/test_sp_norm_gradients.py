@@ -124,11 +124,7 @@ def batches(call: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
     """This rank's gradients after one step of ``case``."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 

@@ -37,14 +37,8 @@ def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...],
 def test_fsdp_loads_the_weights_of_a_ddp_checkpoint(laboratory: Laboratory) -> None:
     """In Megatron's ``torch`` format, the one that it cuts for FSDP2; optimizer state stays behind."""
     start = trained(laboratory, "start", ("--ckpt-format", "torch"), "--no-save-optim")
-    load = (
-        "--load",
-        str(start.checkpoints),
-        "--finetune",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--auto-detect-ckpt-format",
-    )
+    load = ("--load", str(start.checkpoints), "--auto-detect-ckpt-format")
+    load += ("--finetune", "--no-load-optim", "--no-load-rng")
     whole = trained(laboratory, "DDP from DDP", (), *load, "--no-save-optim")
     cut = trained(laboratory, "FSDP2 from DDP", (TORCH_FSDP,), *load)
     assert len(cut.scalars["lm loss"]) == MAIN

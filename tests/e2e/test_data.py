@@ -17,7 +17,7 @@ from tests import forks, stock
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
-_LOSSES = re.compile(r"lm loss: .*?grad norm: \S+")
+LOSSES = re.compile(r"lm loss: .*?grad norm: \S+")
 _VALIDATION = re.compile(r"validation loss at iteration \d+ .*?lm loss value: \S+")
 
 
@@ -45,7 +45,7 @@ def launch(*data: str, extra: tuple[str, ...] = ()) -> tuple[list[str], list[str
     done = python("-m", "megacpp_mcore", "launch", "--device", "cpu", "--", *words(*data, extra=extra))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("megacpp-mcore: data: ")]
-    return _LOSSES.findall(done.stdout), _VALIDATION.findall(done.stdout), line
+    return LOSSES.findall(done.stdout), _VALIDATION.findall(done.stdout), line
 
 
 @pytest.mark.slow
@@ -69,23 +69,24 @@ def test_a_blend_of_two_corpora_trains_however_it_is_named(corpora: tuple[str, s
     assert other[1] != listed[1]
 
 
-STOCK = """
+BARE = """
 import os, runpy, sys
 os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # which torchrun sets
 sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-from megacpp_mcore import cpu, patches
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])  # first: the lane imports Megatron
+from megacpp_mcore import cpu
 lane = cpu.install()
-patches.apply(["dataset-helpers"])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""A stock script as it is, but for what this machine lacks: a GPU, and a compiler for the dataset helpers."""
+"""A stock script without our launcher; on this machine it needs the CPU lane, and nothing else is brought."""
+STOCK = BARE.replace("runpy.run", "from megacpp_mcore import patches; patches.apply(['dataset-helpers']); runpy.run")
+"""The same where there is no compiler for the dataset helpers, either."""
 
 
 def run_stock(script: Path, *data: str, extra: tuple[str, ...]) -> list[str]:
     done = python("-c", STOCK, str(script), *words(*data, extra=extra))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return _LOSSES.findall(done.stdout)
+    return LOSSES.findall(done.stdout)
 
 
 @pytest.mark.checkout

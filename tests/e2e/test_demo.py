@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -13,7 +12,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,17 +23,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "demo.py"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_script"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-demo = load()
+with pytest.MonkeyPatch.context() as context:
+    context.syspath_prepend(str(SCRIPT.parent))
+    demo = importlib.import_module("demo")
 
 # A process that records steps as training does, and has a child of its own.
 TRAINER = """
@@ -147,12 +137,10 @@ def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> N
 
 
 DRIVER = """
-import importlib.util, sys
+import sys
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("demo_script", sys.argv[1])
-demo = importlib.util.module_from_spec(spec)
-sys.modules["demo_script"] = demo
-spec.loader.exec_module(demo)
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+import demo
 plan = demo.Plan(Path(sys.argv[2]), "cpu", 20, 0)
 
 def run_demo(*_):
@@ -239,24 +227,6 @@ def test_the_score_has_to_be_good_enough(plan: object, reached: float, holds: bo
             demo.report(plan, found, progress)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_lines(plan: object) -> None:
-    plan = replace(plan, train_steps=40)  # type: ignore[type-var]
-    for stream, lines in ((io.StringIO(), 5), (Terminal(), 0)):
-        progress = demo.Progress(plan, stream)
-        for step in leg(1, 40, 0):
-            progress.show(step)
-        text = stream.getvalue()
-        assert text.count("\n") == lines
-        assert ("\r" in text) is (lines == 0)
-        # One step a second, 2048 tokens a step; the kill makes 2 of the 40 steps run twice.
-        assert "step  10/40  loss 2.000  2,048 tokens/s  0:32 of training left" in text
-
-
 def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     made = [demo.new_folder(tmp_path / "demo") for _ in range(3)]
     assert [folder.name for folder in made] == ["run-1", "run-2", "run-3"]
@@ -297,7 +267,6 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     assert "held-out bits per byte" in done.stdout
     assert "demo FAILED: the score is" in done.stderr
     assert "Warning" not in done.stdout + done.stderr
-    check_against_megatrons_log(output / "run-1" / "log.txt", first)
 
     score = json.loads((output / "run-1" / "score.json").read_text())
     assert (score["step"], score["tokens"]) == (STEPS, 1999)
@@ -320,33 +289,12 @@ def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:
     """It is self-contained, and says what the run came to, what was killed, and what the model is."""
     for word in ("http:", "https:", "<script", "src=", "href=", "url("):
         assert word not in page, word
-    under = 100 * (1 - score["bits_per_byte"] / score["unigram_bits_per_byte"])
     parameters = demo.MODEL.parameters()
     for expected in (
-        f"{demo.MODEL.name}, {STEPS} steps of stock Megatron on the CPU",
         f"<b>{score['bits_per_byte']:.3f}</b>bits per byte, held out",
         f"<b>{score['unigram_bits_per_byte']:.3f}</b>unigram entropy of the same {score['bytes']:,} bytes",
-        f"<b>{abs(under):.1f} %</b>{'under' if under >= 0 else 'over'} the unigram entropy",
         f"Killed after step {killed_after}, resumed from the checkpoint of step {SAVED}. EQUAL: steps {SAVED + 1} to",
-        "unigram</text>",
-        f"resumed at {SAVED}",
-        f"restarted from step {SAVED}",
         *(f"{parameters[letter]:,}" for letter in "AEMR"),
         f"{sum(parameters.values()):,}",
-        importlib.metadata.version("megatron-core"),
     ):
         assert expected in page, expected
-
-
-def check_against_megatrons_log(log: Path, first: list[Step]) -> None:
-    """What was recorded is what Megatron printed, to its seven digits (its second line averages steps 1 and 2)."""
-    losses = {step.step: step.losses["lm loss"] for step in first}
-    losses[2] = (losses[1] + losses[2]) / 2
-    printed = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        if " iteration " in line and "lm loss: " in line:
-            step = int(line.partition(" iteration ")[2].partition("/")[0])
-            printed.setdefault(step, float(line.partition("lm loss: ")[2].split()[0]))
-    assert {1, 2, 3, 4} <= set(printed)
-    for step in (1, 2, 3, 4):
-        assert printed[step] == pytest.approx(losses[step], rel=1e-6)

@@ -1,7 +1,5 @@
 """The first door: unmodified ``pretrain_gpt.py`` trains with either form of ``--spec`` what the wheel's loop trains."""
 
-import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,13 +7,8 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.data.corpus import find_stdlib_sources
-from megacpp_mcore.model import preset
-from tests import forks, stock
+from tests.e2e.test_data import BARE, LOSSES, STEPS, python, words
 from tests.trees import HOOKED, commit, copy_sources, git, link_copy
-
-ROOT = Path(__file__).parents[2]
-STEPS = 3
-_LOSSES = re.compile(r"lm loss: .*?grad norm: \S+")
 
 
 @pytest.fixture(scope="module")
@@ -28,26 +21,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    return _python("-m", "megacpp_mcore", *words)
-
-
-def _python(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("MEGACPP_CONFIG", None)  # a file about some other model
-    return forks.run(words, env=environment)
+    return python("-m", "megacpp_mcore", *words)
 
 
 def _words(data: Path) -> list[str]:
-    text = ("--data-path", str(data), "--split", "100,0,0")
-    return stock.words(preset("nam56r_tiny"), data=text, global_batch_size=2, train_iters=STEPS)
+    return words("--data-path", str(data), "--split", "100,0,0")
 
 
 def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
-    words = _words(data)
-    words[words.index("--spec") + 1 :] = spec
-    done = _run("launch", "--device", "cpu", "--", *script, *words)
+    arguments = _words(data)
+    arguments[arguments.index("--spec") + 1 :] = spec
+    done = _run("launch", "--device", "cpu", "--", *script, *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = _LOSSES.findall(done.stdout)
+    found = LOSSES.findall(done.stdout)
     assert len(found) == STEPS
     return found
 
@@ -70,18 +56,6 @@ def test_both_forms_of_spec_on_the_stock_script_train_what_the_wheel_trains(
     assert "indexer loss" in wheel[0]
 
 
-BARE = """
-import os, runpy, sys
-os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # which torchrun sets
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])  # first: the lane imports Megatron
-from megacpp_mcore import cpu
-lane = cpu.install()
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""A stock script without our launcher; on this machine it needs the CPU lane, and nothing else is brought."""
-
-
 @pytest.mark.checkout
 @pytest.mark.slow
 def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
@@ -96,13 +70,13 @@ def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
     assert _run("patch", "apply", "--checkout", str(checkout), "spec-import", "dataset-helpers").returncode == 0
     assert git(checkout, "status", "--porcelain").splitlines() == [f" M {HOOKED}"]
 
-    words = _words(data)
-    words[words.index("--spec") + 1 :] = ["megacpp_mcore.nam56r"]
-    done = _python("-c", BARE, str(checkout / "pretrain_gpt.py"), *words)
+    arguments = _words(data)
+    arguments[arguments.index("--spec") + 1 :] = ["megacpp_mcore.nam56r"]
+    done = python("-c", BARE, str(checkout / "pretrain_gpt.py"), *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "patch spec-import applied" in done.stdout + done.stderr
     assert done.stdout.count("megacpp-mcore: launch policy of a script that `megacpp-mcore launch` did not start") == 1
-    assert _LOSSES.findall(done.stdout) == wheel
+    assert LOSSES.findall(done.stdout) == wheel
 
     assert _run("patch", "revert", "--checkout", str(checkout)).returncode == 0
     assert git(checkout, "status", "--porcelain") == ""

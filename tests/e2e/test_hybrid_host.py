@@ -1,75 +1,42 @@
-"""nam56r_tiny on HybridModel and on GPTModel: the same parameters, losses and gradients, and checkpoints that both load.
+"""nam56r_tiny on HybridModel and on GPTModel: the same parameters, losses and gradients, and keys of checkpoints.
 
 Shape legend: S sequence, B batch.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from megacpp_mcore.arguments.lowering import HYBRID_SPEC
-from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
-from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
+from megacpp_mcore.model import Layout, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
-from megacpp_mcore.observe.steps import read_steps
-from tests import forks, stock
-from tests.saved import tensors_in
+from tests import micro_batch, stock
+from tests.distributed.comparing import assert_same_bytes, differing_tensors
+from tests.distributed.runs import Laboratory, Run
+from tests.layer_specs.test_decode import in_pieces, logits
 
 ROOT = Path(__file__).parents[2]
 S, B = 32, 2
 TINY = preset("nam56r_tiny")
-OVERRIDES: dict[str, Any] = {
-    "seq_length": S,
-    "dsa": {"topk": 8, "loss_coeff": 0.1},
-    "mtp": {"depth": 2},
-}
+OVERRIDES: dict[str, Any] = {"seq_length": S, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
 SMALL = with_overrides(TINY, OVERRIDES)
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-
-
-def words(model: Model, host: str, *extra: str, **training: Any) -> list[str]:
-    return stock.words(model, *extra, host=host, global_batch_size=2, train_iters=4, **training)
 
 
 def build(process: Path, *extra: str, changed: Callable[[list[str]], None] = lambda _: None) -> Any:
     """The HybridModel that stock builds; ``changed`` may edit the command line."""
-    import yaml
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training import global_vars
-    from megatron.training.argument_utils import hybrid_config_from_args
-    from megatron.training.models.hybrid import HybridModelBuilder
-
-    destroy_moe_metrics_tracker()
-    file = process / "hybrid.yaml"
-    file.write_text(yaml.safe_dump({"model": TINY.name, "overrides": OVERRIDES}))
-    command = words(SMALL, HYBRID, *extra)
-    changed(command)
-    args = stock.parse(command)
-    with (
-        mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}),
-        mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
-    ):
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return HybridModelBuilder(hybrid_config_from_args(args)).build_model(groups).train()
+    return stock.build(OVERRIDES, TINY, process, *extra, host=HYBRID, changed=changed).train()
 
 
-def build_gpt(process: Path, *extra: str) -> Any:
-    return stock.build(OVERRIDES, TINY, process, *extra).train()
+def build_gpt(process: Path) -> Any:
+    return stock.build(OVERRIDES, TINY, process).train()
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +46,11 @@ def pair(process: Path) -> tuple[Any, Any]:
 
 
 def losses_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
-    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
     stock.loss_scale(1.0)
     model.zero_grad()
-    losses = model(tokens[:, :-1], torch.arange(S).expand(B, S), mask, labels=tokens[:, 1:], loss_mask=torch.ones(B, S))
-    # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
-    custom_backward(losses.mean(), None)
-    return losses.detach(), {
-        name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
-    }
+    losses = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S), attention_mask=micro_batch.causal_mask(S))
+    micro_batch.backward(losses.mean())
+    return losses.detach(), micro_batch.gradients(model)
 
 
 # --- one model, two hosts ----------------------------------------------------------------------------------------------
@@ -104,11 +64,6 @@ def test_both_hosts_build_the_same_parameters_from_one_seed(pair: tuple[Any, Any
     assert buffers[0] == buffers[1]
 
 
-def test_both_hosts_have_the_parameters_that_the_model_counts(pair: tuple[Any, Any]) -> None:
-    gpt, hybrid_ = (stock.parameters_by_part(model) for model in pair)
-    assert gpt == hybrid_ == SMALL.parameters()
-
-
 def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) -> None:
     (losses, gradients), (found, found_gradients) = (losses_and_gradients(model) for model in pair)
     assert torch.equal(losses, found)
@@ -118,32 +73,19 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) ->
 
 
 def test_a_sequence_in_pieces_gives_what_it_gives_at_once(pair: tuple[Any, Any]) -> None:
-    """With an inference context, on both hosts."""
-    from megatron.core.inference.contexts import StaticInferenceContext
-    from megatron.core.inference.utils import InferenceMode
-
-    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(4))
-    for model in pair:
-        context, found = StaticInferenceContext(B, S), []
-        context.config.materialize_only_last_token_logits = False
-        model.eval()
-        with torch.no_grad(), InferenceMode.active():
-            positions = torch.arange(S).expand(B, S)
-            whole = model(tokens, positions, None, runtime_gather_output=True)
-            for piece, where in zip(tokens.split([20, 1, 11], 1), positions.split([20, 1, 11], 1), strict=True):
-                found.append(model(piece, where, None, inference_context=context, runtime_gather_output=True))
-                context.sequence_len_offset += piece.shape[1]
-        model.train()
-        assert torch.allclose(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-5)
+    """With an inference context; on the GPT host: tests/layer_specs/test_decode.py."""
+    tokens, model = micro_batch.draw_tokens(B, S - 1), pair[1].eval()
+    whole, found = logits(model, tokens), in_pieces(model, tokens, [20, 1, 11])
+    model.train()
+    assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_full_recompute_changes_nothing(process: Path, pair: tuple[Any, Any]) -> None:
     """But that the gradients of the two MTP depths are added up in another order."""
     losses, gradients = losses_and_gradients(pair[1])
-    found, found_gradients = losses_and_gradients(build(process, *RECOMPUTE))
+    found, found_gradients = losses_and_gradients(build(process, *stock.full_recompute()))
     assert torch.equal(losses, found)
-    for name, gradient in gradients.items():
-        assert float((found_gradients[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
+    assert differing_tensors(gradients, found_gradients, 2e-6) == []
 
 
 def test_checkpoint_keys_and_shards_are_the_same_by_construction(pair: tuple[Any, Any]) -> None:
@@ -184,38 +126,6 @@ def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[An
             model.load_state_dict(state)
 
 
-def test_the_layers_are_what_the_plan_says(pair: tuple[Any, Any]) -> None:
-    from megacpp_mcore.layer_specs import attention, experts, mamba, recurrent
-
-    kinds = {
-        "+": attention.FullMLASelfAttention,
-        "D": attention.SparseMLASelfAttention,
-        "M": mamba.Mamba3Mixer,
-        "G": recurrent.M2RNNMixer,
-    }
-    layers = pair[1].decoder.layers
-    symbols = hybrid.plan(SMALL).symbols
-    assert [layer.layer_number for layer in layers] == list(range(1, SMALL.depth + 1))
-    for symbol, layer in zip(symbols, layers, strict=True):
-        part, kind = (layer.mlp, experts.ExpertsLayer) if symbol == "E" else (layer.self_attention, kinds[symbol])
-        assert type(part) is kind
-    cores = {
-        layer.layer_number: layer.self_attention.core_attention for layer in layers if layer.layer_number in (5, 9)
-    }
-    assert (cores[5].indexer is not None, cores[9].indexer is None) == (True, True), "5 is Full and 9 is Shared"
-    assert cores[5].index_cache is cores[9].index_cache
-
-
-def test_the_final_norm_needs_no_transformer_engine(pair: tuple[Any, Any]) -> None:
-    """And trains: stock hard-codes Transformer Engine's, which cannot be built here."""
-    decoder = pair[1].decoder
-    assert type(decoder.final_norm) is torch.nn.RMSNorm
-    assert decoder.final_norm is decoder.final_layernorm
-    assert decoder.final_norm.eps == SMALL.norm_eps
-    _, gradients = losses_and_gradients(pair[1])
-    assert float(gradients["decoder.final_layernorm.weight"].abs().max()) > 0
-
-
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -226,28 +136,10 @@ def put(flag: str, value: str) -> Callable[[list[str]], None]:
     return change
 
 
-def test_every_mismatch_of_a_run_is_listed_at_once(process: Path) -> None:
-    def change(command: list[str]) -> None:
-        put("--hybrid-layer-pattern", "DEMEDEMEDEMG/+-")(command)
-        put("--moe-router-topk", "1")(command)
-        put("--rotary-base", "10000")(command)
-
-    with pytest.raises(ArgumentMismatchError) as raised:
-        build(process, changed=change)
-    found = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:]]
-    assert found[:-1] == [
-        "rotary_base", "moe_router_topk", "mtp_num_layers", "hybrid_layer_pattern",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("pattern", "error", "says"),
     [
-        (
-            "+EMEDEMEDEMM/+-/+-",
-            ArgumentMismatchError,
-            r"found '\+EMEDEMEDEMM/\+-/\+-', expected '\+EMEDEMEDEMG/",
-        ),
+        ("+EMEDEMEDEMM/+-/+-", ArgumentMismatchError, r"found '\+EMEDEMEDEMM/\+-/\+-', expected '\+EMEDEMEDEMG/"),
         ("+EMEDEMEDEM*/+-/+-", ValueError, "Attention and MLA/DSA in one model"),  # Megatron's own
         ("+EMEDEMEDEM-/+-/+-", ArgumentMismatchError, "hybrid_layer_pattern: found .*, and no other symbol"),
         ("+EMEDEMEDEMG/D-/D-", ArgumentMismatchError, "hybrid_layer_pattern: found .*/D-/D-'"),
@@ -262,7 +154,7 @@ def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> 
     """A HybridModel built by hand, with neither a stock script's arguments nor a provider's fields."""
     from megacpp_mcore.layer_specs.hybrid import NAM56RStack
 
-    config = stock.model_config(words(SMALL, GPT)).transformer
+    config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ArgumentMismatchError, match="hybrid_layer_pattern: found None, expected"):
         NAM56RStack(config, None, list("+EM"), pg_collection=None)
 
@@ -270,7 +162,7 @@ def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> 
 def test_another_mtp_block_is_refused(process: Path) -> None:
     from megacpp_mcore.layer_specs.hybrid import SharedMTPLayer
 
-    config = stock.model_config(words(SMALL, GPT)).transformer
+    config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ModelError, match=r"the MTP pattern is 'D-'; NAM56R's is '\+-'"):
         SharedMTPLayer(config, mtp_layer_pattern="D-")
 
@@ -288,137 +180,36 @@ def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
     assert isinstance(import_module(HYBRID_SPEC), ModuleSpec)
 
 
-# --- training and checkpoints ------------------------------------------------------------------------------------------
+# --- training (each host goes on with the other's checkpoint: tests/distributed/test_mixed_precision_optimizer.py) ------
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a launch left: the scalars of each step, its checkpoints, its output."""
-
-    steps: dict[int, dict[str, float]]
-    checkpoints: Path
-    output: str
-
-    def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """Every tensor of a checkpoint, whole: parameters, buffers, Adam's state."""
-        return tensors_in(self.checkpoints / f"iter_{step:07d}")
-
-
-def corpus(folder: Path) -> tuple[str, ...]:
-    """The data arguments of a small dataset: a module of Python itself."""
-    (prefix,) = prepare([argparse.__file__], str(folder / "text"), overwrite=True)
-    return ("--data-path", str(prefix), "--split", "100,0,0")
-
-
-def launch(
-    folder: Path, name: str, command: list[str], *options: str, script: Path | None = None, config: Path | None = None
-) -> tuple[dict[int, dict[str, float]], str]:
-    """Run a stock command; returns the scalars of each step, and the output."""
-    steps = folder / f"{name}.observe"
-    options = ("--device", "cpu", "--observe", str(steps), *options)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config or "")}
-    launched = ["-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command]
-    done = forks.run(launched, cwd=folder, env=environment)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
-    return {step.step: {**step.losses, "norm": step.grad_norm or 0.0} for step in read_steps(steps)}, output
-
-
-def train(folder: Path, host: str, *extra: str, script: Path | None = None) -> Trained:
-    """nam56r_tiny, four steps, a checkpoint after each."""
-    folder.mkdir()
-    save = ["--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", "1"]
-    steps, output = launch(folder, host, words(TINY, host, *save, *extra, data=corpus(folder)), script=script)
-    return Trained(steps, folder / "saved", output)
-
-
-@pytest.fixture(scope="module")
-def on_gpt(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("trained") / "gpt", GPT)
-
-
-@pytest.fixture(scope="module")
-def on_hybrid(on_gpt: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Steps 3 and 4, from the GPT host's checkpoint of step 2."""
-    load = ["--load", str(on_gpt.checkpoints), "--ckpt-step", "2"]
-    return train(tmp_path_factory.mktemp("trained") / "hybrid", HYBRID, *load)
-
-
-def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert sum("exp_avg" in name for name in one) >= 2
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_checkpoint_of_gptmodel_goes_on_in_hybridmodel(on_gpt: Trained, on_hybrid: Trained) -> None:
-    """Bit for bit, Adam's state and the generators included: losses, gradient norms and what is saved in the end."""
-    assert list(on_gpt.steps) == [1, 2, 3, 4]
-    assert {"lm loss", "mtp_1 loss", "indexer loss", "norm"} <= on_gpt.steps[4].keys()
-    assert on_hybrid.steps == {step: on_gpt.steps[step] for step in (3, 4)}
-    same_tensors(on_gpt.tensors(4), on_hybrid.tensors(4))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_checkpoint_of_hybridmodel_goes_on_in_gptmodel(on_gpt: Trained, on_hybrid: Trained, tmp_path: Path) -> None:
-    back = train(tmp_path / "back", GPT, "--load", str(on_hybrid.checkpoints), "--ckpt-step", "3")
-    assert back.steps == {4: on_gpt.steps[4]}
-    same_tensors(on_gpt.tensors(4), back.tensors(4))
+def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: Path | None = None) -> Run:
+    """Losses, gradient norms and checkpoints of both hosts, bit for bit; the run on the hybrid one, by ``script``."""
+    gpt = laboratory.run(GPT, layout, 2, ("--lr-warmup-iters", "1"), host=GPT)
+    laboratory.script = script
+    found = laboratory.run(HYBRID, layout, 2, ("--lr-warmup-iters", "1"), host=HYBRID)
+    assert {"lm loss", "mtp_1 loss", "indexer loss", "grad norm"} <= gpt.scalars.keys()
+    assert found.scalars == gpt.scalars
+    assert_same_bytes(gpt.tensors(2), found.tensors(2))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.checkout
-def test_the_stock_script_trains_what_the_gpt_host_trains(on_gpt: Trained, megatron_lm: Path, tmp_path: Path) -> None:
-    """``pretrain_hybrid.py`` as it is, from the same seed; its TFLOP/s are counted for the model, not the pattern."""
-    found = train(tmp_path / "script", HYBRID, script=megatron_lm / "pretrain_hybrid.py")
-    assert found.steps == on_gpt.steps
-    same_tensors(on_gpt.tensors(4), found.tensors(4))
+def test_the_stock_script_trains_what_the_gpt_host_trains(megatron_lm: Path, tmp_path: Path) -> None:
+    """``pretrain_hybrid.py`` as it is, from the same seed."""
+    laboratory = Laboratory(tmp_path, overrides={})
+    found = assert_both_train_the_same(laboratory, Layout(), megatron_lm / "pretrain_hybrid.py")
     assert "building nam56r_tiny on HybridModel, pattern +EMEDEMEDEMG/+-" in found.output
-
-
-STAGED = {"dsa": {"schedule": "-FF"}}
-"""A schedule that is legal in four stages."""
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
     """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
-    file = tmp_path / "model.yaml"
-    file.write_text(f"model: nam56r_tiny\noverrides: {STAGED}\n")
-    layout, found = Layout(pipeline=2, virtual=2), []
-    for host in (GPT, HYBRID):
-        command = words(
-            with_overrides(TINY, STAGED),
-            host,
-            "--train-iters",
-            "2",
-            "--lr-warmup-iters",
-            "1",
-            data=corpus(tmp_path),
-            layout=layout,
-        )
-        found.append(launch(tmp_path, host, command, "--nproc", "2", config=file)[0])
-    assert found[0] == found[1]
-    assert list(found[0]) == [1, 2]
-
-
-# --- the count of the log ----------------------------------------------------------------------------------------------
-
-
-def test_the_model_is_counted_whole_on_either_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacpp_mcore.model import flops
-    from megacpp_mcore.patches.hybrid_flops import PATCH
-
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    count = PATCH.edits[0].make(lambda args, *_: pytest.fail("stock's count was asked"))
-    for host in (GPT, HYBRID):
-        args = stock.parse(words(TINY, host))
-        args.padded_vocab_size = TINY.vocab_size_padded(1)
-        assert count(args, 2) == flops.step(TINY, 2).total.training
+    laboratory = Laboratory(tmp_path, overrides={"dsa": {"schedule": "-FF"}})  # legal in four stages
+    assert_both_train_the_same(laboratory, Layout(pipeline=2, virtual=2))
 
 
 # --- the patch checkpoint-hosts ----------------------------------------------------------------------------------------
@@ -466,8 +257,7 @@ def test_other_models_are_stocks_affair(decide: Callable[..., Any], spec: list[s
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"mtp_num_layers": 2}, {"num_layers": 13}, {"moe_layer_freq": 1}, {"moe_layer_freq": [1] + [0] * 11}],
+    "changes", [{"mtp_num_layers": 2}, {"num_layers": 13}, {"moe_layer_freq": 1}, {"moe_layer_freq": [1] + [0] * 11}]
 )
 def test_a_checkpoint_of_another_model_is_refused(decide: Callable[..., Any], changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="the checkpoint, of the gpt host, is of another model"):

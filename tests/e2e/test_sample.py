@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,12 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def sample() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
-        spec = importlib.util.spec_from_file_location("sample", EXAMPLES / "sample.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+        return importlib.import_module("sample")
 
 
 class Counting(torch.nn.Module):

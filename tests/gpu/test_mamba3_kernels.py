@@ -14,8 +14,6 @@ from megacpp_mcore.ops.testing import assert_parity, row_norms, worst_row
 from tests.gpu.device import peak, replayed, without_waiting
 from tests.ops.mamba3_case import Case, inputs, make_tensors, run, with_gradients
 
-pytestmark = pytest.mark.gpu
-
 OVERALL = 1e-2
 """What a whole gradient may be off, as a part of its norm, or 1.5 times plain PyTorch's; single rows are measured
 against plain PyTorch's alone."""

@@ -36,13 +36,13 @@ def model(process: Path) -> Any:
 def logits(model: Any, tokens: torch.Tensor, context: Any = None) -> torch.Tensor:
     """Of every row given, ``[B, S, V]``."""
     first = 0 if context is None else context.sequence_len_offset
-    positions = torch.arange(first, first + tokens.shape[1]).expand(B, -1)
+    positions = torch.arange(first, first + tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad(), InferenceMode.active():
         return model(tokens, positions, None, inference_context=context, runtime_gather_output=True)
 
 
 def in_pieces(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    context, found = StaticInferenceContext(B, S), []
+    context, found = StaticInferenceContext(*tokens.shape), []
     context.config.materialize_only_last_token_logits = False
     for piece in tokens.split(list(lengths), dim=1):
         found.append(logits(model, piece, context))

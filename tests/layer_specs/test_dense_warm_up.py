@@ -5,7 +5,7 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
+from tests.distributed.comparing import differing_tensors
 
 S, B = 24, 2
 FULL, SHARED = 5, 9
@@ -44,21 +45,14 @@ def of_the_indexer(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: gradient for name, gradient in gradients.items() if ".indexer." in name}
 
 
-def assert_close(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, names: Iterable[str] = ()
-) -> None:
-    """Compare gradients of ``names``, or all, by their norm."""
-    assert found.keys() == expected.keys()
-    for name in names or expected:
-        difference = float((found[name] - expected[name]).norm())
-        assert difference <= tolerance * float(expected[name].norm()) + 1e-9, name
-
-
 def test_the_trunk_trains_as_with_every_key_selected(make: Callable[..., Any]) -> None:
     losses, gradients = trained(make({"topk": 4, "warmup_steps": 2}, step=1))
     expected, others = trained(make({"topk": S}))
     assert torch.allclose(losses, expected, rtol=1e-5)
-    assert_close(gradients, others, 1e-4, gradients.keys() - of_the_indexer(gradients).keys())
+    of_the_trunk = (
+        {name: one for name, one in each.items() if ".indexer." not in name} for each in (others, gradients)
+    )
+    assert differing_tensors(*of_the_trunk, 1e-4) == []
 
 
 def test_the_indexer_learns_its_own_layers_attention_over_every_key(make: Callable[..., Any]) -> None:
@@ -67,7 +61,7 @@ def test_the_indexer_learns_its_own_layers_attention_over_every_key(make: Callab
     expected = of_the_indexer(trained(make({"topk": S, "distill": "own"}))[1])
     assert len(found) == 5
     assert all(gradient.any() for gradient in expected.values())
-    assert_close(found, expected, 1e-3)
+    assert differing_tensors(expected, found, 1e-3) == []
 
 
 def test_after_the_last_step_of_it_keys_are_selected(make: Callable[..., Any]) -> None:
@@ -83,7 +77,7 @@ def test_recompute_changes_nothing(make: Callable[..., Any]) -> None:
     for words in (stock.full_recompute(), stock.selective_recompute("core_attn")):
         again, others = trained(make({"topk": 4, "warmup_steps": 2}, *words))
         assert torch.equal(losses, again)
-        assert_close(others, gradients, 1e-6)
+        assert differing_tensors(gradients, others, 1e-6) == []
 
 
 def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:
@@ -103,7 +97,7 @@ def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[
     assert torch.allclose(logged, shown, rtol=1e-4)
     assert float(logged[FULL - 1]) > 0
     assert len(gradients) == 5
-    assert_close(gradients, others, 1e-3)
+    assert differing_tensors(others, gradients, 1e-3) == []
 
 
 def test_the_step_is_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,39 +107,24 @@ def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
 # --- what the mixers compute -------------------------------------------------------------------------------------------
 
 
-def test_mamba3_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
-    from megacpp_mcore.ops.mamba3 import reference
+def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: Model) -> None:
+    """Which rows and parameters the op gets; that it is the formula: tests/ops/test_mamba3.py."""
+    from megacpp_mcore.ops.mamba3.reference import mamba3
 
     mixer, ssm, heads = layer(still, FAMILIES["M"]).self_attention, definition.mamba3, definition.mamba_heads
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
-    x_BSD = x_SBD.double().transpose(0, 1)
-    columns = ssm.mimo_rank * ssm.state
-    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
-    x, z = (projected[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz")
-    dt, decay, trap = (projected[name] for name in ("dt", "A", "trap"))
-    rotated = []
-    decay, step, trap = reference.mamba3_decay_and_gates(dt, decay, trap, p["dt_bias"], A_floor=ssm.a_floor)
-    theta = reference.mamba3_angles(projected["angles"], step)
-    by_head_and_rank = (heads, ssm.mimo_rank, -1)
-    for part, name in (("B", "b"), ("C", "c")):
-        by_head = []
-        for h in range(heads):
-            first = h // (heads // ssm.groups) * columns
-            raw = projected[part][..., first : first + columns].unflatten(-1, (ssm.mimo_rank, ssm.state))
-            normed = rms_norm(raw, p[f"{name}_norm_weight"])
-            by_head.append(normed + p[f"{name}_bias"].view(by_head_and_rank)[h])
-        rotated.append(reference.mamba3_rotate(torch.stack(by_head, 3), theta, pairing="half"))
-    mimo_x, mimo_z, mimo_o = (p[f"mimo_{name}"].view(by_head_and_rank) for name in "xzo")
-    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=mimo_x)
-    mixed = torch.zeros_like(x)
-    for r in range(ssm.mimo_rank):
-        skipped = y[:, :, r] + p["D"][:, None] * x * mimo_x[:, r]
-        mixed += skipped * torch.nn.functional.silu(z * mimo_z[:, r]) * mimo_o[:, r]
-    truth = (rms_norm(mixed).flatten(2) * p["out_norm_weight"]) @ p["out_proj.weight"].T
+    rows = {name: x_SBD.double() @ weight.T for name, weight in weights_by_part(mixer).items()}
+    rows |= {name: rows[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz"}
+    rows |= {name: rows[name].unflatten(-1, (ssm.groups, ssm.mimo_rank, ssm.state)) for name in "BC"}
+    given = {name: p[name] for name in ("dt_bias", "D", "b_norm_weight", "c_norm_weight", "out_norm_weight")}
+    by_head_and_rank = ("b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o")
+    given |= {name: p[name].view(heads, ssm.mimo_rank, -1) for name in by_head_and_rank}
+    parts = (rows[name] for name in ("x", "z", "B", "C", "dt", "A", "trap", "angles"))
+    out, _ = mamba3(*parts, **given, chunk_size=S, A_floor=ssm.a_floor, eps=definition.norm_eps)
     found, bias = mixer(x_SBD)
     assert bias is None
-    close(found.transpose(0, 1), truth)
+    close(found, out.flatten(2) @ p["out_proj.weight"].T)
 
 
 def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:

@@ -14,10 +14,10 @@ from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import BackendError
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
+from tests.distributed.comparing import differing_tensors
 
 S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
 def built(folder: Path, backend: str, *words: str) -> Any:
@@ -29,10 +29,10 @@ def outcome(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     stock.loss_scale(1.0)
     losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
     losses_BS.mean().backward()
-    return losses_BS.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+    return losses_BS.detach(), micro_batch.gradients(model)
 
 
-@pytest.mark.parametrize("words", [(), FULL], ids=["", "recomputed"])
+@pytest.mark.parametrize("words", [(), stock.full_recompute()], ids=["", "recomputed"])
 def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) -> None:
     losses_BS, gradients = outcome(built(process, STOCK))
     model = built(process, "reference", *words)
@@ -41,9 +41,7 @@ def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) 
         norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
         assert any(getattr(module, "backend", None) and module.backend.observed == "reference" for module in norms)
     torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+    assert differing_tensors(gradients, found, 1e-5) == []
 
 
 def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> None:

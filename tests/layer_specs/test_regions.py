@@ -24,6 +24,7 @@ from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.settings import PluginConfig
 from tests import stock
 from tests.micro_batch import causal_mask, draw_tokens, gradients, losses_of
+from tests.ops.saved_tensors import saved_bytes
 
 S, B = 32, 2
 TINY = preset("nam56r_tiny")
@@ -80,22 +81,9 @@ def two_micro_batches(model: Any) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def saved_bytes(model: Any) -> int:
-    """Bytes that the autograd graph of one micro-batch keeps, parameters left out, each storage counted once."""
-    held: dict[int, int] = {}
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)  # so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses_BS(model, 1)
-    return sum(held.values())
+def saved(model: Any) -> int:
+    """Bytes that the autograd graph of one micro-batch keeps, parameters included."""
+    return saved_bytes(lambda: losses_BS(model, 1))
 
 
 class Graphs:
@@ -113,12 +101,8 @@ class Graphs:
 def plain(build: Callable[..., Any]) -> dict[str, Any]:
     """What the untreated model gives."""
     model = build()
-    found = {"keys": list(model.state_dict()), "bytes": saved_bytes(model), "gradients": two_micro_batches(model)}
+    found = {"keys": list(model.state_dict()), "bytes": saved(model), "gradients": two_micro_batches(model)}
     return {**found, "losses": train(model)}
-
-
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +111,7 @@ def compiler() -> str | None:
 def test_compiled_regions_train_as_the_plain_model(
     build: Callable[..., Any], plain: dict[str, Any], backend: str
 ) -> None:
-    if backend == "inductor" and compiler() is None:
+    if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("no C++ compiler for Inductor on this machine")
     from megacpp_mcore.layer_specs import regions
 
@@ -161,7 +145,7 @@ def test_recompute_of_a_family_keeps_gradients_and_saves_memory(
 ) -> None:
     model = build(recompute=[family])
     assert list(model.state_dict()) == plain["keys"]
-    assert saved_bytes(model) < plain["bytes"]
+    assert saved(model) < plain["bytes"]
     check_gradients(two_micro_batches(model), plain["gradients"])
 
 
@@ -210,17 +194,3 @@ def test_a_cpu_without_a_compiler_is_refused(build: Callable[..., Any], monkeypa
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(LaunchError, match=r"needs a C\+\+ compiler: no no-such-compiler"):
         build(compile="regional", backend="inductor")
-
-
-def test_an_untreated_spec_is_what_it_was() -> None:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megacpp_mcore.layer_specs.regions import RegionLayer, RegionPlan
-
-    spec = ModuleSpec(module=TransformerLayer)
-    assert RegionPlan().spec(spec, "A") is spec
-    plan = RegionPlan(recompute=Recompute(m=True))
-    assert plan.spec(spec, "M").module is RegionLayer
-    with pytest.raises(ModelError, match=r"family M is a .*Linear"):
-        plan.spec(ModuleSpec(module=torch.nn.Linear), "M")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +20,7 @@ from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from tests import stock
+from tests.micro_batch import causal_mask, draw_tokens, losses_of
 
 
 def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -30,20 +30,6 @@ def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: An
 
 def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
-
-
-def counted(run: Callable[[], Any]) -> tuple[int, int]:
-    """What torch counts for ``run``, forward and backward (of the sum of its first output)."""
-    with counter() as forward:
-        output = run()
-    output = output[0] if isinstance(output, tuple) else output
-    with counter() as backward:
-        output.sum().backward()
-    return forward.get_total_flops(), backward.get_total_flops()
-
-
-def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------------
@@ -69,13 +55,10 @@ BATCH = 2
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Counter[str]]]:
     """torch's count of the real model by module and operator: ``forward`` without gradient, and ``training``."""
     folder = tmp_path_factory.mktemp("flops")
-    tokens = torch.randint(0, 256, (BATCH, SMALL.seq_length + 1))
-    mask = ~torch.ones(SMALL.seq_length, SMALL.seq_length, dtype=torch.bool).tril()[None, None]
-    positions = torch.arange(SMALL.seq_length).expand(BATCH, -1)
+    tokens, mask = draw_tokens(BATCH, SMALL.seq_length), causal_mask(SMALL.seq_length)
 
     def loss() -> torch.Tensor:
-        weights = torch.ones(BATCH, SMALL.seq_length)
-        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:], loss_mask=weights).mean()
+        return losses_of(model, tokens, attention_mask=mask).mean()
 
     found = {}
     with stock.one_process(folder / "store"):
@@ -231,6 +214,19 @@ def test_what_a_model_lacks_counts_nothing(overrides: dict[str, Any], gone: set[
     assert empty == gone | {"embedding"}
 
 
+def test_what_torch_does_not_count() -> None:
+    """A convolution is no product; of a scan whose last chunk is cut, rows that fill it up count."""
+    model, sequence = preset("nam56r"), 1000
+    ssm, rnn, found = model.mamba3, model.m2rnn, flops.step(model, 3, seq_length=sequence).trunk
+    rows = ssm.chunk * ssm.mimo_rank
+    chunk = rows * rows * (ssm.state + ssm.head_dim) + 2 * rows * ssm.state * ssm.head_dim
+    scan = model.mamba_heads * (63 * chunk + sequence * ssm.mimo_rank * ssm.head_dim)
+    assert sequence / ssm.chunk == 62.5
+    assert found.mamba_scan == flops.product(3 * model.layers.count("M") * scan)
+    channels = 2 * rnn.key_dim + model.recurrent_heads * rnn.value_dim
+    assert found.convolution == flops.product(3 * model.layers.count("R") * sequence * rnn.conv_kernel * channels)
+
+
 def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
     def indexers(**dsa: Any) -> Work:
         model: Model = with_overrides(SMALL, {"dsa": dsa})
@@ -246,28 +242,3 @@ def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
 def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
     with pytest.raises(ModelError, match=f"{next(iter(size))} is .*expected at least 1"):
         flops.step(SMALL, **size)
-
-
-# --- documents kept apart ----------------------------------------------------------------------------------------------
-
-
-def test_documents_kept_apart_count_their_own_pairs() -> None:
-    """Two rows of 64 with documents of 40 + 24 and 5 + 9 + 50: attention by pairs counted one by one, the rest as it was."""
-    documents = [40, 24, 5, 9, 50]
-    causal = sum(1 for length in documents for query in range(length) for _ in range(query + 1))
-    selected = sum(min(query + 1, SMALL.dsa.topk) for length in documents for query in range(length))
-    whole, apart = flops.step(SMALL, 2), flops.step(SMALL, 2, pairs=(causal, selected))
-    cores = flops.full_core(causal, SMALL.heads, SMALL.mla) + flops.sparse_core(2 * selected, SMALL.heads, SMALL.mla)
-    assert apart.trunk.attention_core == cores
-    assert apart.trunk.attention_core.training < whole.trunk.attention_core.training
-    assert apart.mtp[1].attention_core == flops.full_core(causal, SMALL.heads, SMALL.mla)
-    changed = {"attention_core", "indexer"}
-    for field in dataclasses.fields(flops.Families):
-        same = getattr(apart.families, field.name) == getattr(whole.families, field.name)
-        assert same == (field.name not in changed), field.name
-    scored = 2 * causal * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
-    without = flops.indexer(
-        128, 0, 0, hidden=SMALL.hidden_size, q_lora_rank=SMALL.mla.q_lora_rank,
-        heads=SMALL.dsa.indexer_heads, head_dim=SMALL.dsa.indexer_head_dim,
-    )  # fmt: skip
-    assert apart.trunk.indexer.forward == scored + without.forward

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, flops, preset, with_overrides
@@ -23,15 +21,10 @@ from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomput
 from megacpp_mcore.model.training import Recompute
 from tests import stock
 from tests.lanes import exhaustive_but
+from tests.micro_batch import causal_mask, draw_tokens, losses_of
+from tests.model.test_flops import BATCH, OVERRIDES, SMALL, counter
 
-OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
-SMALL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
-BATCH = 2
 STEP = flops.step(SMALL, BATCH)
-
-
-def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(2 * a[0] * a[1] * a[2] * b[2])
 
 
 class _NoModules:
@@ -48,21 +41,17 @@ class _NoModules:
 def measure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
     """torch's count of a training step of the model built with these words and this recompute of ours."""
     folder = tmp_path_factory.mktemp("recompute")
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, 256, (BATCH, SMALL.seq_length + 1), generator=generator)
-    mask = ~torch.ones(SMALL.seq_length, SMALL.seq_length, dtype=torch.bool).tril()[None, None]
-    positions = torch.arange(SMALL.seq_length).expand(BATCH, -1)
+    tokens = draw_tokens(BATCH, SMALL.seq_length)
 
     @functools.cache
     def count(words: tuple[str, ...] = (), own: tuple[str, ...] = ()) -> int:
         model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, recompute=list(own)).train()
         stock.loss_scale(1.0)
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
-        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-        with counter:
-            weights = torch.ones(BATCH, SMALL.seq_length)
-            model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:], loss_mask=weights).mean().backward()
-        return int(counter.get_total_flops())
+        mode = counter()
+        mode.mod_tracker = _NoModules()  # type: ignore[assignment]
+        with mode:
+            losses_of(model, tokens, attention_mask=causal_mask(SMALL.seq_length)).mean().backward()
+        return int(mode.get_total_flops())
 
     with stock.one_process(folder / "store"):
         yield count

@@ -15,7 +15,6 @@ import torch
 from megacpp_mcore import policy, settings
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.layer_specs.projection import InProjection
 from megacpp_mcore.model import PRESETS, Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.policy import Run
@@ -35,15 +34,9 @@ def held(chunks: list[Any]) -> tuple[int, int]:
     """Parameters of built model chunks: those but routed experts, and routed experts; rows that only fill up do not count."""
     dense = experts = 0
     for chunk in chunks:
-        padding = {
-            f"{name}.{weight}": sum(slot.rows for slot in placed) - len(getattr(module, weight))
-            for name, module in chunk.named_modules()
-            if isinstance(module, InProjection)
-            for weight, placed in (("weight", module.slots), ("replicated_weight", module.replicated_slots))
-            if placed
-        }
+        padding = stock.padding(chunk)
         for name, parameter in chunk.named_parameters():
-            count = parameter.numel() + padding.get(name, 0) * chunk.config.hidden_size
+            count = parameter.numel() + padding.get(name, 0)
             if ".experts." in name and ".shared_experts." not in name:
                 experts += count
             else:

@@ -129,13 +129,7 @@ def eager(
 
 
 def eager_rows(
-    x: torch.Tensor,
-    counts: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    probs: torch.Tensor,
-    *,
-    activation: str,
+    x: torch.Tensor, counts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, probs: torch.Tensor, *, activation: str
 ) -> torch.Tensor:
     """The same for ``grouped_mlp``: rows are tokens of one expert."""
     expert = torch.arange(len(counts), device=x.device).repeat_interleave(counts)

@@ -521,6 +521,7 @@ def norms(dtype: torch.dtype, rms: float) -> None:
 FP16, FP32 = torch.float16, torch.float32
 TOKENS = {"T": 37, "D": 40, "F": 24}
 SISO = {"R": 1, "mimo": False}
+AWKWARD: dict[str, Any] = {"ragged": True, "popular": True, "strided": True, "layers": 2}
 PROGRAMS: dict[str, Callable[[], None]] = {
     "grouped_mlp": partial(grouped_mlp, 3e-6, **TOKENS, dtype=FP32),
     "grouped_mlp, a lone token": partial(
@@ -556,22 +557,10 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "rms_norm": partial(norms, FP32, 2e-6),
     "rms_norm, float16": partial(norms, FP16, 2e-3),
     "router": route,
-    "sparse_mla": partial(sparse_attention, 4e-6, dtype=FP32, ragged=True, popular=True, strided=True, layers=2),
+    "sparse_mla": partial(sparse_attention, 4e-6, dtype=FP32, **AWKWARD),
     "sparse_mla, float16": partial(sparse_attention, 2e-3, dtype=FP16, ragged=True),
     "sparse_mla, many heads": partial(sparse_attention, 4e-6, S=9, H=70, dtype=FP32),
-    "sparse_mla, wide": partial(
-        sparse_attention,
-        4e-6,
-        wide=True,
-        S=29,
-        K=48,
-        V=32,
-        dtype=FP32,
-        ragged=True,
-        popular=True,
-        strided=True,
-        layers=2,
-    ),
+    "sparse_mla, wide": partial(sparse_attention, 4e-6, wide=True, S=29, K=48, V=32, dtype=FP32, **AWKWARD),
     "sparse_mla, wide, float16": partial(sparse_attention, 2e-3, wide=True, K=48, V=32, dtype=FP16, ragged=True),
     "sparse_mla, wide, many heads": partial(
         sparse_attention, 4e-6, wide=True, heads=16, S=11, H=35, K=48, V=32, dtype=FP32, ragged=True, layers=2

@@ -54,12 +54,7 @@ class Compiled:
 
 
 def compiled(
-    kernel: Any,
-    tensors: dict[str, str],
-    constants: dict[str, Any],
-    folder: Path,
-    *,
-    multiples: tuple[str, ...] = (),
+    kernel: Any, tensors: dict[str, str], constants: dict[str, Any], folder: Path, *, multiples: tuple[str, ...] = ()
 ) -> Compiled:
     """Compile ``kernel`` as it ships, every pointer on 16 bytes; fail on a spill, or on fewer :data:`PROGRAMS`.
 

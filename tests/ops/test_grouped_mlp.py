@@ -186,16 +186,6 @@ def test_fp8_needs_a_gpu_that_has_it(kernels: Any) -> None:
             call()
 
 
-def test_what_is_copied(kernels: Any) -> None:
-    packed, whole = kernels[0].packed, torch.arange(80.0).view(10, 8)
-    assert packed(whole) is whole
-    for part in (whole[:, :4], whole.T, whole.flatten()[3:67].view(8, 8)):
-        copy = packed(part)
-        assert torch.equal(copy, part)
-        assert copy.is_contiguous()
-        assert copy.data_ptr() % 16 == 0
-
-
 def test_the_kernels_refuse(kernels: Any) -> None:
     grouped, routed = kernels[0].grouped_mlp, kernels[0].routed_mlp
     inputs = draw(Case())

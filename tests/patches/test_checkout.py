@@ -170,12 +170,10 @@ def test_export_is_what_apply_does(lm: Checkout) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"x = (1,\n", b"x = '''\n", b"x = \\\n", b"x = 1\x00\n", b"x = 1"])
-def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout, content: bytes) -> None:
-    edit(lm.file, content)
+def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout) -> None:
+    edit(lm.file, b"x = 1")
     commit(lm.root)
-    says = r"__init__.py (is not Python that a line can be added to|does not end in a newline)"
-    refuses(lm.root, says, lambda: lm.apply(["timers"]))
+    refuses(lm.root, r"__init__.py does not end in a newline", lambda: lm.apply(["timers"]))
 
 
 def test_an_unknown_fingerprint_names_the_patch_and_changes_nothing(root: Path) -> None:
@@ -271,11 +269,7 @@ def test_dirty(lm: Checkout) -> None:
     for staged in (False, True):
         if staged:
             git(lm.root, "add", str(timers))
-        refuses(
-            lm.root,
-            r"is dirty: megatron/core/timers.py differ .*--allow-dirty",
-            lambda: lm.apply(["builder"]),
-        )
+        refuses(lm.root, r"is dirty: megatron/core/timers.py differ .*--allow-dirty", lambda: lm.apply(["builder"]))
     outcome = lm.apply(["builder"], allow_dirty=True)
     assert outcome.notices == (elsewhere, "patched as it is, with modified files: megatron/core/timers.py")
     lm.revert()
@@ -361,15 +355,12 @@ def test_a_damaged_line(lm: Checkout, damage: Callable[[bytes], bytes]) -> None:
     refuses(lm.root, says, apply, export, lm.revert, lm.verify, lm.status)
 
 
-def test_names_and_conflicts(tree: Path) -> None:
+def test_names(lm: Checkout) -> None:
     """As in a process (test_registry.py)."""
-    not_timers = patch_of(tree, "not-timers", TARGETS["identity"], conflicts=("timers",))
-    lm = Checkout(tree, Registry([patch_of(tree, "timers", TARGETS["timers"]), not_timers]))
-    refuses(tree, "there is no patch 'timer'; did you mean 'timers'", lambda: lm.apply(["timer"]))
-    refuses(tree, "no patch was named; there are: timers, not-timers", lambda: lm.apply([]))
+    refuses(lm.root, "there is no patch 'timer'; did you mean 'timers'", lambda: lm.apply(["timer"]))
+    refuses(lm.root, "no patch was named; there are: identity, timers, builder", lambda: lm.apply([]))
     lm.apply(["timers"])
-    refuses(tree, "not-timers conflicts with timers: choose one of them", lambda: lm.apply(["not-timers"]))
-    refuses(tree, "not-timers is not applied", lambda: lm.verify(["not-timers"]))
+    refuses(lm.root, "builder is not applied", lambda: lm.verify(["builder"]))
 
 
 def test_whether_the_package_can_be_imported_is_told(lm: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:

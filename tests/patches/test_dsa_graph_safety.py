@@ -19,7 +19,7 @@ import torch
 
 from megacpp_mcore.patches.dsa_graph_safety import PATCH
 from tests import micro_batch, stock
-from tests.dsa_layer import DSA, dsa_attention, dsa_config, layer_inputs, run_layer
+from tests.dsa_layer import DSA, dsa, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.host_reads import host_reads
 from tests.lanes import exhaustive_but
 
@@ -45,10 +45,6 @@ def assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
     for have, want in zip(ours, theirs, strict=True):
         assert have.dtype == want.dtype
         assert torch.equal(have, want)
-
-
-def dsa() -> Any:
-    return importlib.import_module(DSA)
 
 
 # --- a whole stock layer -----------------------------------------------------------------------------------------------

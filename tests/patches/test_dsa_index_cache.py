@@ -28,7 +28,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.ops.indexer.cache import Recomputed, Selection
 from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests import stock
+from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import HIDDEN, dsa_config
 
@@ -184,20 +184,19 @@ class Spy:
             yield self
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of one micro-batch, ``[B, S]`` each."""
-    tokens = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
 def causal_mask() -> torch.Tensor:
-    return ~torch.ones(S, S, dtype=torch.bool).tril().expand(B, 1, S, S)
+    return micro_batch.causal_mask(S).expand(B, 1, S, S)
+
+
+def losses_of(model: Any, number: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The losses of micro-batch ``number``."""
+    tokens = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
+    return micro_batch.losses_of(model, tokens, attention_mask=mask)
 
 
 def forward(model: Any, number: int, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The loss of micro-batch ``number``."""
-    tokens, labels = batch(number)
-    return model(tokens, torch.arange(S).expand(B, S), mask, labels=labels, loss_mask=torch.ones(B, S)).mean()
+    """Their mean."""
+    return losses_of(model, number, mask).mean()
 
 
 def gradients(*models: Any) -> dict[str, torch.Tensor]:
@@ -207,14 +206,9 @@ def gradients(*models: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def zero_grad(*models: Any) -> None:
-    for model in models:
-        model.zero_grad(set_to_none=True)
-
-
 def in_flight(model: Any, order: Sequence[int], mask: Callable[[], torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Gradients of two micro-batches that are both in flight; backward passes in ``order``."""
-    zero_grad(model)
+    model.zero_grad(set_to_none=True)
     losses = [forward(model, number, mask()) for number in range(2)]
     for number in order:
         losses[number].backward()
@@ -550,11 +544,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    patched: Registry,
-    schedule: Callable[[str], None],
-    text: str | None,
-    changes: dict[str, Any],
-    words: list[str],
+    patched: Registry, schedule: Callable[[str], None], text: str | None, changes: dict[str, Any], words: list[str]
 ) -> None:
     if text is not None:
         schedule(text)

@@ -6,7 +6,6 @@ Legend: S queries, T keys, B batch, H indexer heads, D indexer width, A attentio
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,9 @@ from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches.dsa_indexer_memory import PATCH
 from tests import stock
 from tests.dsa_layer import (
-    DSA,
     ONE_RANK,
     Recorder,
+    dsa,
     dsa_attention,
     dsa_config,
     elements,
@@ -115,10 +114,6 @@ def loss_and_gradients(
             sparse, mask, grad_loss, groups, **options
         )  # fmt: skip
     return chosen, loss, gradients
-
-
-def dsa() -> Any:
-    return importlib.import_module(DSA)
 
 
 def assert_same_selection(ours: torch.Tensor, theirs: torch.Tensor, score_BST: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """The patch hybrid-flops: what the training loop counts, for our spec, for stock hybrids and for stock GPT.
 
-That it applies and reverts is in test_small_patches.py.
+That it applies and reverts is in test_set.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import yaml
 
 from megacpp_mcore import patches
 from megacpp_mcore.model import MLA, flops, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches.hybrid_flops import PATCH, _audited_count
-from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
 
 TINY = preset("nam56r_tiny")
@@ -35,12 +35,8 @@ def counts() -> Iterator[tuple[Count, Count]]:
     with stock.cpu_lane():
         training = importlib.import_module("megatron.training.training")
         upstream = training.num_floating_point_operations
-        registry = Registry([PATCH])
-        registry.apply([PATCH.name])
-        try:
+        with stock.patched(PATCH):
             yield upstream, training.num_floating_point_operations
-        finally:
-            registry.revert()
 
 
 WORDS = """
@@ -296,12 +292,13 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
     assert ours(args, len(ROWS), **sums) - upstream(args, len(ROWS), **sums) == layer.training
 
 
+@pytest.mark.parametrize("host", [GPT, HYBRID])
 def test_without_a_file_the_arguments_name_the_preset(
-    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
+    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     _, ours = counts
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    args = stock.parse(stock.words(TINY))
+    args = stock.parse(stock.words(TINY, host=host))
     args.padded_vocab_size = TINY.vocab_size_padded(1)
     assert ours(args, 2) == flops.step(TINY, 2).total.training
     sequences = {sequence: flops.step(TINY, 2, seq_length=sequence).total.training for sequence in (256, 128)}

@@ -27,7 +27,7 @@ from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.patches import linear_cross_entropy
 from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests import stock
+from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import Recorder, elements
 
@@ -148,7 +148,6 @@ def forward(model: Any, **options: Any) -> torch.Tensor:
 
 def outcome(model: Any, **options: Any) -> Outcome:
     """Losses, what MTP logs, its guesses, and every gradient, for unequal weights of the tokens."""
-    from megatron.core.pipeline_parallel.schedules import custom_backward
     from megatron.core.transformer import multi_token_prediction as mtp
 
     guesses: list[torch.Tensor] = []
@@ -162,14 +161,12 @@ def outcome(model: Any, **options: Any) -> Outcome:
     model.zero_grad(set_to_none=True)
     with mock.patch.object(mtp, "_compute_mtp_acceptance_counts", spy):
         losses = forward(model, **options)
-    # As stock's schedules do it: inside of Tensor.backward the CPU lane's mode is off, and stock asks for GPU memory there.
-    custom_backward((losses * torch.randn(B, S, generator=torch.Generator().manual_seed(5))).sum(), None)
+    micro_batch.backward((losses * torch.randn(B, S, generator=torch.Generator().manual_seed(5))).sum())
     found = {"losses": losses.detach()} | {f"guess {k}": guess.double() for k, guess in enumerate(guesses)}
     if guesses:
         tracker = mtp.MTPLossLoggingHelper.tracker
         found |= {key: tracker[key].clone() for key in ("loss_values", "correct_values", "total_values")}
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return found | {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+    return found | micro_batch.gradients(model)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import mla_core_attention
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.mla_core_attention import PATCH
-from tests import stock
+from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.host_reads import host_reads
 from tests.micro_batch import packed
@@ -111,17 +111,14 @@ def gpt(*extra: str, **changes: Any) -> Any:
 
 def losses_of(model: Any, length: int = S, mask: torch.Tensor | None = None) -> torch.Tensor:
     tokens = torch.randint(0, VOCABULARY, (B, length + 1), generator=torch.Generator().manual_seed(3))
-    return model(tokens[:, :-1], torch.arange(length).expand(B, length), mask, labels=tokens[:, 1:])
+    return micro_batch.losses_of(model, tokens, attention_mask=mask)
 
 
 def outcome(model: Any, length: int = S, mask: torch.Tensor | None = None) -> Outcome:
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
     model.zero_grad(set_to_none=True)
     losses = losses_of(model, length, mask)
-    # As stock's schedules do it: inside of Tensor.backward the CPU lane's mode is off, and recompute asks for the GPU.
-    custom_backward((losses * torch.randn(B, length, generator=torch.Generator().manual_seed(5))).sum(), None)
-    return {"losses": losses.detach()} | {name: value.grad.clone() for name, value in model.named_parameters()}
+    micro_batch.backward((losses * torch.randn(B, length, generator=torch.Generator().manual_seed(5))).sum())
+    return {"losses": losses.detach()} | micro_batch.gradients(model)
 
 
 def cores(model: Any) -> list[Any]:
@@ -213,13 +210,6 @@ def test_a_mask_is_the_whole_mask_as_in_stock(
         assert_parity(have, want, rms=1e-5)
     truth = mla_attention(*inputs, softmax_scale=K**-0.5, attention_mask=mask, causal=False)
     assert_parity(found, truth.flatten(2), rms=2e-6)
-
-
-def test_a_query_that_sees_nothing_gets_zero_and_in_stock_the_mean(patched: None) -> None:
-    layer, mask, inputs = attention(), torch.zeros(1, 1, S, S, dtype=torch.bool), draw(dtype=torch.float32)
-    mask[:, :, 5] = True
-    assert torch.equal(run(layer, inputs, mask)[5], torch.zeros(B, H * V))
-    assert_parity(layer.core_attention(*inputs, mask)[5], inputs[2].mean(0).flatten(1), rms=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -564,14 +554,11 @@ def test_a_layer_of_packed_sequences_is_stocks(
     layer, hidden = te_attention(engine, *words), torch.randn(S, 1, 32, requires_grad=True)
 
     def outcome_of_layer() -> Outcome:
-        from megatron.core.pipeline_parallel.schedules import custom_backward
-
         layer.zero_grad(set_to_none=True)
         hidden.grad = None
         output, _ = layer(hidden, None, packed_seq_params=packed(PACKS["documents"]))
-        custom_backward((output * torch.arange(32.0)).sum(), None)
-        gradients = {name: value.grad for name, value in layer.named_parameters() if value.grad is not None}
-        return {"output": output.detach(), "hidden": hidden.grad.clone(), **gradients}
+        micro_batch.backward((output * torch.arange(32.0)).sum())
+        return {"output": output.detach(), "hidden": hidden.grad.clone(), **micro_batch.gradients(layer)}
 
     hook = layer.core_attention.register_forward_pre_hook(lambda *_: None)
     expected, ran = outcome_of_layer(), engine.ran
@@ -604,11 +591,6 @@ def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: 
                     run(layer, inputs, packed_seq_params=parameters)
             assert not counts
     assert read.call_count == 2
-
-
-def test_numbers_of_packed_sequences_that_are_none(patched: None) -> None:
-    with pytest.raises(ModelError, match=r"cu_seqlens is \[0, 9, 5, 37\], expected first rows that begin with 0"):
-        run(attention(), draw_packed(), packed_seq_params=packed([9, -4, 32]))
 
 
 STARTS = torch.tensor([0, 5, S], dtype=torch.int32)

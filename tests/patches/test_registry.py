@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import re
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.registry import Applied, fingerprint
-from tests.patches.throwaway import ONE, VERSION, Modules, adding, broken, patch, registry, states
+from megacpp_mcore.patches.machinery.registry import fingerprint
+from tests.patches.throwaway import ONE, VERSION, Modules, adding, patch, registry, states
 
 HOST = """
     import functools
@@ -84,13 +83,13 @@ def test_function_is_replaced_everywhere_once_and_restored(hosts: Hosts) -> None
     host, user = hosts
     original = host.double
     reg = registry(patch("one", f"{host.__name__}:double"))
-    assert reg.apply(["one"]) == Applied(("one",), ())
+    assert reg.apply(["one"]) == ("one",)
     replacement = host.double
     assert (host.double(1), user.use(1)) == (102, 102)
     assert user.renamed is host.double
     assert host.double.__wrapped__ is original
     reg.verify()
-    assert reg.apply(["one", "one"]) == Applied((), ("one",))
+    assert reg.apply(["one", "one"]) == ()
     assert host.double is replacement
     assert reg.revert(["one"]) == ("one",)
     assert reg.revert() == ()
@@ -114,8 +113,6 @@ def test_every_kind_of_target(hosts: Hosts) -> None:
     assert host.Host.Inner().deep() == "deeper"
     assert isinstance(vars(host.Host)["static"], staticmethod)
     assert host.decorated(1) == 101
-    with pytest.raises(PatchError, match=r"class and deep both change .* or a part of it"):  # which is changed already
-        reg.apply(["class"])
     reg.revert()
     reg.apply(["class"])
     assert user.Host is host.Host is not original_class
@@ -124,10 +121,7 @@ def test_every_kind_of_target(hosts: Hosts) -> None:
 
 
 def test_status_is_json_and_one_line_is_logged_on_rank_0(
-    hosts: Hosts,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    hosts: Hosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = f"{hosts[0].__name__}:double"
     known = patch("one", target)
@@ -161,9 +155,6 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     [
         (["noe"], ["no patch 'noe'; did you mean 'one'"]),
         ("one", ["found the text 'one'"]),
-        (["broken", "one"], ["broken: building the replacement of .*:triple failed: .*no kernel"]),
-        (["one", "not-one"], ["not-one conflicts with one"]),
-        (["one", "same"], ["same and one both change"]),
         (["one", "changed", "gone"], ["changed: the source of .*:triple", "gone: .*:quadruple was not found", "2 problems"]),
     ],
 )  # fmt: skip
@@ -171,9 +162,6 @@ def test_every_problem_is_named_and_nothing_is_changed(hosts: Hosts, names: Any,
     name, other = hosts[0].__name__, {VERSION: "0" * 64}
     reg = registry(
         patch("one", f"{name}:double"),
-        patch("not-one", f"{name}:Host.method", conflicts=("one",)),
-        patch("same", f"{name}:double"),
-        patch("broken", f"{name}:triple", make=broken),
         patch("changed", f"{name}:triple", fingerprints=other),
         patch("gone", f"{name}:quadruple", fingerprints=other),
     )
@@ -181,11 +169,6 @@ def test_every_problem_is_named_and_nothing_is_changed(hosts: Hosts, names: Any,
         reg.apply(names)
     assert [each for each in words if not re.search(each, str(caught.value))] == []
     assert set(states(reg).values()) == {"not applied"}
-    reg.apply(["one"])  # what cannot go with it cannot join it
-    for other, says in ((["not-one"], "not-one conflicts with one"), (["same"], "same and one both change")):
-        with pytest.raises(PatchError, match=says):
-            reg.apply(other)
-    reg.revert()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +196,7 @@ def test_versions(hosts: Hosts) -> None:
     # In range, not listed, but the same source to the byte.
     early = patch("one", target, megatron_versions=">=0.19")
     for fitting in (registry(early, version="0.20.0rc1"), registry(one, version="0.19.3")):
-        assert fitting.apply(["one"]).applied == ("one",)
+        assert fitting.apply(["one"]) == ("one",)
         fitting.revert()
     # Listed with another source: another version's fingerprint does not help.
     other = {"0.19.1": "0" * 64, VERSION: fingerprint(target)}
@@ -222,23 +205,6 @@ def test_versions(hosts: Hosts) -> None:
 
 
 # --- others who change the same modules --------------------------------------------------------------------------------
-
-
-def test_a_holder_that_cannot_be_rebound_undoes_everything(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, _ = hosts
-
-    class Stubborn:
-        def __setattr__(self, name: str, value: Any) -> None:
-            if value is not host.double.__wrapped__:
-                raise AttributeError("read-only")
-
-    name, stubborn = host.__name__, Stubborn()
-    reg = registry(patch("one", f"{name}:double"), patch("two", f"{name}:triple"))
-    vars(stubborn)["double"] = host.double
-    monkeypatch.setitem(sys.modules, "stubborn_module", stubborn)  # type: ignore[arg-type]
-    with pytest.raises(PatchError, match="read-only"):
-        reg.apply(["two", "one"])
-    assert reg.revert() == ()
 
 
 def test_foreign_wrappers_are_refused(hosts: Hosts) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.machinery
 import json
 import subprocess
 import sys
@@ -16,7 +16,6 @@ import pytest
 
 from megacpp_mcore.errors import LaunchError, SpecImportError
 from megacpp_mcore.patches import dataset_helpers, sp_norm_gradients, spec_import
-from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
 
 
@@ -30,19 +29,10 @@ def imported() -> None:
 
 
 @pytest.fixture
-def applied() -> Iterator[Callable[[Any], None]]:
+def applied() -> Iterator[Callable[[Any], Any]]:
     """Applies the patch of a module, until the test ends."""
-    with stock.cpu_lane():
-        registry = Registry([spec_import.PATCH, dataset_helpers.PATCH])
-
-        def apply(module: Any) -> None:
-            registry.apply([module.PATCH.name])
-            registry.verify()
-
-        try:
-            yield apply
-        finally:
-            registry.revert()
+    with stock.cpu_lane(), contextlib.ExitStack() as stack:
+        yield lambda module: stack.enter_context(stock.patched(module.PATCH))
 
 
 # --- spec-import -------------------------------------------------------------------------------------------------------
@@ -52,7 +42,7 @@ def upstream_import(words: Any) -> Any:
     return importlib.import_module("megatron.core.transformer.spec_utils").import_module(words)
 
 
-def test_one_dotted_word_or_two(applied: Callable[[Any], None]) -> None:
+def test_one_dotted_word_or_two(applied: Callable[[Any], Any]) -> None:
     applied(spec_import)
     for words in (["json.decoder.JSONDecoder"], ["json.decoder", "JSONDecoder"]):
         assert upstream_import(words) is json.JSONDecoder
@@ -83,7 +73,7 @@ NOT_IMPORTED = (
 
 
 def test_what_cannot_be_imported_ends_the_run(
-    applied: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    applied: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied(spec_import)
     (tmp_path / "broken_spec.py").write_text("import no_such_module_at_all\n")
@@ -121,7 +111,7 @@ def without_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, dataset_helpers.HELPER, None)
 
 
-def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], None], made: list[list[str]]) -> None:
+def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], Any], made: list[list[str]]) -> None:
     """Upstream runs make whatever is there: in the wheel's folder, which has the compiled helper and no Makefile."""
     place = Path(str(importlib.import_module("megatron.core.datasets.utils").__file__)).parent
     assert not (place / "Makefile").exists()
@@ -136,7 +126,7 @@ def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], None], made
 
 @pytest.mark.parametrize("source", ["the wheel's", "another", None])
 def test_a_folder_without_a_helper(
-    applied: Callable[[Any], None],
+    applied: Callable[[Any], Any],
     made: list[list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +155,7 @@ def test_a_folder_without_a_helper(
 
 
 def test_every_rank_has_the_helper_before_it_is_needed(
-    applied: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream's start-up step compiles on rank 0 alone; here it is rank 1."""
     import torch
@@ -237,7 +227,6 @@ def train(chunk: Chunk, **arguments: Any) -> float:
     ("ddp", "arguments", "gradient"),
     [
         ({}, {}, 2.0),
-        ({"overlap_grad_reduce": False}, {}, 2.0),
         ({}, {"forward_only": True}, 1.0),  # an evaluation
         # Gradients that are under way to other ranks already.
         ({"overlap_grad_reduce": True}, {}, 1.0),

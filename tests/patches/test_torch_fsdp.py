@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,13 @@ from tests import stock
 TINY = preset("nam56r_tiny")
 FSDP = "--use-torch-fsdp2"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("fsdp") / "store"):
-        yield
+pytestmark = pytest.mark.usefixtures("process")
 
 
 def wrap(model: Any) -> Any:
     """``model`` as stock's training loop wraps it; the spec, which built it, has applied the patch."""
     from megatron.core.distributed import TorchFullyShardedDataParallel
-    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-        TorchFullyShardedDataParallelConfig,
-    )
+    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     config = model.config

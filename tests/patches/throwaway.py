@@ -63,21 +63,12 @@ def adding(amount: int) -> Callable[[Any], Any]:
     return make
 
 
-def broken(original: Any) -> Any:
-    """Fails to make a replacement."""
-    raise RuntimeError("no kernel")
-
-
 def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **fields: Any) -> Patch:
     """A patch of the modules as they are on the disk; nothing is imported."""
     tree = SourceTree(tuple(map(Path, sys.path)))
     known = fields.pop("fingerprints", None)
     edits = tuple(
-        Edit(
-            target=target,
-            fingerprints=known or {VERSION: digest(tree.texts(target)[0])},
-            make=make or adding(100),
-        )
+        Edit(target=target, fingerprints=known or {VERSION: digest(tree.texts(target)[0])}, make=make or adding(100))
         for target in targets
     )
     return Patch(**{"name": name, "edits": edits, "megatron_versions": ">=0.19,<0.20", **WORDS, **fields})

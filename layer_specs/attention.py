@@ -36,7 +36,7 @@ from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCor
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.indexer import PositionedIndexer
-from megacpp_mcore.layer_specs.mla import has_own_precision, mla_widths, replaces_modules, rotation, wait_for_parameters
+from megacpp_mcore.layer_specs.mla import mla_widths, replaces_modules, rotation, wait_for_parameters
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA
 from megacpp_mcore.ops.indexer.cache import IndexCache
@@ -85,8 +85,7 @@ class _Projections:
         self.keys_backend = dispatcher.request("mla_keys", **needs)
         self.latents_backend = None
         widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
-        downs = (self.linear_q_down_proj, self.linear_kv_down_proj)
-        if [len(down.weight) for down in downs] == widths and not has_own_precision(*downs):
+        if [len(down.weight) for down in (self.linear_q_down_proj, self.linear_kv_down_proj)] == widths:
             self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
 
     def _projected(

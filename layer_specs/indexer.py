@@ -15,7 +15,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.mla import has_own_precision, replaces_modules, rotation
+from megacpp_mcore.layer_specs.mla import replaces_modules, rotation
 from megacpp_mcore.layer_specs.parts import backend_needs
 
 
@@ -33,9 +33,7 @@ class PositionedIndexer(DSAIndexer):
         super().__init__(config, *args, **kwargs)
         needs = {"layer": layer_number, "rope_dim": self.qk_pos_emb_head_dim, **backend_needs(config)}
         self.rotation_backend = dispatcher.request("mla_projection", **needs)
-        self.inputs_backend = None
-        if not has_own_precision(self.linear_wq_b, self.linear_wk, self.linear_weights_proj):
-            self.inputs_backend = dispatcher.request("indexer_inputs", dim=self.index_head_dim, **needs)
+        self.inputs_backend = dispatcher.request("indexer_inputs", dim=self.index_head_dim, **needs)
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
@@ -54,7 +52,7 @@ class PositionedIndexer(DSAIndexer):
         Computed by the op ``indexer_inputs``, which returns no gradient for ``x`` and ``qr``, or by the stock method.
         """
         modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
-        if self.inputs_backend is None or not replaces_modules(self.inputs_backend, *modules):
+        if not replaces_modules(self.inputs_backend, *modules):
             stock: tuple[torch.Tensor, ...] = super().forward_before_topk(x, qr, *args, **kwargs)
             return stock
         if self.config.sequence_parallel:

@@ -34,11 +34,6 @@ def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
     return shared(angle_S11R, ("rotation", scale), make)
 
 
-def has_own_precision(*modules: torch.nn.Module) -> bool:
-    """Whether ``--te-precision-config-file`` sets the precision of one of ``modules``, which then no op may replace."""
-    return any(getattr(module, "te_quant_params", None) is not None for module in modules)
-
-
 def replaces_modules(backend: Resolution | None, *modules: torch.nn.Module) -> bool:
     """Whether ``backend`` runs in place of ``modules``, on their weights; if so, waits until these are gathered.
 

@@ -154,7 +154,9 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
     try:
         with _building(plan.output) as folder:
             _refuse_existing(plan)
-            _move(plan, _build(plan, folder, workers))
+            built = _build(plan, folder, workers)
+            with _ignored_interrupts():
+                _move(plan, built)
     except OSError as error:
         raise DataError(
             f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: repeat the call"
@@ -324,6 +326,19 @@ def _without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, which Python handles in its main thread alone: for a moment after which all is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 _worker: dict[str, Any] = {}

@@ -130,7 +130,8 @@ class Notifier:
                 words = f"{type(error).__name__}: {error}".partition("\n")[0]
                 what = f"{type(listener).__name__} failed in step {self._step} and recorded nothing more: {words}"
                 logger.exception("%s; training is not affected", what)
-                self._listeners.remove(listener)
+                if listener in self._listeners:  # not removed for raising at another's failure
+                    self._listeners.remove(listener)
                 with contextlib.suppress(Exception):  # whatever broke it may also break its clean-up
                     listener.on_end(error)
                 self.notify(lambda other, what=what: other.on_failure(what))  # type: ignore[misc]

@@ -290,7 +290,8 @@ class Checkout:
         if not allow_dirty:
             raise PatchError(
                 f"{self.root} is dirty: {_shown(changed)} differ from what was committed or hooked; nothing was changed: "
-                "commit or restore them, or say --allow-dirty to patch the checkout as it is"
+                "commit or restore them (an update below the hook line: `patch revert`, then apply), or say --allow-dirty to "
+                "patch the checkout as it is"
             )
         return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
 

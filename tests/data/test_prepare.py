@@ -193,6 +193,19 @@ def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_a
     assert torn >= 4
 
 
+def test_an_interrupt_is_ignored_while_datasets_are_moved(texts, tmp_path, monkeypatch):
+    original = os.replace
+
+    def interrupted(old, new):
+        original(old, new)
+        if Path(new).name == "data.bin":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    verify(*run(texts, tmp_path / "data"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.exhaustive
 def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):
     texts = make_texts(tmp_path / "texts", 60)

@@ -83,6 +83,14 @@ def test_indexer_gradient() -> None:
         assert_parity(fast, truth, rms=max(1e-6, 4 * worst_row(peer, truth)), name=f"tensor {number}")
 
 
+def test_ties_go_to_the_lower_index_on_the_gpu() -> None:
+    score = torch.zeros(1, 64, 64, device="cuda")
+    score[..., ::2] = -0.0
+    index = causal_topk(score, 8)
+    expected = torch.arange(8, device="cuda", dtype=torch.int32).expand(64, 8)
+    assert torch.equal(index[0, 8:], expected[8:])
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_mamba3(rank: int) -> None:
     case = mamba3_case.Case(SEQUENCE, H=4, P=8, G=2, N=16, R=rank, mimo=rank > 1, out_norm=False, dtype=torch.float64)

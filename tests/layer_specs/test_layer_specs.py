@@ -223,12 +223,6 @@ def test_ops_in_place_of_projections_and_norms_do_what_these_do(model: Any, toke
         close(gradient.flatten(), expected[name].flatten(), 1e-5)
 
 
-def test_no_op_replaces_a_projection_that_has_its_own_precision(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.Module, "te_quant_params", "of --te-precision-config-file", raising=False)
-    attention = layer(stock.build(OVERRIDES, preset("nam56r_tiny"), process), FAMILIES["F"]).self_attention
-    assert (attention.latents_backend, attention.core_attention.indexer.inputs_backend) == (None, None)
-
-
 def test_expert_layer_is_the_weighted_sum_of_its_experts(still: Any, definition: Model) -> None:
     moe = layer(still, FAMILIES["E"]).mlp
     x_SBD = random(S, B, D)

@@ -15,7 +15,14 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Comparison:
-    """How many new rows were ``compared``, and a line for each: what got ``slower`` or was lost, and all ``lines`` else."""
+    """The result of the comparison.
+
+    Attributes:
+        compared: how many new rows were compared.
+        slower: one line for each row that takes more time or memory than the tolerance allows, and for each row of the file
+            that lost its time or is absent from this run.
+        lines: one line for everything else: faster, as before, new, not comparable.
+    """
 
     compared: int = 0
     slower: list[str] = field(default_factory=list)
@@ -23,10 +30,15 @@ class Comparison:
 
 
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:
-    """Compare each new row with the last one of the same benchmark, work, variant and conditions in the committed table.
+    """Compare each new row with the last one of the same benchmark, work, variant and conditions.
 
     Our layer is one variant whatever backends it uses: one that fell back is compared with its earlier self. A row of the
-    file whose parity failed or is missing is no baseline. Time and peak memory may increase by the share ``tolerance``.
+    file whose parity failed or is missing is no baseline.
+
+    Args:
+        before: rows of the committed table.
+        now: rows of this run.
+        tolerance: the share by which time or peak memory may increase.
 
     Raises:
         BenchmarkError: not one row can be compared; the message says what differs.
@@ -67,8 +79,9 @@ def _conditions(row: Row) -> tuple[str, ...]:
 
 
 def _differences(old: Row, row: Row) -> list[str]:
-    changed = (name for name in table.CONDITIONS if str(old[name]) != str(row[name]))
-    return [f"{name} is {row[name]} and was {old[name]}" for name in changed]
+    return [
+        f"{name} is {row[name]} and was {old[name]}" for name in table.CONDITIONS if str(old[name]) != str(row[name])
+    ]
 
 
 def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -> None:

@@ -16,6 +16,7 @@ from megacpp_mcore import backends
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates
 from megacpp_mcore.bench.measure import Captured
 from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -45,11 +46,17 @@ class Inputs:
         """Names of the results of forward and backward: the outputs, then the gradient of each leaf."""
         return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
+    def with_new_leaves(self) -> Inputs:
+        """The same inputs, whose leaves are other tensors with the same memory."""
+        leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in self.leaves.items()}
+        return dataclasses.replace(self, leaves=leaves)
+
     def in_double(self) -> Inputs:
         """The same numbers in float64; fixed arguments are unchanged."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
-        cotangents = {name: given.double() for name, given in self.cotangents.items()}
-        return dataclasses.replace(self, leaves=leaves, cotangents=cotangents)
+        return dataclasses.replace(
+            self, leaves=leaves, cotangents={name: given.double() for name, given in self.cotangents.items()}
+        )
 
 
 Call = Callable[[Inputs], Any]
@@ -88,20 +95,24 @@ class Variant:
     def captured(self) -> Variant:
         """This variant as CUDA graphs, one per piece of work: measures the device's time without the host's.
 
-        Each call gets leaves of its own with the same memory: a leaf whose gradient's node was made on the default stream, and
-        is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a capture.
+        Each call gets :attr:`Inputs.leaves` of its own with the same memory: a leaf whose gradient's node was made on the
+        default stream, and is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a
+        capture.
         """
-
-        def anew(run: Call, inputs: Inputs) -> Any:
-            leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in inputs.leaves.items()}
-            return run(dataclasses.replace(inputs, leaves=leaves))
-
-        runs = {work: Captured(partial(anew, run)) for work, run in self.runs.items()}
+        runs = {
+            work: Captured(lambda inputs, run=run: run(inputs.with_new_leaves())) for work, run in self.runs.items()
+        }
         name, opening, rest = self.name.partition(" (")
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     def deterministic(self) -> Variant:
-        """This variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode."""
+        """This variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode.
+
+        Raises:
+            BenchmarkError: it is captured: its graphs would be shared with the variant of the other mode.
+        """
+        if self.is_captured:
+            raise BenchmarkError(f"{self.name} is captured; expected deterministic() before captured()")
         return dataclasses.replace(self, name=f"{self.name}, deterministic", around=_deterministic_algorithms)
 
     @classmethod
@@ -115,7 +126,12 @@ class Variant:
     ) -> Variant:
         """The variant whose forward pass is ``call`` and whose backward pass is autograd's.
 
-        ``leaves`` returns the tensors to differentiate, by default the inputs' leaves; ``more`` are other fields.
+        Args:
+            name: of the variant.
+            side: of the variant.
+            call: the forward pass.
+            leaves: returns the tensors to differentiate; by default the leaves of the inputs.
+            more: other fields of the variant.
         """
 
         def both(inputs: Inputs) -> list[torch.Tensor]:
@@ -132,10 +148,15 @@ class Variant:
             options: device and dtype.
             call: computes the output from a backend's function and the inputs.
             needs: further requirements of the backend, or replacements, as in a request.
+
+        Raises:
+            BenchmarkError: no backend of that op is known.
         """
-        for candidate in (*backends.own_candidates(), *grouped_fp8_candidates()):
-            if candidate.op != op or candidate.name == backends.STOCK:
-                continue
+        every = (*backends.own_candidates(), *grouped_fp8_candidates())
+        known = [one for one in every if one.op == op and one.name != backends.STOCK]
+        if not known:
+            raise BenchmarkError(f"op {op!r} has no backend; name what is measured in the benchmark itself")
+        for candidate in known:
             if reason := obstacle(candidate, options, **needs):
                 yield cls.missing(candidate.name, reason, OURS)
             else:
@@ -233,8 +254,10 @@ class Problem:
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
     """The outputs of ``call``, and the gradients of ``leaves``, by default the inputs' leaves."""
     made, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
-    outputs, given = made if isinstance(made, tuple) else (made,), list(inputs.cotangents.values())
-    gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = torch.autograd.grad(
+        outputs, wanted, list(inputs.cotangents.values()), allow_unused=True, materialize_grads=True
+    )
     return [*(output.detach() for output in outputs), *gradients]
 
 

@@ -24,7 +24,8 @@ WORST = 5
 """Number of results whose errors a row lists."""
 
 
-Results = Mapping[str, Mapping[str, Result]]  # by variant and work
+Results = Mapping[str, Mapping[str, Result]]
+"""By variant and work."""
 
 
 @dataclass
@@ -36,7 +37,13 @@ class Outcome:
 
 
 def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> Outcome:
-    """Run one benchmark within :func:`megacpp_mcore.bench.measure.one_process`; ``say`` receives every line of output."""
+    """Run one benchmark within the process groups of :func:`megacpp_mcore.bench.measure.one_process`.
+
+    Args:
+        benchmark: from the registry.
+        options: device, sizes, time for a figure.
+        say: receives every line of output.
+    """
     problem = load(benchmark, options)
     shape = table.shape_text(problem.shape or options.shape)
     device = measure.device_name(options.device)
@@ -67,7 +74,8 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
 
 def load(benchmark: Benchmark, options: Options) -> Problem:
     """The problem of a benchmark."""
-    return pkgutil.resolve_name(f"megacpp_mcore.bench.cases.{benchmark.problem}")(options)
+    made: Problem = pkgutil.resolve_name(f"megacpp_mcore.bench.cases.{benchmark.problem}")(options)
+    return made
 
 
 def _measure(problem: Problem, variant: Variant, options: Options) -> dict[str, Result]:

@@ -69,7 +69,11 @@ def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
 
 
 class Table:
-    """A CSV file of ``columns`` to which rows are added; created, with its folder, by the first ones.
+    """A CSV file to which rows are added.
+
+    Args:
+        path: the file; created, with its folder, by the first rows.
+        columns: its header.
 
     Raises:
         BenchmarkError: the file cannot be read, or is not a complete table of these columns; nothing is measured then.

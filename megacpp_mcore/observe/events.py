@@ -326,11 +326,13 @@ def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
         DataError: there is no such file, or it holds something else.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
     except ValueError as error:
         raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
     return found
 
 

@@ -69,13 +69,18 @@ def test_the_list_needs_no_torch_and_names_them_all() -> None:
         (["mla", "--all"], "not both"),
         (["mla", "--set", "heads=x"], "'heads=x'"),
         (["mla", "--set", "width=3"], "'width'; expected one of B, S, heads, qk, v"),
+        (["mla", "--set", "heads=0"], "heads is 0"),
         (["mla", "--set", "heads=0", "--set", "S=3"], "heads is 0"),
         (["mla", "m2rnn", "--set", "S=3"], "2 are named"),
-        (["mla", "--tolerance", "-1"], "--tolerance is -1.0"),
-        (["mla", "--seconds", "inf"], "--seconds is inf"),
+        *(
+            (["mla", f"--{name}", value], f"--{name} is {float(value)}")
+            for name in ("tolerance", "seconds")
+            for value in ("-1", "nan", "inf")
+        ),
         ([*ON_CPU, "mla", "--output", "."], ". cannot be read"),
         (["mla", "--device", "cpu", "--against", "nowhere.csv"], "nowhere.csv cannot be read"),
         ([*ON_CPU, "mla", "--output", OTHER], "train_h200.csv begins with 'label"),
+        ([*ON_CPU, "mla", "--against", OTHER], "train_h200.csv begins with 'label"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(
@@ -178,7 +183,10 @@ OURS_WAS = "layer_a_full / forward / ours, which was ours (mla sdpa)"
         # What did not run now, or was not right, is not missed.
         *(
             ([row(), row(variant="gone", **change)], [row()], [], None)
-            for change in ({"benchmark": "m2rnn"}, {"shape": "B=9"}, {"ms": ""}, {"parity": "not checked"})
+            for change in (
+                {"benchmark": "m2rnn"}, {"shape": "B=9"}, {"dtype": "float32"}, {"device": "another"}, {"ms": ""},
+                {"parity": "not checked"},
+            )
         ),
         # A layer is compared with what it was; of an op a bracket is part of the name.
         ([row(**ON_SDPA)], [row(**FELL_BACK, ms="9.0")], [f"{OURS_WAS}: 2 → 9 ms (4.50x): slower"], []),
@@ -199,12 +207,13 @@ def test_rows_are_compared_with_the_last_of_their_name(
     assert lines is None or found.lines == lines
 
 
-def test_a_row_of_the_wrong_result_is_no_baseline() -> None:
+@pytest.mark.parametrize("parity", ["FAILS: worst row o 1.0e+00", "not checked", ""])
+def test_a_row_of_the_wrong_result_is_no_baseline(parity: str) -> None:
     with pytest.raises(BenchmarkError, match="no baseline"):
-        against.compare([row(ms="9.0", parity="FAILS: worst row o 1.0e+00")], [row()], 0.1)
+        against.compare([row(ms="9.0", parity=parity)], [row()], 0.1)
 
 
-@pytest.mark.parametrize("condition", ["shape", "triton"])
+@pytest.mark.parametrize("condition", CONDITIONS)
 def test_rows_of_other_conditions_are_refused(condition: str) -> None:
     other = row(**{condition: "another"})
     with pytest.raises(BenchmarkError, match=f"not compared, {condition} is same and was another"):

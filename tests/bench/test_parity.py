@@ -97,8 +97,10 @@ def test_a_layer_is_checked_with_its_op_and_on_references_claims_nothing(monkeyp
     ours = next(row for row in run("layer_r").rows if row["side"] == OURS and row["work"] == BOTH)
     assert (ours["parity"], ours["ms"] != "", ours["worst_row"] != "") == ("is the reference", True, True)
     assert ours["speed_up"] == ours["against"] == ""
-    verdicts = {(row["side"], row["parity"]) for row in run("layer_e").rows}
-    assert verdicts == {(PEER, "green"), (OURS, "is the reference")}
+    assert {(row["side"], row["parity"]) for row in run("layer_e").rows} == {
+        (PEER, "green"),
+        (OURS, "is the reference"),
+    }
     with monkeypatch.context() as patch:
         inject(patch, m2rnn)
         assert {row["parity"] for row in run("layer_r").rows if row["side"] == OURS} == {"green"}
@@ -190,8 +192,11 @@ def test_a_replay_is_compared_with_replays_alone(outcome: Measured) -> None:
     replay = dataclasses.replace(times(2, "replay", OURS), is_captured=True)
     found = by_variant(outcome(times(2, "peer", PEER), times(2, "called", OURS), replay))
     assert (found["called"]["against"], found["replay"]["against"]) == ("peer", "")
-    assert [found["replay"][name] for name in ("parity", "peak_bytes")] == ["green", ""]
-    assert found["replay"]["ms"] != ""
+    assert (found["replay"]["parity"], found["replay"]["ms"] != "", found["replay"]["peak_bytes"]) == (
+        "green",
+        True,
+        "",
+    )
     assert times(2, "ours (mla sdpa)", OURS).captured().name == "ours, CUDA graph (mla sdpa)"
 
 
@@ -215,6 +220,8 @@ def test_a_graph_is_captured_in_deterministic_mode(monkeypatch: pytest.MonkeyPat
     assert [result.right for result in found.values()] == [True] * len(found)
     assert set(seen) == {True}
     assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(BenchmarkError, match=r"expected deterministic\(\) before captured\(\)"):
+        ours.captured().deterministic()
 
 
 def test_a_bound_is_timed_and_compared_with_nothing(outcome: Measured) -> None:
@@ -307,8 +314,6 @@ def test_shapes_and_what_is_no_number_fail(spoil: Callable[[Any], Any], outcome:
 
 # --- floors ---------------------------------------------------------------------------------------------------------------
 
-INDEXER = {"B": 1, "S": 5, "indexer_heads": 2, "indexer_dim": 4, "topk": 2}
-
 
 @pytest.mark.parametrize(
     ("name", "shape", "floors"),
@@ -319,9 +324,17 @@ INDEXER = {"B": 1, "S": 5, "indexer_heads": 2, "indexer_dim": 4, "topk": 2}
         # 6 tokens; hidden and weight are read twice, and their gradients written.
         ("linear_cross_entropy", {"B": 2, "S": 3, "hidden": 4, "vocab": 8}, {BOTH: (1152, 672)}),
         # 15 causal pairs, of which the first 2 queries, which have no choice, have 3; 14 inputs a row, 2 keys a query.
-        ("indexer", INDEXER, {FORWARD: (2 * 12 * 10, 4 * 5 * 14 + 4 * 5 * 2)}),
+        (
+            "indexer",
+            {"B": 1, "S": 5, "indexer_heads": 2, "indexer_dim": 4, "topk": 2},
+            {FORWARD: (2 * 12 * 10, 4 * 5 * 14 + 4 * 5 * 2)},
+        ),
         # 9 selected pairs.
-        ("indexer_grad", INDEXER, {"gradient": (6 * 9 * 10, 2 * 4 * 5 * 14 + 8 * 5 * 2)}),
+        (
+            "indexer_grad",
+            {"B": 1, "S": 5, "indexer_heads": 2, "indexer_dim": 4, "topk": 2},
+            {"gradient": (6 * 9 * 10, 2 * 4 * 5 * 14 + 8 * 5 * 2)},
+        ),
     ],
 )
 def test_floors(name: str, shape: dict[str, int], floors: dict[str, tuple[int, int]]) -> None:
@@ -333,8 +346,10 @@ def test_floors(name: str, shape: dict[str, int], floors: dict[str, tuple[int, i
     ("name", "operations", "read", "written"),
     [
         ("forward", 84, 56, 64),
+        ("loss, sparse loss", 610, 424, 64),
         ("loss, dense loss", 820, 424, 64),
         ("train, sparse loss", 778, 424, 64 + 88),
+        ("train, dense loss", 1060, 424, 64 + 88),
     ],
 )
 def test_the_floor_of_the_indexers_memory_is_of_causal_pairs(
@@ -418,20 +433,25 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(monkeypatch: pyt
     ("changes", "says"),
     [
         ({}, ""),
+        ({"heads": 128, "S": 4096, "topk": 2048}, ""),
         ({"topk": 9999}, ""),  # all 64 keys
-        ({"topk": 63}, "selected 63 is not a multiple of 64"),
+        ({"heads": 56}, "heads 56 is none of 64, 128; the nearest is 64"),
         ({"latent": 64}, "qk_dim 128 is none of 576; the nearest is 576; v_dim 64 is none of 512; the nearest is 512"),
+        ({"topk": 63}, "selected 63 is not a multiple of 64"),
+        ({"S": 65, "topk": 9999}, "selected 65 is not a multiple of 64"),
+        ({"dtype": "float32"}, "dtype float32 is none of bfloat16"),
         ({"device": "cpu"}, "it runs on cuda, not on cpu"),
     ],
 )
+@pytest.mark.parametrize("installed", [True, False])
 def test_tilelang_runs_at_shapes_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str, installed: bool
 ) -> None:
-    monkeypatch.setattr(peers, "probe_import", lambda name: ProbeResult(False, f"{name} is not installed"))
+    monkeypatch.setattr(peers, "probe_import", lambda name: ProbeResult(installed, f"{name} is not installed"))
     shape = {"B": 1, "S": 64, "heads": 64, "latent": 512, "rope": 64, "topk": 64} | changes
     conditions = {name: shape.pop(name, value) for name, value in (("device", "cuda"), ("dtype", "bfloat16"))}
     found = sparse_mla._tilelang(Options(**conditions, shape=shape), shape["latent"] + 64, shape["latent"])
-    missing = "no peer installed: stock TileLang (tilelang is not installed)"
+    missing = "" if installed else "no peer installed: stock TileLang (tilelang is not installed)"
     assert found.absent == (f"not here: {says}" if says else missing)
 
 

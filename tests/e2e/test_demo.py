@@ -267,6 +267,7 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     assert "held-out bits per byte" in done.stdout
     assert "demo FAILED: the score is" in done.stderr
     assert "Warning" not in done.stdout + done.stderr
+    check_against_megatrons_log(output / "run-1" / "log.txt", first)
 
     score = json.loads((output / "run-1" / "score.json").read_text())
     assert (score["step"], score["tokens"]) == (STEPS, 1999)
@@ -298,3 +299,17 @@ def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:
         f"{sum(parameters.values()):,}",
     ):
         assert expected in page, expected
+
+
+def check_against_megatrons_log(log: Path, first: list[Step]) -> None:
+    """What was recorded is what Megatron printed, to its seven digits (its second line averages steps 1 and 2)."""
+    losses = {step.step: step.losses["lm loss"] for step in first}
+    losses[2] = (losses[1] + losses[2]) / 2
+    printed = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        if " iteration " in line and "lm loss: " in line:
+            step = int(line.partition(" iteration ")[2].partition("/")[0])
+            printed.setdefault(step, float(line.partition("lm loss: ")[2].split()[0]))
+    assert {1, 2, 3, 4} <= set(printed)
+    for step in (1, 2, 3, 4):
+        assert printed[step] == pytest.approx(losses[step], rel=1e-6)

@@ -6,17 +6,15 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import overrides
-from megacpp_mcore.model import Layout, Model, preset
+from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from tests import stock
 
@@ -58,26 +56,6 @@ def process_groups(device: int, *, expert: int = 1, **how: Any) -> Iterator[None
         patches.revert()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-
-
-def build(model: Model, folder: Path, monkeypatch: Any, *, keys: Mapping[str, Any], **training: Any) -> Any:
-    """The GPTModel that stock builds on the GPU, in BF16 as stock trains it, from one seed; ``keys`` are more of its file."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    base, file = preset("nam56r_tiny"), folder / "megacpp.yaml"
-    file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), **keys}))
-    monkeypatch.setenv(plugin_config.VARIABLE, str(file))
-    destroy_moe_metrics_tracker()
-    random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    torch.manual_seed(1234)
-    # Without DistributedDataParallel there is no buffer for a product to add its weight gradient to.
-    config = stock.model_config(words_of(model, "--no-gradient-accumulation-fusion", **training))
-    built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    return Float16Module(config.transformer, built.cuda()).train()
 
 
 def words_of(model: Model, *extra: str, corpus: str | None = None, **training: Any) -> list[str]:

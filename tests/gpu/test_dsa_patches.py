@@ -18,7 +18,7 @@ from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
 from tests import stock
-from tests.dsa_layer import ONE_RANK, dsa, dsa_attention, dsa_config, layer_inputs, run_layer, stock_in_double
+from tests.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer, stock_in_double
 from tests.gpu.device import peak
 from tests.patches import test_dsa_sparse_attention as sparse_attention
 from tests.patches.test_dsa_graph_safety import packed
@@ -26,6 +26,7 @@ from tests.patches.test_dsa_indexer_memory import (
     assert_same_selection,
     case,
     compare_with_stock,
+    dsa,
     loss_and_gradients,
     patched,
     selection,
@@ -82,10 +83,10 @@ def graph_equals_eager(variant: str) -> None:
             for name, tensor in inputs.items():
                 tensor.copy_(other[name])
         graph.replay()
-        again = [tensor.clone() for tensor in captured]
+        replayed = [tensor.clone() for tensor in captured]
         eager = step()
-        assert len(again) == len(eager) > 8
-        for number, (ours, theirs) in enumerate(zip(again, eager, strict=True)):
+        assert len(replayed) == len(eager) > 8
+        for number, (ours, theirs) in enumerate(zip(replayed, eager, strict=True)):
             assert theirs.abs().sum() > 0
             assert_parity(ours, theirs, rms=1e-5, name=f"tensor {number}, inputs {seed}")
 

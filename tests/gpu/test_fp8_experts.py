@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe.steps import read_steps
 from tests import stock
@@ -101,12 +103,26 @@ def watched() -> Iterator[Products]:
         yield products
 
 
-def loss_of(wrapped: Any) -> torch.Tensor:
-    """The mean loss of two sequences of 128 tokens."""
-    tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
-    positions, labels = torch.arange(128, device="cuda").expand(2, -1), tokens[:, 1:]
-    losses = wrapped(tokens[:, :-1], positions, None, labels=labels, loss_mask=torch.ones_like(labels).float())
-    return losses.float().mean()
+def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPTModel that stock builds on the GPU, in BF16 as stock trains it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megacpp_mcore.arguments import overrides
+
+    base = preset("nam56r_tiny")
+    file = folder / "megacpp.yaml"
+    chosen = {"experts": STOCK}  # which has products to count in BF16, too
+    file.write_text(
+        yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), "backends": chosen})
+    )
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file))
+    destroy_moe_metrics_tracker()
+    config = stock.model_config(words_of(model, ALONE, precision=precision))
+    built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return Float16Module(config.transformer, built.cuda()).train()
 
 
 # All four families; E at 2, 6, 8, and at 12, the last layer, which stays in BF16.
@@ -121,11 +137,15 @@ def test_the_products_of_the_experts_alone_have_fp8_operands(
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     model = with_overrides(preset("nam56r_tiny"), MIXED)
-    chosen = {"backends": {"experts": STOCK}}  # which has products to count in BF16, too
-    wrapped = runs.build(model, tmp_path, monkeypatch, keys=chosen, precision=precision)
+    wrapped = build(model, precision, tmp_path, monkeypatch)
     wrapped.set_is_first_microbatch()
+    tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
+    positions = torch.arange(128, device="cuda").expand(2, -1)
     with watched() as products:
-        loss_of(wrapped).backward()
+        loss = wrapped(
+            tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones_like(tokens[:, 1:]).float()
+        )
+        loss.float().mean().backward()
     layers = 3 if precision == FP8 else 0
     each_layer = 2  # linear_fc1, linear_fc2
     assert products.strange == []

@@ -6,6 +6,8 @@ keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -26,9 +28,17 @@ from tests.ops.indexer_case import (
 )
 from tests.patches.test_dsa_indexer_memory import assert_same_selection
 
-pytestmark = pytest.mark.usefixtures("nan_before_written")
-
 DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that is not written first reads as NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,6 +115,16 @@ def test_strided_inputs() -> None:
     assert cut[1].shape == q.shape
 
 
+def test_a_small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks, and groups of the batch, give the same bits."""
+    inputs = draw(1500, B=3, device="cuda")
+    seq_idx = draw_documents(1500, B=3, device="cuda", each=500)
+    expected = fused.select(*inputs, 256, seq_idx)
+    monkeypatch.setattr(fused, "SCRATCH", 64 * 2000)
+    assert len(list(fused.chunks(1500, 3))) > 30
+    assert torch.equal(fused.select(*inputs, 256, seq_idx), expected)
+
+
 def test_65536_rows() -> None:
     S = 65536
     inputs = draw(S, B=1, H=4, device="cuda")
@@ -126,7 +146,7 @@ def test_the_same_selection_each_time() -> None:
 
 
 @pytest.fixture(params=["any order", "deterministic"])
-def _order(nan_before_written: None, request: pytest.FixtureRequest) -> None:
+def _order(request: pytest.FixtureRequest) -> None:
     """What queries add to a key's gradient: in float32, and in integers."""
     torch.use_deterministic_algorithms(request.param == "deterministic", warn_only=True)
 
@@ -134,7 +154,15 @@ def _order(nan_before_written: None, request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("_order")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("S", "topk", "H"), [(1000, 256, 32), (333, 300, 32), (333, 64, 5), (400, 100, 64), (333, 600, 16), (50, 1, 32)]
+    ("S", "topk", "H"),
+    [
+        (1000, 256, 32),
+        (333, 300, 32),
+        (333, 64, 5),
+        (400, 100, 64),
+        (333, 600, 16),
+        (50, 1, 32),
+    ],
 )
 def test_gradient(S: int, topk: int, H: int, dtype: torch.dtype) -> None:
     inputs = draw(S, H=H, dtype=dtype, device="cuda")
@@ -264,17 +292,6 @@ def test_chunks_select_what_pytorch_scores_select(
             torch.testing.assert_close(have, want, rtol=1e-5, atol=0 if exact else 1e-5)
 
 
-def learner(
-    S: int, D: int, width: int, heads: int, rule: str
-) -> tuple[chunked.Indexer, chunked.Attention, chunked.KeyRule]:
-    """An indexer, no logit of which rounds to the other side of ReLU's step, and the attention that it learns."""
-    q, k, w = draw_exact(S, D=D, device="cuda")
-    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
-    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
-    assert keys is not None
-    return chunked.Indexer(q, k, w / 16), chunked.Attention(query, key[:, :, None], width**-0.5), keys
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("rule", ["causal", "within"])
 @pytest.mark.parametrize(("width", "heads"), [(128, 56), (128, 14), (576, 128)])
@@ -283,7 +300,12 @@ def test_the_sparse_loss_and_its_gradients_are_pytorchs(
 ) -> None:
     S = 700
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    indexer, attention, keys = learner(S, 64, width, heads, rule)
+    q, k, w = draw_exact(S, device="cuda")  # no logit rounds to the other side of ReLU's step
+    indexer = chunked.Indexer(q, k, w / 16)
+    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
+    attention = chunked.Attention(query, key[:, :, None], width**-0.5)
+    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
+    assert keys is not None
     best_BSN, index_BSN = chunked.select(indexer, 100, keys)
     weight, rows_BS = (
         torch.tensor(700.0, device="cuda"),
@@ -311,7 +333,12 @@ def test_the_dense_loss_and_its_gradients_are_pytorchs(
     """In several chunks of queries; the same bits each time, nothing waits, and no tensor has both heads and all pairs."""
     S = 700
     monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * S * 300)
-    indexer, attention, keys = learner(S, D, width, heads, rule)
+    q, k, w = draw_exact(S, D=D, device="cuda")  # no logit rounds to the other side of ReLU's step
+    indexer = chunked.Indexer(q, k, w / 16)
+    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
+    attention = chunked.Attention(query, key[:, :, None], width**-0.5)
+    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
+    assert keys is not None
     weight_BS = 100.0 * (torch.arange(2 * S, device="cuda") % 7).view(2, S)
 
     def run() -> list[torch.Tensor]:

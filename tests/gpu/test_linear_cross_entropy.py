@@ -203,14 +203,20 @@ def test_at_the_size_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_nothing_waits_and_a_graph_replays(known: bool) -> None:
+def test_nothing_waits_for_the_device(known: bool) -> None:
     inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
     options = {"token_weight": mask} if known else {}
     outcome(ours, inputs, **options)
     with without_waiting():
         outcome(ours, inputs, **options)
         accumulated(inputs, **options)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_cuda_graph(known: bool) -> None:
+    inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
     others = [tensor.detach().flip(0) for tensor in inputs]
+    options = {"token_weight": mask} if known else {}
     captured = replayed(lambda: outcome(ours, inputs, **options), (*inputs, mask), (*others, mask.flip(0)))
     for have, want in zip(captured, outcome(ours, inputs, **options), strict=True):
         assert_parity(have, want, rms=5e-3)

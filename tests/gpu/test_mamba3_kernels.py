@@ -14,9 +14,10 @@ from megacpp_mcore.ops.testing import assert_parity, row_norms, worst_row
 from tests.gpu.device import peak, replayed, without_waiting
 from tests.ops.mamba3_case import Case, inputs, make_tensors, run, with_gradients
 
+pytestmark = pytest.mark.gpu
+
 OVERALL = 1e-2
-"""What a whole gradient may be off, as a part of its norm, or 1.5 times plain PyTorch's; single rows are measured
-against plain PyTorch's alone."""
+"""What a whole gradient may be off, as a part of its norm; single rows are measured against plain PyTorch's."""
 
 CASES = {
     "aligned": Case(512),
@@ -85,12 +86,15 @@ def test_every_result_is_the_references(case: Case, monkeypatch: pytest.MonkeyPa
                 # Next to nothing where terms cancel: the decay's at the last token of a document, and C's at the first
                 # token, of whose one outer product the norm keeps no scale.
                 norms = norms.clamp(min=0.1 * float(norms.square().mean().sqrt()))
-            plains = peer[name].to(case.dtype)
-            peers = worst_row(plains, expected, norms=norms)
-            whole = max(OVERALL, 1.5 * ((plains.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item())
+            plain_result = peer[name].to(case.dtype)
+            peers = worst_row(plain_result, expected, norms=norms)
+            limit = OVERALL
+            if name == "db_bias" and case.out_norm:  # the norm drops the scale, with which most of it cancels
+                plains = (plain_result.double() - expected).norm() / expected.norm()
+                limit = max(OVERALL, 1.5 * plains.item())
             rms = max(5e-3, 2.5 * peers)  # one draw of rounding; seen: 2.02
             assert_parity(actual[name], expected, rms=rms, name=name, norms=norms)
-            assert overall <= whole, f"{name} is off by {overall:.1e} of its norm, allowed {whole:.1e}"
+            assert overall <= limit, f"{name} is off by {overall:.1e} of its norm, allowed {limit:.1e}"
         except AssertionError as error:
             off.append(str(error))
     assert not off, "\n".join(off)

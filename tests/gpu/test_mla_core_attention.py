@@ -19,7 +19,6 @@ from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed.documents import other_documents, seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import EARLY, assert_parity, query_gradient_terms
-from tests import stock
 from tests.gpu.device import peak, replayed, without_waiting
 
 needs_engine = pytest.mark.skipif(
@@ -191,15 +190,19 @@ def test_nothing_is_copied() -> None:
     assert peak(lambda: outcome(ours, inputs)) < 1.25 * (output + gradients + inputs[0].numel() * 4)
 
 
+def test_nothing_waits_for_the_device() -> None:
+    inputs = draw(512)
+    outcome(ours, inputs)
+    with without_waiting():
+        outcome(ours, inputs)
+
+
 def replayed_flipped(op: Op, inputs: Inputs) -> Sequence[torch.Tensor]:
     return replayed(lambda: outcome(op, inputs), inputs, [tensor.detach().flip(0) for tensor in inputs])
 
 
-def test_nothing_waits_and_a_graph_replays() -> None:
+def test_cuda_graph() -> None:
     inputs = draw(640)
-    outcome(ours, inputs)
-    with without_waiting():
-        outcome(ours, inputs)
     captured = replayed_flipped(ours, inputs)
     for have, want in zip(captured, outcome(ours, inputs), strict=True):
         assert_parity(have, want, rms=5e-3)
@@ -212,14 +215,21 @@ def test_nothing_waits_and_a_graph_replays() -> None:
 def patched(process: None) -> Iterator[list[str]]:
     """The patch, and what it logs."""
     from megacpp_mcore.patches import mla_core_attention
+    from megacpp_mcore.patches.machinery.registry import Registry
 
+    registry = Registry([mla_core_attention.PATCH])
+    registry.apply([mla_core_attention.PATCH.name])
     mla_core_attention._say_once.cache_clear()
     mla_core_attention._te_selection.cache_clear()
     lines: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, stock.patched(mla_core_attention.PATCH):
-        patch.setattr(mla_core_attention, "_flash4", lambda *_: None)  # test_vendors has it
-        patch.setattr(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(mla_core_attention, "_flash4", lambda *_: None)  # test_vendors has it
+    patch.setattr(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line))
+    try:
         yield lines
+    finally:
+        patch.undo()
+        registry.revert()
 
 
 def attention(kind: str, H: int, K: int, V: int) -> Any:
@@ -263,12 +273,6 @@ def packed_as(lengths: list[int]) -> Any:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **longest)
 
 
-def as_mask(parameters: Any, rows: int) -> dict[str, Any]:
-    """The same as options of an op."""
-    mask = other_documents(seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, rows))
-    return {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": mask}
-
-
 def packed_seam(layer: Any, parameters: Any, stock: bool = False) -> Op:
     """Of a batch of one, as stock's layer calls it: packed tensors have no axis of batches."""
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -292,20 +296,6 @@ def test_transformer_engine_at_128_64(patched: list[str]) -> None:
     assert peak(lambda: outcome(seam(layer), inputs)) < peak(lambda: outcome(stocks(layer), inputs)) / 8
 
 
-def own_answer(call: Any) -> dict[str, Any]:
-    """What Transformer Engine's selector last answered; fail unless the patch's question of ``call`` is what it was asked."""
-    from megacpp_mcore.patches import mla_core_attention
-
-    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
-    answer = dict(module._attention_backends)
-    own, question = answer["attention_params"], dict(mla_core_attention._question(call))
-    assert [(name, value) for name, value in question.items() if getattr(own, name) != value] == []
-    default = vars(type(own)())
-    rest = {field: value for field, value in vars(own).items() if field not in question}
-    assert {field: value for field, value in rest.items() if value != default[field] and field != "fp8_meta"} == {}
-    return answer
-
-
 @needs_engine
 @pytest.mark.parametrize(("training", "mask"), [(True, "causal"), (False, "causal"), (True, "no_mask")])
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (192, 128)])
@@ -317,11 +307,18 @@ def test_transformer_engine_is_asked_what_it_asks_itself(
 
     from megacpp_mcore.patches import mla_core_attention
 
+    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     layer, inputs = attention("TEDotProductAttention", 4, K, V), draw(256, 2, 4, K, V)
     layer.attn_mask_type = AttnMaskType[mask]
     layer.core_attention.train(training)
     outcome(stocks(layer), inputs)
-    answer = own_answer(mla_core_attention.Call(layer.core_attention, *inputs[:3], None, mask))
+    own, answer = module._attention_backends["attention_params"], module._attention_backends
+    q, k, v, _ = inputs
+    question = mla_core_attention._question(mla_core_attention.Call(layer.core_attention, q, k, v, None, mask))
+    assert [(name, value) for name, value in question if getattr(own, name) != value] == []
+    rest = {field: value for field, value in vars(own).items() if field not in dict(question)}
+    default = vars(type(own)())
+    assert {field: value for field, value in rest.items() if value != default[field] and field != "fp8_meta"} == {}
     outcome(seam(layer), inputs)
     assert ("runs sdpa" in patched[0]) == bool(answer["use_unfused_attention"])
 
@@ -355,7 +352,8 @@ def test_packed_sequences_beside_transformer_engine(patched: list[str], lengths:
     layer, inputs, parameters = attention("TEDotProductAttention", 4, 128, 64), draw(1024, 1, 4), packed_as(lengths)
     peer = outcome(packed_seam(layer, parameters, stock=True), inputs)
     found = outcome(packed_seam(layer, parameters), inputs)
-    options = as_mask(parameters, 1024)
+    seq_idx = seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, 1024)
+    options = {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": other_documents(seq_idx)}
     expected = truth(inputs, **options)
     assert_same(inputs, found, expected, outcome(eager, inputs, **options), 5e-3, **options)
     if "FlashAttention 4" not in patched[0]:  # whose output is zero there
@@ -368,10 +366,17 @@ def test_transformer_engine_is_asked_what_it_asks_itself_of_packed_sequences(pat
     """At numbers of sequences and rows that are powers of two, to which the question rounds."""
     from megacpp_mcore.patches import mla_core_attention
 
+    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     layer, inputs, parameters = attention("TEDotProductAttention", 4, 128, 64), draw(1024, 1, 4), packed_as([128] * 8)
     outcome(packed_seam(layer, parameters, stock=True), inputs)
-    qkv = (one.squeeze(1) for one in inputs[:3])
-    answer = own_answer(mla_core_attention.Call(layer.core_attention, *qkv, None, "causal", parameters))
+    own, answer = module._attention_backends["attention_params"], dict(module._attention_backends)
+    q, k, v = (one.squeeze(1) for one in inputs[:3])
+    call = mla_core_attention.Call(layer.core_attention, q, k, v, None, "causal", parameters)
+    question = mla_core_attention._question(call)
+    assert [(name, value, getattr(own, name)) for name, value in question if getattr(own, name) != value] == []
+    rest = {field: value for field, value in vars(own).items() if field not in dict(question)}
+    default = vars(type(own)())
+    assert {field: value for field, value in rest.items() if value != default[field] and field != "fp8_meta"} == {}
     outcome(packed_seam(layer, parameters), inputs)
     flash4 = answer["use_flash_attention"] and str(answer["flash_attention_backend"]).startswith("4.")
     assert ("runs as stock" in patched[0]) == (not answer["use_unfused_attention"] and not flash4)
@@ -385,7 +390,8 @@ def test_rows_behind_packed_sequences_and_empty_ones(patched: list[str]) -> None
         packed_as([0, 300, 0, 261]),
     )
     found = outcome(packed_seam(layer, parameters), inputs)
-    options = as_mask(parameters, 700)
+    seq_idx = seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, 700)
+    options = {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": other_documents(seq_idx)}
     if "runs as stock" not in patched[0]:
         assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
 
@@ -405,5 +411,6 @@ def test_local_packed(patched: list[str]) -> None:
     found = outcome(packed_seam(layer, parameters), inputs)
     assert len(patched) == 1
     assert patched[0].startswith("mla-core-attention: DotProductAttention runs sdpa FLASH_ATTENTION: ")
-    options = as_mask(parameters, 300)
+    seq_idx = seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, 300)
+    options = {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": other_documents(seq_idx)}
     assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests import stock
 from tests.observe import test_profile_training as profiled
 
 WINDOW = "10-14"
@@ -15,8 +14,15 @@ FAMILIES = ("A", "M", "E", "R", "MTP", "head", "embedding", "norm")
 
 
 def _profile(folder: Path, impl: str, *extra: str, **options: Any) -> dict[str, Any]:
-    training = {"precision": "bf16", "transformer_impl": impl, "micro_batch_size": 2, "global_batch_size": 4}
-    words = profiled.words(*extra, iterations=15, device="cuda", **training)
+    words = profiled.words(
+        *extra,
+        iterations=15,
+        device="cuda",
+        precision="bf16",
+        transformer_impl=impl,
+        micro_batch_size=2,
+        global_batch_size=4,
+    )
     profiled.train(folder, words, window=WINDOW, device="cuda", **options)
     found = profiled.table(folder, WINDOW)
     print(f"{impl} {extra}: {found['events']} events read in {found['read_s']} s")
@@ -53,7 +59,8 @@ def test_the_time_of_kernels_belongs_to_families(tmp_path: Path, impl: str) -> N
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_is_recomputed_belongs_where_it_was(tmp_path: Path, impl: str) -> None:
-    found = _profile(tmp_path / "run", impl, *stock.full_recompute())
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    found = _profile(tmp_path / "run", impl, *full)
     _check(found)
     for name in ("A", "M", "E", "R", "MTP"):
         row = found["families"][name]

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import overrides
 from megacpp_mcore.bench.cases.engine import native_block
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset, with_overrides
@@ -25,8 +28,9 @@ from megacpp_mcore.ops.grouped_mlp.reference import routed_mlp as routed_truth
 from megacpp_mcore.ops.testing import worst_row
 from megacpp_mcore.te import attention, imports, linear, precision, quantized
 from megacpp_mcore.te.block import Block
-from tests.gpu.runs import build
-from tests.gpu.test_fp8_experts import MIXED, loss_of
+from tests import stock
+from tests.gpu.runs import words_of
+from tests.gpu.test_fp8_experts import ALONE, MIXED
 from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
 
 pytestmark = pytest.mark.skipif(
@@ -295,13 +299,39 @@ def test_what_dequantises_itself_is_counted() -> None:
 # --- In a model ---------------------------------------------------------------------------------------------------------
 
 
+def loss_of(wrapped: Any) -> torch.Tensor:
+    tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
+    positions = torch.arange(128, device="cuda").expand(2, -1)
+    labels = tokens[:, 1:]
+    return (
+        wrapped(tokens[:, :-1], positions, None, labels=labels, loss_mask=torch.ones_like(labels).float())
+        .float()
+        .mean()
+    )
+
+
 @pytest.fixture
 def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Builds the mixed nam56r_tiny with more keys in its file, from one seed."""
 
     def make(impl: str = "transformer_engine", **keys: Any) -> Any:
-        model = with_overrides(preset("nam56r_tiny"), MIXED)
-        return build(model, tmp_path, monkeypatch, keys=keys, transformer_impl=impl)
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.training.models.gpt import GPTModelBuilder
+
+        base = preset("nam56r_tiny")
+        model = with_overrides(base, MIXED)
+        file = tmp_path / "megacpp.yaml"
+        file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), **keys}))
+        monkeypatch.setenv(plugin_config.VARIABLE, str(file))
+        destroy_moe_metrics_tracker()
+        random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        torch.manual_seed(1234)
+        config = stock.model_config(words_of(model, ALONE, transformer_impl=impl))
+        built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+        return Float16Module(config.transformer, built.cuda()).train()
 
     return make
 

@@ -21,7 +21,7 @@ from megacpp_mcore.ops.packed.documents import other_documents
 from megacpp_mcore.ops.testing import EARLY, assert_parity
 from megacpp_mcore.util.probe import ProbeResult
 from tests.gpu.device import replayed, without_waiting
-from tests.gpu.test_grouped_mlp_kernels import CASES, check_a_replay
+from tests.gpu.test_grouped_mlp_kernels import CASES
 from tests.gpu.test_mla_core_attention import assert_same, draw, eager, outcome, truth
 from tests.ops import grouped_mlp_case as experts
 
@@ -111,8 +111,10 @@ def test_flash4_in_a_cuda_graph(seq_idx: list[tuple[int, ...]] | None) -> None:
         assert_parity(have, want, rms=5e-3)
 
 
-def test_flash4_is_named() -> None:
+def test_flash4_takes_no_mask() -> None:
     require(flash4.probe())
+    with pytest.raises(BackendError, match="no mask"):
+        flash4.attend(*draw(64)[:3], attention_mask=torch.zeros(1, 1, 64, 64, dtype=torch.bool, device="cuda"), **HOW)
     needs = {"device": "cuda", "dtype": torch.bfloat16, "packed": True, "deterministic": True, "capturable": True}
     found = Dispatcher({"mla": "flash4"}).request("mla", qk_dim=128, v_dim=64, **needs)
     assert found.fn is flash4.attend
@@ -135,7 +137,15 @@ def test_quack_experts(name: str) -> None:
 
 def test_quack_experts_do_not_wait_and_a_graph_replays() -> None:
     require(quack.probe())
-    check_a_replay(quack.routed_mlp)
+    case = CASES["natural skew"]
+    inputs, others = (experts.draw(case, "cuda", seed=seed) for seed in (0, 1))
+    given = [[drawn[name] for name in (*experts.LEAVES, "dy", "routing")] for drawn in (inputs, others)]
+    expected = experts.outcome(quack.routed_mlp, case, others)
+    with without_waiting():
+        experts.outcome(quack.routed_mlp, case, inputs)
+    captured = replayed(lambda: list(experts.outcome(quack.routed_mlp, case, inputs).values()), *given)
+    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
+        assert torch.equal(replay, tensor), name
 
 
 def test_quack_experts_are_named() -> None:

@@ -214,19 +214,6 @@ def test_what_a_model_lacks_counts_nothing(overrides: dict[str, Any], gone: set[
     assert empty == gone | {"embedding"}
 
 
-def test_what_torch_does_not_count() -> None:
-    """A convolution is no product; of a scan whose last chunk is cut, rows that fill it up count."""
-    model, sequence = preset("nam56r"), 1000
-    ssm, rnn, found = model.mamba3, model.m2rnn, flops.step(model, 3, seq_length=sequence).trunk
-    rows = ssm.chunk * ssm.mimo_rank
-    chunk = rows * rows * (ssm.state + ssm.head_dim) + 2 * rows * ssm.state * ssm.head_dim
-    scan = model.mamba_heads * (63 * chunk + sequence * ssm.mimo_rank * ssm.head_dim)
-    assert sequence / ssm.chunk == 62.5
-    assert found.mamba_scan == flops.product(3 * model.layers.count("M") * scan)
-    channels = 2 * rnn.key_dim + model.recurrent_heads * rnn.value_dim
-    assert found.convolution == flops.product(3 * model.layers.count("R") * sequence * rnn.conv_kernel * channels)
-
-
 def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
     def indexers(**dsa: Any) -> Work:
         model: Model = with_overrides(SMALL, {"dsa": dsa})

@@ -184,3 +184,13 @@ def test_a_model_without_experts_between_first_and_last_has_nothing_to_put_into_
     config = config_of([*words_of(model, "bf16"), *FILE])
     (found,) = mismatches(model, [config.transformer, config])
     assert found.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_files_own_words() -> None:
+    page = (stock.ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    assert yaml.safe_load(block[1]) == _content()

@@ -155,20 +155,18 @@ class AgainstStock:
             return Result(True, IS_STOCK)
         if name not in self._expected:
             return Result(None, NO_STOCK)
-        work, _ = WORKS[name]
-        return judged(self._errors(name, run(inputs, name, relu=work != "train")), LIMITS)
-
-    def _errors(self, name: str, found: dict[str, torch.Tensor]) -> dict[str, float]:
-        (work, sparse), expected, index = WORKS[name], self._expected[name], found.pop("index")
+        work, sparse = WORKS[name]
+        found, expected = run(inputs, name, relu=work != "train"), self._expected[name]
         if work == "forward":
             try:
-                chosen, best = selected_scores(index, expected["index"])
-                return {"selected": worst_row(chosen, best)}
+                chosen, best = selected_scores(found["index"], expected["index"])
+                return judged({"selected": worst_row(chosen, best)}, LIMITS)
             except AssertionError:
-                return {"selected": float("inf")}
-        same_SB = (index.sort(-1).values == expected["index"].sort(-1).values).all(-1).T
+                return judged({"selected": float("inf")}, LIMITS)
+        index, true_index = found.pop("index"), expected["index"]
+        same_SB = (index.sort(-1).values == true_index.sort(-1).values).all(-1).T
         errors = {}
         for result, have in found.items():
             rows = row_errors(have, expected[result])
             errors[result] = float((rows[same_SB] if result in ("dq", "dw") and sparse else rows).max())
-        return errors
+        return judged(errors, LIMITS)

@@ -48,7 +48,9 @@ def block(options: Options) -> Problem:
         "output.weight": (D, D), "feed_forward.0.weight": (4 * D, D), "feed_forward.2.weight": (D, 4 * D),
     }  # fmt: skip
     leaves = {name: draw.normal(*shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()}
-    leaves |= {f"{name}.layer_norm_weight": 1 + draw.normal(D, scale=0.1) for name in ("qkv", "feed_forward.0")}
+    leaves |= {
+        name: 1 + draw.normal(D, scale=0.1) for name in ("qkv.layer_norm_weight", "feed_forward.0.layer_norm_weight")
+    }
     inputs = Inputs(leaves=draw.leaves(x=draw.normal(S, B, D), **leaves), cotangents={"y": draw.normal(S, B, D)})
 
     def native(inputs: Inputs) -> torch.Tensor:
@@ -57,7 +59,7 @@ def block(options: Options) -> Problem:
 
     work = feed_forward(B * S, D, 4 * D) + product(B * S * D * (2 * D + 2 * groups * width))
     work = work + product(2 * B * heads * causal_pairs(S) * width)
-    parameters = sum(weight.nbytes for weight in leaves.values())
+    parameters = sum(weight.numel() for weight in leaves.values()) * draw.itemsize
     rows = B * S * D * draw.itemsize
     return Problem(
         inputs=inputs,
@@ -73,8 +75,10 @@ def _engine_block(options: Options, inputs: Inputs, heads: int, groups: int) -> 
         return Variant.missing(name, reason)
     from megacpp_mcore.te.block import Block
 
-    D, like = options.shape["hidden"], {"dtype": getattr(torch, options.dtype), "device": options.device}
-    built: Any = Block(D, heads, 4 * D, groups=groups, eps=EPS, **like)
+    D = options.shape["hidden"]
+    built: Any = Block(
+        D, heads, 4 * D, groups=groups, eps=EPS, dtype=getattr(torch, options.dtype), device=options.device
+    )
     built.load_state_dict({key: leaf for key, leaf in inputs.leaves.items() if key != "x"}, strict=False)
     parameters = dict(built.named_parameters())
 

@@ -31,7 +31,8 @@ def problem(options: Options) -> Problem:
     inputs = Inputs(leaves={}, fixed={"operands": operands})
 
     def call(fn: Any, inputs: Inputs) -> torch.Tensor:
-        return fn(*inputs.fixed["operands"])
+        output: torch.Tensor = fn(*inputs.fixed["operands"])
+        return output
 
     x_bf16, w_bf16 = (one.bfloat16() for one in dequantized(*operands[:4]))
     ends = torch.arange(rows, T + 1, rows, device=options.device, dtype=torch.int32)

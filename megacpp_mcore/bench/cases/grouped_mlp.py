@@ -19,7 +19,18 @@ import torch.nn.functional as F
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    FORWARD,
+    Call,
+    Draw,
+    Floor,
+    Inputs,
+    Problem,
+    Tensors,
+    Variant,
+    with_gradients,
+)
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
@@ -120,8 +131,9 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
         variant = dataclasses.replace(found, limit=limits.get(found.name))
         if FP8 in variant.name and variant.runs:
             yield dataclasses.replace(variant, name=f"{FP8}, weights kept quantised")
-            anew = {work: partial(_anew, run) for work, run in variant.runs.items()}
-            variant = dataclasses.replace(variant, runs=anew)
+            variant = dataclasses.replace(
+                variant, runs={work: partial(_anew, run) for work, run in variant.runs.items()}
+            )
         yield variant
         if variant.name in CAPTURED and variant.runs and options.device == "cuda":
             yield variant.captured()
@@ -190,7 +202,8 @@ def _permuted(engine: _Engine, topk: int, fused: bool, inputs: Inputs) -> torch.
     x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
     counts = routing.sum(0).tolist()  # the host waits, as it does in stock
     row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=len(x) * topk, fused=fused)
-    return moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
+    y: torch.Tensor = moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
+    return y
 
 
 class _Engine:
@@ -214,7 +227,7 @@ class _Engine:
         hidden = (F.gelu(self.linears[0](x, counts)) * probs[:, None]).to(self.dtype)
         return self.linears[1](hidden, counts)
 
-    def variant(self, name: str, call: Callable[[Inputs], Any]) -> Variant:
+    def variant(self, name: str, call: Call) -> Variant:
         """``call``, which uses these linears, as a variant."""
 
         def leaves(inputs: Inputs) -> Tensors:

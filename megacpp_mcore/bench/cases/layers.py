@@ -107,7 +107,8 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     shape = (*options.sizes("S", "B"), model.hidden_size)
     hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
     inputs = Inputs(leaves={"hidden": hidden}, cotangents={"out": draw.normal(*shape)})
-    weights, rows = sum(parameter.nbytes for parameter in ours.parameters), hidden.nbytes
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
+    rows = hidden.numel() * hidden.element_size()
     variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
@@ -262,7 +263,8 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
 
 def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:
     output = module(hidden_SBD, attention_mask=None)
-    return output[0] if isinstance(output, tuple) else output
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
 
 
 def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -290,7 +292,8 @@ def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]
 
     def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
         given = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
-        return module(token_BS, position_BS, hidden_SBD, **given)[0]
+        found: torch.Tensor = module(token_BS, position_BS, hidden_SBD, **given)[0]
+        return found
 
     return call
 

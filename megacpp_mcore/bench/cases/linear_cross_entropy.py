@@ -91,7 +91,7 @@ def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Va
         inputs=inputs,
         variants=[*_stock(hidden, vocab), *variants],
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        check=AgainstTruth(in_double(_called(_dense), inputs), LIMITS[options.dtype], yardstick=STOCK),
+        check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
 
 
@@ -104,10 +104,8 @@ def _called(fn: Callable[..., torch.Tensor]) -> Call:
     return lambda inputs: fn(inputs.leaves["hidden"], inputs.leaves["weight"], inputs.fixed["label"])
 
 
-def _dense(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, reduction: str = "none"
-) -> torch.Tensor:
-    return cross_entropy(hidden_NH @ weight_VH.t(), label_N, reduction=reduction)
+def _dense(inputs: Inputs) -> torch.Tensor:
+    return cross_entropy(inputs.leaves["hidden"] @ inputs.leaves["weight"].t(), inputs.fixed["label"], reduction="none")
 
 
 def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
@@ -117,7 +115,14 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=1,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
     head = ColumnParallelLinear(
         hidden, vocab, config=config, init_method=torch.nn.init.zeros_, bias=False, skip_weight_param_allocation=True
     )
@@ -176,9 +181,8 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
         return [loss.detach(), *torch.autograd.grad(loss, wanted)]
 
     sizes = {name: options.shape[name] for name in ("hidden", "vocab")}
-    dense = partial(_dense, reduction="mean")
-    truth = dict(zip(inputs.names, mean(dense, inputs.in_double()), strict=True))
-    plain = zip(mean(dense, inputs), truth.items(), strict=True)
+    truth = dict(zip(inputs.names, mean(_dense_mean, inputs.in_double()), strict=True))
+    plain = zip(mean(_dense_mean, inputs), truth.items(), strict=True)
     limit = max(LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
     for candidate in linear_cross_entropy_candidates():
         name, side = f"{candidate.name}, mean", OURS if candidate.name == "chunked" else PEER
@@ -186,3 +190,7 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
             yield Variant.missing(name, reason, side)
         else:
             yield Variant(name=name, side=side, runs={BOTH: partial(mean, candidate.load())}, truth=truth, limit=limit)
+
+
+def _dense_mean(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(hidden_NH @ weight_VH.t(), label_N)

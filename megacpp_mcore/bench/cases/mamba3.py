@@ -67,7 +67,9 @@ def problem(options: Options) -> Problem:
     return Problem(
         inputs=inputs,
         variants=[_peer(options, inputs), *ours, *graphs],
-        works=Floor.pair(mamba_scan(B, S, H, ssm), moved, 2 * moved + inputs.leaves["u"].nbytes, options.dtype),
+        works=Floor.pair(
+            mamba_scan(B, S, H, ssm), moved, 2 * moved + B * S * sum(widths) * draw.itemsize, options.dtype
+        ),
         check=AgainstTruth(in_double(sequential, inputs), limits),
     )
 
@@ -82,7 +84,8 @@ def _peer(options: Options, inputs: Inputs) -> Variant:
         weights = [module.get_parameter(peers.MAMBA3_WEIGHTS[leaf]) for leaf in given]
 
         def call(inputs: Inputs) -> torch.Tensor:
-            return module(inputs.leaves["u"]).view(inputs.cotangents["y"].shape)
+            output: torch.Tensor = module(inputs.leaves["u"])
+            return output.view(inputs.cotangents["y"].shape)
 
         def leaves(inputs: Inputs) -> Tensors:
             return [inputs.leaves["u"], *weights, head_norm.weight]

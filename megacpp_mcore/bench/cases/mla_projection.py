@@ -21,7 +21,6 @@ from megacpp_mcore.ops.mla_projection import reference
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 """The largest error of a row."""
 
-NO_STOCK = "no peer: stock does this in some ten operations of PyTorch's"
 EPS = 1e-5
 
 
@@ -63,7 +62,10 @@ def keys(options: Options) -> Problem:
 
 def indexer_inputs(options: Options) -> Problem:
     """Queries, keys and head weights of the indexer; hidden states and latents get no gradient."""
-    B, S, D, N, R, Q = options.sizes("B", "S", "hidden", "indexer_heads", "indexer_dim", "query_latent")
+    (B, S, D), (N, R, Q) = (
+        options.sizes("B", "S", "hidden"),
+        options.sizes("indexer_heads", "indexer_dim", "query_latent"),
+    )
     draw = Draw(options)
     leaves = {
         "q_up_XQ": draw.normal(N * R, Q, scale=Q**-0.5),
@@ -115,12 +117,17 @@ def _problem(
     inputs = Inputs(leaves=given, cotangents={f"output {i}": draw.normal(*one.shape) for i, one in enumerate(outputs)})
     tensors = [*leaves.values(), *(value for value in how.values() if isinstance(value, torch.Tensor))]
     read, written = (sum(one.numel() for one in some) * draw.itemsize for some in (tensors, outputs))
-    gradients = sum(leaf.nbytes for leaf in leaves.values())
-    ours, double = [*Variant.candidates(op, options, call, **needs)], in_double(truth, inputs)
+    gradients = sum(leaf.numel() for leaf in leaves.values()) * draw.itemsize
+    ours = [*Variant.candidates(op, options, call, **needs)]
     return Problem(
         inputs=inputs,
         # The reference is the last backend but comes first here: its errors are the yardstick.
-        variants=[Variant.missing("stock", NO_STOCK), *ours[::-1]],
+        variants=[
+            Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's"),
+            *ours[::-1],
+        ],
         works=Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype),
-        check=AgainstTruth(double, LIMITS[options.dtype], outputs=len(outputs), yardstick="reference"),
+        check=AgainstTruth(
+            in_double(truth, inputs), LIMITS[options.dtype], outputs=len(outputs), yardstick="reference"
+        ),
     )

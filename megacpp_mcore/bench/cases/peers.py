@@ -79,8 +79,13 @@ def mamba3_peer(
 ) -> Variant:
     """mamba-ssm's Mamba-3 on ``[B, S, width]`` as a peer, or why it cannot run here.
 
-    ``rank`` is of MIMO (1: SISO), ``weights`` its parameters between its projections by our names; ``variant`` makes the
-    variant from the peer's name and the module, whose other arguments are ``args`` (its width) and ``sizes``.
+    Args:
+        options: device and dtype.
+        rank: of MIMO (1: SISO).
+        weights: its parameters between its projections, by our names.
+        variant: makes the variant from the peer's name and the module.
+        args: its width.
+        sizes: its other arguments.
     """
     name = f"mamba-ssm {'MIMO' if rank > 1 else 'SISO, 4 warps'}"
     if options.device != "cuda":

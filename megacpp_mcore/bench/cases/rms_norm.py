@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
@@ -39,7 +38,7 @@ def problem(options: Options) -> Problem:
     moved = S * B * D * draw.itemsize
     variants = [
         *_engine(inputs),
-        Variant.of("PyTorch", PEER, partial(run, lambda x, weight, eps: (F.rms_norm(x, weight.shape, weight, eps), x))),
+        Variant.of("PyTorch", PEER, lambda inputs: run(_torch, inputs)),
         *Variant.candidates("rms_norm", options, run, hidden=D),
     ]
     if options.device == "cuda":  # on the host, launching these takes longer than computing them on the device
@@ -51,7 +50,7 @@ def problem(options: Options) -> Problem:
             FORWARD: Floor(operations=0, moved=2 * moved, precision="fp32"),
             BOTH: Floor(operations=0, moved=(2 + 4) * moved, precision="fp32"),
         },
-        check=AgainstTruth(in_double(partial(run, rms_norm), inputs), LIMIT, outputs=2),
+        check=AgainstTruth(in_double(lambda inputs: run(rms_norm, inputs), inputs), LIMIT, outputs=2),
     )
 
 
@@ -64,17 +63,26 @@ def _engine(inputs: Inputs) -> list[Variant]:
     import transformer_engine.pytorch as te
     from megatron.core.extensions import transformer_engine as stock
 
-    def variant(name: str, kind: Any) -> Variant:
+    made = []
+    for name, kind in zip(names, (te.RMSNorm, stock.TEFusedResidualRMSNorm), strict=True):
         weight = inputs.leaves["weight"]
         module = kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             module.weight.copy_(weight)
+        made.append(Variant.of(name, PEER, partial(_module, module), partial(_leaves, module)))
+    return made
 
-        def call(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-            found = module(inputs.leaves["x"])
-            normed, residual = found if isinstance(found, tuple) else (found, inputs.leaves["x"])
-            return normed, residual.view_as(residual)
 
-        return Variant.of(name, PEER, call, leaves=lambda inputs: [inputs.leaves["x"], module.weight])
+def _module(module: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    x = inputs.leaves["x"]
+    found = module(x)
+    normed, residual = found if isinstance(found, tuple) else (found, x)
+    return normed, residual.view_as(residual)
 
-    return [variant(names[0], te.RMSNorm), variant(names[1], stock.TEFusedResidualRMSNorm)]
+
+def _leaves(module: Any, inputs: Inputs) -> list[torch.Tensor]:
+    return [inputs.leaves["x"], module.weight]
+
+
+def _torch(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.nn.functional.rms_norm(x, weight_D.shape, weight_D, eps), x

@@ -5,7 +5,6 @@ Legend: S sequence, B batch, T tokens (S × B), E experts.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,18 +35,19 @@ def problem(options: Options) -> Problem:
         """Probabilities with the losses added to each of them, so that one output depends on everything."""
         routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
         losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
-        return routed.probs_TE + LOSS * losses
+        output: torch.Tensor = routed.probs_TE + LOSS * losses
+        return output
 
     moved = S * B * E * (4 + 4 + 1)
     floors = (Floor(operations=0, moved=moved * times, precision="fp32") for times in (1, 3))
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of("stock's functions", PEER, partial(run, _stock)),
+            Variant.of("stock's functions", PEER, lambda inputs: run(_stock, inputs)),
             *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
         ],
         works=dict(zip((FORWARD, BOTH), floors, strict=True)),
-        check=AgainstTruth(in_double(partial(run, route), inputs), LIMIT),
+        check=AgainstTruth(in_double(lambda inputs: run(route, inputs), inputs), LIMIT),
     )
 
 

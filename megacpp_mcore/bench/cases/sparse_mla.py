@@ -65,7 +65,8 @@ def problem(options: Options) -> Problem:
     how = {"softmax_scale": K**-0.5, "value_dim": V}
 
     def run(fn: Any, inputs: Inputs) -> torch.Tensor:
-        return fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
+        output: torch.Tensor = fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
+        return output
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Norms for errors; the gradient of the first queries, which select all that they see, cancels, as in ``mla``."""
@@ -78,7 +79,6 @@ def problem(options: Options) -> Problem:
     limits = {name: LIMITS[options.dtype] * CANCELS.get(name, 1.0) for name in inputs.names}
     queries, keys, output = (S * B * width * draw.itemsize for width in (H * K, K, H * V))
     forward = queries + keys + S * B * min(N, S) * 4 + output
-    work = product(B * selected_pairs(S, N) * H * (K + V))
     ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
     fixed = [one.deterministic() for one in ours if one.name == "triton" and one.runs]
     return Problem(
@@ -92,7 +92,12 @@ def problem(options: Options) -> Problem:
             *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
             *_dense(options, K, V),
         ],
-        works=Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype),
+        works=Floor.pair(
+            product(B * selected_pairs(S, N) * H * (K + V)),
+            forward,
+            2 * forward + output + queries + keys,
+            options.dtype,
+        ),
         check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
     )
 
@@ -114,14 +119,17 @@ def _dense(options: Options, K: int, V: int) -> Iterator[Variant]:
         return made
 
     def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
-        return fn(*leaves(inputs), softmax_scale=K**-0.5)
+        output: torch.Tensor = fn(*leaves(inputs), softmax_scale=K**-0.5)
+        return output
 
     for one in Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V):
-        name = f"dense, {one.name}"
-        if one.name in DENSE and one.absent:
-            yield Variant.missing(name, one.absent, BOUND)
-        elif one.name in DENSE:
-            yield Variant.of(name, BOUND, one.runs[FORWARD], leaves)
+        if one.name in DENSE:
+            name = f"dense, {one.name}"
+            yield (
+                Variant.missing(name, one.absent, BOUND)
+                if one.absent
+                else Variant.of(name, BOUND, one.runs[FORWARD], leaves)
+            )
 
 
 def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
@@ -130,8 +138,12 @@ def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Ten
     q, kv = inputs.leaves.values()
     starts = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     ends = torch.arange(1, len(q) + 1, device=q.device)
-    given = (q, kv.unsqueeze(2), inputs.fixed["stock's index"], softmax_scale, value_dim)
-    return dsa._unfused_absorbed_dsa_fn(*given, varlen_starts=starts, varlen_ends=ends)
+    run: Any = dsa._unfused_absorbed_dsa_fn
+    index = inputs.fixed["stock's index"]
+    output: torch.Tensor = run(
+        q, kv.unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends
+    )
+    return output
 
 
 def _tilelang(options: Options, K: int, V: int) -> Variant:

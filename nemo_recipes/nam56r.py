@@ -7,7 +7,8 @@ Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written again
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -32,8 +33,9 @@ from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 from megacpp_mcore.arguments import launch_flags, lowering
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model.recipes import Recipe, recipe
+from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.nemo_recipes.provider import provider
+from megacpp_mcore.util.nearest import nearest
 
 _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -107,50 +109,20 @@ class NAM56RConfig(ConfigContainer):
             )
 
 
-def nam56r_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r``, 52 layers and 4.5 B parameters, on one H200."""
-    return container(recipe("nam56r_pretrain_1gpu_h200_bf16"))
-
-
-def nam56r_pretrain_2gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r`` on two H200, a replica on each."""
-    return container(recipe("nam56r_pretrain_2gpu_h200_bf16"))
-
-
-def nam56r_pretrain_4gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r`` on four H200, a replica on each."""
-    return container(recipe("nam56r_pretrain_4gpu_h200_bf16"))
-
-
-def nam56r_pretrain_8gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r`` on eight H200, a replica on each."""
-    return container(recipe("nam56r_pretrain_8gpu_h200_bf16"))
-
-
-def nam56r_pretrain_8gpu_h200_fp8_experts_config() -> ConfigContainer:
-    """``nam56r`` on eight H200, with the routed experts' GEMMs in FP8."""
-    return container(recipe("nam56r_pretrain_8gpu_h200_fp8_experts"))
-
-
-def nam56r_quarter_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
-    """``nam56r_quarter``, the first 13 layers at full width, on one H200."""
-    return container(recipe("nam56r_quarter_pretrain_1gpu_h200_bf16"))
-
-
-def nam56r_quarter_pretrain_1gpu_h200_fp8_experts_config() -> ConfigContainer:
-    """``nam56r_quarter`` on one H200, with the routed experts' GEMMs in FP8."""
-    return container(recipe("nam56r_quarter_pretrain_1gpu_h200_fp8_experts"))
-
-
-def nam56r_tiny_pretrain_1cpu_fp32_config() -> ConfigContainer:
-    """``nam56r_tiny``, all four families in miniature, on the CPU lane."""
-    return container(recipe("nam56r_tiny_pretrain_1cpu_fp32"))
+def __getattr__(name: str) -> Callable[[], ConfigContainer]:
+    """``<recipe>_config`` of every recipe, imported by name as the functions of Bridge's own recipe modules are."""
+    if name.removesuffix("_config") in RECIPES and name.endswith("_config"):
+        return functools.partial(container, RECIPES[name.removesuffix("_config")])
+    raise AttributeError(
+        f"module {__name__} has no attribute {name!r}; {nearest(name, [f'{one}_config' for one in RECIPES])}"
+    )
 
 
 def container(chosen: Recipe) -> ConfigContainer:
     """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`."""
     training = chosen.training
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
+    model.cuda_graph_impl = "local" if training.cuda_graphs else "none"
     if training.plan.file is not None:
         model.te_precision_config_file = str(training.plan.file)
     is_bf16 = training.plan.model_dtype == "bf16"

@@ -53,21 +53,23 @@ class Recipe:
             )
 
 
-def _on_gpus(model: str, processes: int, *, global_batch_size: int, precision: str = "bf16") -> Recipe:
-    """Replicas, the fastest layout where a GPU holds one (``experiments/results/gpus_h200.csv``)."""
+def _on_gpus(model: str, gpus: int, machine: str, batch: int, precision: str = "bf16") -> Recipe:
+    """Replicas, the fastest layout where a GPU holds one, in CUDA graphs (``experiments/results/gpus_h200.csv``)."""
+    graphs = precision == "bf16"  # not tried with Transformer Engine's FP8
     return Recipe(
-        name=f"{model}_pretrain_{processes}gpu_h200_{precision.removeprefix('bf16_')}",
+        name=f"{model}_pretrain_{gpus}gpu_{machine}_{precision.removeprefix('bf16_')}",
         model=preset(model),
         layout=Layout(),
-        training=Training(global_batch_size=global_batch_size, precision=precision, processes=processes),
+        training=Training(global_batch_size=batch * gpus, precision=precision, processes=gpus, cuda_graphs=graphs),
     )
 
 
 _ALL = (
-    *(_on_gpus("nam56r", gpus, global_batch_size=8 * gpus) for gpus in (1, 2, 4, 8)),
-    _on_gpus("nam56r", 8, global_batch_size=64, precision=FP8_EXPERTS),
-    _on_gpus("nam56r_quarter", 1, global_batch_size=2),
-    _on_gpus("nam56r_quarter", 1, global_batch_size=2, precision=FP8_EXPERTS),
+    *(_on_gpus("nam56r", gpus, "h200", 8) for gpus in (1, 2, 4, 8)),
+    *(_on_gpus("nam56r", gpus, "h100", 8) for gpus in (2, 4, 8)),  # 80 GB do not hold all states
+    _on_gpus("nam56r", 8, "h200", 8, FP8_EXPERTS),
+    *(_on_gpus("nam56r_quarter", 1, machine, 2) for machine in ("h200", "h100")),
+    _on_gpus("nam56r_quarter", 1, "h200", 2, FP8_EXPERTS),
     Recipe(
         name="nam56r_tiny_pretrain_1cpu_fp32",
         model=preset("nam56r_tiny"),

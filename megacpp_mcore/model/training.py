@@ -67,6 +67,7 @@ class Training:
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
+        cuda_graphs: GPTModel's layers are captured in CUDA graphs and replayed; HybridModel's cannot be, and run without.
         train_iters: steps. The learning rate warms up (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then decays
             to a tenth (cosine).
         extra: further stock words, appended unchanged.
@@ -80,6 +81,7 @@ class Training:
     micro_batch_size: int = 1
     global_batch_size: int = 8
     processes: int = 1
+    cuda_graphs: bool = False
     train_iters: int = 1000
     learning_rate: float = 3e-4
     seed: int = 1234
@@ -102,6 +104,11 @@ class Training:
             raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
+        if self.cuda_graphs and self.transformer_impl == "local":
+            raise ModelError(
+                "Training.cuda_graphs is true, and graphs need Transformer Engine's layers; set transformer_impl "
+                "to transformer_engine, or cuda_graphs to false"
+            )
         if self.plan.file is not None and self.transformer_impl != "transformer_engine":
             raise ModelError(
                 f"precision {self.precision} runs the experts in FP8 by Transformer Engine's grouped GEMM, and "

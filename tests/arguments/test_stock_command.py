@@ -248,7 +248,7 @@ def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
     assert {"depth", "dsa.schedule", "m2rnn.heads", "rope_theta"} <= of_model
     assert of_training == {
         *("device", "precision", "transformer_impl", "micro_batch_size", "global_batch_size"),
-        *("processes", "train_iters", "learning_rate", "seed"),
+        *("processes", "cuda_graphs", "train_iters", "learning_rate", "seed"),
     }
 
 

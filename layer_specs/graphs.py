@@ -219,6 +219,11 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             "--transformer-impl transformer_engine do, and the local norms do not; leave --cuda-graph-impl out",
         ),
         (
+            config.pipeline_model_parallel_size > 1,
+            "Megatron frees what a pipeline stage has sent, and cannot free the output of a graph; leave --cuda-graph-impl out "
+            "or train in one stage",
+        ),
+        (
             bool(recomputed),
             f"{', '.join(recomputed)} is about layers that CUDA graphs hold, where Megatron computes nothing again; leave one "
             "of them out",

@@ -119,10 +119,12 @@ def __getattr__(name: str) -> Callable[[], ConfigContainer]:
 
 
 def container(chosen: Recipe) -> ConfigContainer:
-    """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`."""
+    """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`.
+
+    But for CUDA graphs: Bridge refuses those of single layers (``utils/cuda_graph.py``, ``validate_cuda_graph_configuration``).
+    """
     training = chosen.training
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
-    model.cuda_graph_impl = "local" if training.cuda_graphs else "none"
     if training.plan.file is not None:
         model.te_precision_config_file = str(training.plan.file)
     is_bf16 = training.plan.model_dtype == "bf16"

@@ -239,7 +239,7 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training, machine_of(model, layout, training))
-    words += ["--cuda-graph-impl", "local"] if training.cuda_graphs and host == GPT else []
+    words += ["--cuda-graph-impl", "local"] if training.cuda_graphs and host == GPT and layout.pipeline == 1 else []
     if launch_flags.TORCH_FSDP in training.extra and "--ckpt-format" not in training.extra:
         words += ["--ckpt-format", launch_flags.TORCH_FSDP_FORMAT]
     return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])

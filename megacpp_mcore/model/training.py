@@ -67,7 +67,8 @@ class Training:
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
-        cuda_graphs: GPTModel's layers are captured in CUDA graphs and replayed; HybridModel's cannot be, and run without.
+        cuda_graphs: layers are captured in CUDA graphs and replayed; not those of HybridModel, of pipeline stages, or under
+            Megatron-Bridge, none of which can be.
         train_iters: steps. The learning rate warms up (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then decays
             to a tenth (cosine).
         extra: further stock words, appended unchanged.

@@ -192,6 +192,18 @@ def launch_words(layout: Layout | None = None, model: Model | None = None, **tra
     return set(lower(model or preset("nam56r_tiny"), layout or Layout(), Training(**training))) & named
 
 
+def test_graphs_are_asked_for_where_layers_can_be_captured() -> None:
+    staged = with_overrides(preset("nam56r"), {"dsa": {"schedule": "-FSS-FSF-FSS-"}})
+    for wanted, model, layout, host in (
+        (True, preset("nam56r"), Layout(), GPT),
+        (False, preset("nam56r"), Layout(), HYBRID),
+        (False, staged, Layout(pipeline=2), GPT),
+    ):
+        words = lower(model, layout, Training(cuda_graphs=True), host)
+        assert ("--cuda-graph-impl" in words) == wanted
+    assert "--cuda-graph-impl" not in lower(preset("nam56r"), Layout(), Training())
+
+
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
     replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}

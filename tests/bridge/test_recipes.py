@@ -15,10 +15,10 @@ from tests.bridge.processes import TINY, run
 
 # What Bridge and stock say differently, and NAM56R's training does not depend on: model, optimizer, DDP.
 HARMLESS = {
-    # Weight shards of a parallelism that neither has, context parallelism, inference.
+    # Weight shards of a parallelism that neither has, context parallelism, inference; CUDA graphs, which Bridge refuses.
     "model": {
         "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "cp_comm_type",
-        "inference_sampling_seed",
+        "inference_sampling_seed", "inference_cuda_graph_scope", "cuda_graph_impl",
     },
     # Muon, offload, and a barrier for timers.
     "optimizer": {"muon_momentum", "optimizer_offload_fraction", "barrier_with_L1_time"},

@@ -32,7 +32,7 @@ HOST_READS = "the host reads how many rows each expert gets"
 def run(**changes: Any) -> Any:
     """The configuration of a run on a GPU that asks for graphs."""
     asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
-    whole = {"expert_model_parallel_size": 1, "moe_shared_expert_overlap": False}
+    whole = {"expert_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "moe_shared_expert_overlap": False}
     return SimpleNamespace(**{**asked, **whole, "recompute_granularity": None, "recompute_modules": None, **changes})
 
 
@@ -76,6 +76,7 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
         ({}, [], "cpu", "are for a GPU; leave --cuda-graph-impl out"),
         ({"cuda_graph_modules": [CudaGraphModule.moe_router, CudaGraphModule.attn]}, [], "cuda", "attn moe_router names parts"),
         ({"transformer_impl": "local"}, [], "cuda", "the local norms do not"),
+        ({"pipeline_model_parallel_size": 2}, [], "cuda", "cannot free the output of a graph; leave"),
         ({}, ["m", "experts"], "cuda", "^nam56r: recompute: m is about layers that CUDA graphs hold"),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [], "cuda", "-modules core_attn is"),
     ],

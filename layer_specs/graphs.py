@@ -220,8 +220,8 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         ),
         (
             config.pipeline_model_parallel_size > 1,
-            "Megatron frees what a pipeline stage has sent, and cannot free the output of a graph; leave --cuda-graph-impl out "
-            "or train in one stage",
+            "Megatron frees the output of a pipeline stage once it is sent, and a replay writes there again; leave "
+            "--cuda-graph-impl out or train in one stage",
         ),
         (
             bool(recomputed),
@@ -235,4 +235,4 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         ),
     ):
         if wrong:
-            raise ModelError(f"{model.name}: {what}")
+            raise ModelError(f"{model.name}: {what} (of a recipe: --set cuda_graphs=false)")

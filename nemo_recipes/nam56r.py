@@ -109,19 +109,34 @@ class NAM56RConfig(ConfigContainer):
             )
 
 
+@functools.cache
+def _factory(name: str) -> Callable[[], ConfigContainer]:
+    def config() -> ConfigContainer:
+        return container(RECIPES[name])
+
+    config.__name__ = config.__qualname__ = f"{name}_config"
+    config.__doc__ = f"The recipe {name}."
+    return config
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *(f"{name}_config" for name in RECIPES)]
+
+
 def __getattr__(name: str) -> Callable[[], ConfigContainer]:
-    """``<recipe>_config`` of every recipe, imported by name as the functions of Bridge's own recipe modules are."""
-    if name.removesuffix("_config") in RECIPES and name.endswith("_config"):
-        return functools.partial(container, RECIPES[name.removesuffix("_config")])
+    """``<recipe>_config`` of every recipe, to be imported by name as the functions of Bridge's own recipe modules are."""
+    if name.endswith("_config") and name.removesuffix("_config") in RECIPES:
+        return _factory(name.removesuffix("_config"))
     raise AttributeError(
-        f"module {__name__} has no attribute {name!r}; {nearest(name, [f'{one}_config' for one in RECIPES])}"
+        f"module {__name__} has no attribute {name!r}; {nearest(name, [f'{each}_config' for each in RECIPES])}"
     )
 
 
 def container(chosen: Recipe) -> ConfigContainer:
     """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`.
 
-    But for CUDA graphs: Bridge refuses those of single layers (``utils/cuda_graph.py``, ``validate_cuda_graph_configuration``).
+    It has no CUDA graphs: Bridge refuses ``cuda_graph_impl="local"`` in training (``utils/cuda_graph.py``,
+    ``validate_cuda_graph_configuration``).
     """
     training = chosen.training
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)

@@ -239,10 +239,17 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training, machine_of(model, layout, training))
-    words += ["--cuda-graph-impl", "local"] if training.cuda_graphs and host == GPT and layout.pipeline == 1 else []
+    words += ["--cuda-graph-impl", "local"] if _is_captured(layout, training, host) else []
     if launch_flags.TORCH_FSDP in training.extra and "--ckpt-format" not in training.extra:
         words += ["--ckpt-format", launch_flags.TORCH_FSDP_FORMAT]
     return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
+
+
+def _is_captured(layout: Layout, training: Training, host: str) -> bool:
+    """Whether :attr:`Training.cuda_graphs` is asked for, and layers of such a run can be captured."""
+    whole = layout.pipeline == layout.tensor == 1 and launch_flags.TORCH_FSDP not in training.extra
+    engine = training.transformer_impl == "transformer_engine" and training.precision == "bf16"
+    return training.cuda_graphs and host == GPT and whole and engine
 
 
 def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags.Machine:

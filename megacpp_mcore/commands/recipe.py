@@ -37,8 +37,8 @@ _OF_TRAINING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "transformer_impl",
         {"choices": ("transformer_engine", "local"), "help": "default: local on cpu, else TE"},
     ),
-    "micro-batch-size": ("micro_batch_size", {**_NUMBER, "help": "default: 1"}),
-    "global-batch-size": ("global_batch_size", {**_NUMBER, "help": "default: 8"}),
+    "micro-batch-size": ("micro_batch_size", {**_NUMBER, "help": "default: 1, or the recipe's"}),
+    "global-batch-size": ("global_batch_size", {**_NUMBER, "help": "default: 8, or the recipe's"}),
     "train-iters": ("train_iters", {**_NUMBER, "help": "default: 1000"}),
     "lr": ("learning_rate", {"type": float, "help": "default: 3e-4"}),
 }
@@ -309,7 +309,8 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
     if training.global_batch_size % (training.micro_batch_size * replicas):
         raise ModelError(
             f"the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
-            f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change --global-batch-size"
+            f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change --global-batch-size or "
+            "--micro-batch-size"
         )
     return nodes, per_node
 
@@ -380,5 +381,5 @@ def _plan(recipe: Recipe) -> str:
     )
     return (
         f"{recipe.model.name} on {recipe.processes} × {training.device}, {training.precision}, {cut or 'not cut'}, "
-        f"batch {training.global_batch_size}"
+        f"batch {training.global_batch_size} by {training.micro_batch_size}{', CUDA graphs' * training.cuda_graphs}"
     )

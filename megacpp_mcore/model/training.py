@@ -67,8 +67,8 @@ class Training:
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
-        cuda_graphs: layers are captured in CUDA graphs and replayed; not those of HybridModel, of pipeline stages, or under
-            Megatron-Bridge, none of which can be.
+        cuda_graphs: layers are captured in CUDA graphs and replayed, where that has been measured: GPTModel of Transformer
+            Engine's layers in bf16, with replicas or divided experts; elsewhere, and under Megatron-Bridge, it is left out.
         train_iters: steps. The learning rate warms up (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then decays
             to a tenth (cosine).
         extra: further stock words, appended unchanged.
@@ -105,11 +105,6 @@ class Training:
             raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
-        if self.cuda_graphs and self.transformer_impl == "local":
-            raise ModelError(
-                "Training.cuda_graphs is true, and graphs need Transformer Engine's layers; set transformer_impl "
-                "to transformer_engine, or cuda_graphs to false"
-            )
         if self.plan.file is not None and self.transformer_impl != "transformer_engine":
             raise ModelError(
                 f"precision {self.precision} runs the experts in FP8 by Transformer Engine's grouped GEMM, and "

@@ -192,16 +192,24 @@ def launch_words(layout: Layout | None = None, model: Model | None = None, **tra
     return set(lower(model or preset("nam56r_tiny"), layout or Layout(), Training(**training))) & named
 
 
-def test_graphs_are_asked_for_where_layers_can_be_captured() -> None:
+def test_graphs_are_asked_for_where_they_were_measured() -> None:
     staged = with_overrides(preset("nam56r"), {"dsa": {"schedule": "-FSS-FSF-FSS-"}})
-    for wanted, model, layout, host in (
-        (True, preset("nam56r"), Layout(), GPT),
-        (False, preset("nam56r"), Layout(), HYBRID),
-        (False, staged, Layout(pipeline=2), GPT),
+    here, plain, own = preset("nam56r"), Training(cuda_graphs=True), {"cuda_graphs": True}
+    graphs = ("--cuda-graph-impl", "local")
+    for layout in (Layout(), Layout(expert=4)):
+        words = lower(here, layout, plain)
+        assert words[words.index(graphs[0]) :][:2] == graphs
+    for model, layout, training, host in (
+        (here, Layout(), Training(), GPT),
+        (here, Layout(), plain, HYBRID),
+        (staged, Layout(pipeline=2), plain, GPT),
+        (here, Layout(tensor=2, sequence_parallel=True), plain, GPT),
+        (here, Layout(), Training(transformer_impl="local", **own), GPT),
+        (here, Layout(), Training(precision="fp32", **own), GPT),
+        (here, Layout(), Training(precision="bf16_fp8_experts", **own), GPT),
+        (here, Layout(), Training(extra=(launch_flags.TORCH_FSDP,), **own), GPT),
     ):
-        words = lower(model, layout, Training(cuda_graphs=True), host)
-        assert ("--cuda-graph-impl" in words) == wanted
-    assert "--cuda-graph-impl" not in lower(preset("nam56r"), Layout(), Training())
+        assert graphs[0] not in lower(model, layout, training, host)
 
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:

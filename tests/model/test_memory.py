@@ -16,6 +16,7 @@ from megacpp_mcore import policy, settings
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import PRESETS, Layout, Model, memory, preset, with_overrides
+from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.policy import Run
 from tests import stock
@@ -100,6 +101,15 @@ def test_the_figure_of_nam56r_against_what_was_measured() -> None:
         above = peaks[model, "graphs"] - memory.states(preset(model), Layout(), 1).total
         assert 4.4e9 < above < 4.9e9  # what a step took besides
         assert above < H100 / memory.ROOM
+
+
+def test_a_recipe_fits_the_gpus_it_is_for() -> None:
+    for name, recipe in RECIPES.items():
+        if recipe.training.device == "cuda":
+            held = memory.states(
+                recipe.model, recipe.layout, recipe.processes, distributed_optimizer=recipe.processes > 1
+            )
+            assert memory.fits(held, H100 if "_h100_" in name else H200), name
 
 
 def test_the_figures_of_the_documentation() -> None:

@@ -35,25 +35,17 @@ def config_of(words: list[str]) -> Any:
 
 @pytest.mark.parametrize("stem", ["nam56r_pretrain_8gpu_h200", "nam56r_quarter_pretrain_1gpu_h200"])
 @pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_a_recipe_differs_from_its_bf16_twin_by_the_file_and_by_graphs(stem: str, host: str) -> None:
+def test_a_recipe_differs_from_its_bf16_twin_by_the_file_graphs_and_micro_batch(stem: str, host: str) -> None:
     ours, twin = RECIPES[f"{stem}_fp8_experts"], RECIPES[f"{stem}_bf16"]
-    changed = {"precision": "bf16_fp8_experts", "cuda_graphs": False}
-    assert ours == dataclasses.replace(twin, name=ours.name, training=dataclasses.replace(twin.training, **changed))
-    found, plain = (list(lower(one.model, one.layout, one.training, host)) for one in (ours, twin))
-    if host == GPT:  # HybridModel has none
-        graphs = plain.index("--cuda-graph-impl")
-        assert plain[graphs + 1] == "local"
-        del plain[graphs : graphs + 2]
+    plain = dataclasses.replace(twin.training, cuda_graphs=False, micro_batch_size=1)
+    eight_bit = dataclasses.replace(plain, precision="bf16_fp8_experts")
+    assert ours == dataclasses.replace(twin, name=ours.name, training=eight_bit)
+    found = lower(ours.model, ours.layout, ours.training, host)
     at = found.index(FILE[0])
-    assert tuple(found[at : at + 2]) == FILE
-    assert [*found[:at], *found[at + 2 :]] == plain
+    assert found[at : at + 2] == FILE
+    assert (*found[:at], *found[at + 2 :]) == lower(twin.model, twin.layout, plain, host)
     assert "--fp8-format" not in found
     assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
-
-
-def test_graphs_need_transformer_engine() -> None:
-    with pytest.raises(ModelError, match="graphs need Transformer Engine"):
-        Training(cuda_graphs=True, transformer_impl="local")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

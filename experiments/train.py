@@ -47,7 +47,6 @@ COLUMNS = (
     "tokens_per_s", "mfu", "peak_bytes", "disqualified", "probe", *PACKAGES, "commit",
 )  # fmt: skip
 
-_IN_TURN = threading.Lock()
 Slots = queue.SimpleQueue[str]
 
 
@@ -79,10 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in range(args.per_gpu * args.gpus):
         slots.put(str(number % args.gpus))
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
+    turns = [
+        threading.Event() for _ in range(len(jobs) + 1)
+    ]  # to take GPUs: a run that waits for several is not overtaken
+    turns[0].set()
     failures: list[str] = []
     first: dict[tuple[str | int, int], Sequence[Step]] = {}
     with ThreadPoolExecutor(slots.qsize() // min(asked)) as pool:
-        done = pool.map(lambda number: _train(content, jobs[number], number, args, slots), range(len(jobs)))
+        done = pool.map(lambda number: _on_gpus(content, jobs[number], number, args, slots, turns), range(len(jobs)))
         for (arm, seed), (folder, status, wanted) in zip(jobs, done, strict=True):
             steps = read_steps(folder / "run") if (folder / "run").exists() else []
             if status or len(steps) != wanted:
@@ -108,8 +111,28 @@ def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
     return Arm(**{**part, **both, "name": name, "words": words})
 
 
+def _on_gpus(
+    content: Mapping[str, Any],
+    job: tuple[Arm, int],
+    number: int,
+    args: argparse.Namespace,
+    slots: Slots,
+    turns: Sequence[threading.Event],
+) -> tuple[Path, int, int]:
+    """:func:`_train` on as many GPUs as the arm takes, which it gets in its turn."""
+    turns[number].wait()
+    asked = job[0].training.get("processes", args.nproc) if args.device == "cuda" else 1
+    taken = [slots.get() for _ in range(asked)]
+    turns[number + 1].set()
+    try:
+        return _train(content, job, number, args, taken)
+    finally:
+        for slot in taken:
+            slots.put(slot)
+
+
 def _train(
-    content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, slots: Slots
+    content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, gpus: Sequence[str]
 ) -> tuple[Path, int, int]:
     """Train one arm in a process of its own; returns its folder, its exit status, and the number of steps it was to take."""
     arm, seed = job
@@ -138,16 +161,10 @@ def _train(
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
         command += ["launch", "--device", args.device, "--nproc", str(training.processes), *left]
         command += ["--", *lower(model, Layout(**arm.layout), training, arm.host)]
-    with _IN_TURN:  # a run that waits for several GPUs is not overtaken
-        taken = [slots.get() for _ in range(training.processes if args.device == "cuda" else 1)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
-    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if args.device == "cuda" else {}
-    try:
-        with (folder / "log").open("w") as sink:
-            done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
-    finally:
-        for slot in taken:
-            slots.put(slot)
+    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if args.device == "cuda" else {}
+    with (folder / "log").open("w") as sink:
+        done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
     return folder, done.returncode, training.train_iters
 
 

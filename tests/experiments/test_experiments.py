@@ -44,10 +44,12 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
 
 def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy: set[str] = set()
+    begun: list[str] = []
     seen: list[tuple[str, int]] = []
 
     def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",")
+        begun.append(command[command.index("--nproc") + 1])
         assert not busy.intersection(gpus)
         busy.update(gpus)
         time.sleep(0.2)
@@ -61,6 +63,7 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     assert train.main([*words, "--gpus", "8", "--folder", str(tmp_path / "runs")]) == 1  # as none trained
     arms = yaml.safe_load((ROOT / "experiments/gpus.yaml").read_text())["arms"].values()
     assert sorted(seen) == sorted((str(arm["training"]["processes"]), arm["training"]["processes"]) for arm in arms)
+    assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file, beside each other, before the one of 8
     with pytest.raises(SystemExit, match="an arm takes 8 GPUs"):
         train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
 

@@ -78,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in range(args.per_gpu * args.gpus):
         slots.put(str(number % args.gpus))
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
-    turns = [
-        threading.Event() for _ in range(len(jobs) + 1)
-    ]  # to take GPUs: a run that waits for several is not overtaken
+    # GPUs are taken in turn: a run that waits for several is not overtaken.
+    turns = [threading.Event() for _ in range(len(jobs) + 1)]
     turns[0].set()
     failures: list[str] = []
     first: dict[tuple[str | int, int], Sequence[Step]] = {}

@@ -22,9 +22,6 @@ from megacpp_mcore.observe.events import HookErrors, Listener
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
 
-CAPTURED = "its router was captured in a CUDA graph, whose replays run no hook"
-"""Why a layer is not counted."""
-
 
 @dataclass(frozen=True)
 class Load:
@@ -188,6 +185,6 @@ class Routing(Listener):
             "failed": None if failed is None else f"counting failed on a rank: {failed}",
         }
 
-    def _not_counted(self) -> dict[str, str]:
-        """The layers that cannot be counted, and why."""
-        return {router.layer: CAPTURED for router in self._routers if router.captured}
+    def _not_counted(self) -> list[str]:
+        """The layers with a router in a CUDA graph, whose replays run no hook."""
+        return list(dict.fromkeys(router.layer for router in self._routers if router.captured))

@@ -125,6 +125,23 @@ def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
     assert replayed[-1]["lm loss"] < replayed[0]["lm loss"]
 
 
+def test_a_resumed_run_with_evaluations_replays_as_the_whole_one(corpus: str, tmp_path: Path) -> None:
+    """Its first step after the checkpoint is not a replay, where the whole run's is."""
+    overrides, words = CASES["packed"]
+    words += ("--split", "90,10,0", "--eval-iters", "1", "--eval-interval", "2", "--save-interval", str(STEPS // 2))
+    words += ("--ckpt-format", "torch_dist", "--save", str(tmp_path / "saved"))
+    load = ("--load", str(tmp_path / "saved"), "--ckpt-step", str(STEPS // 2))
+    for name, more in (("whole", ()), ("resumed", load)):
+        assert begin(tmp_path / name, corpus, overrides, *words, *GRAPHS, *more).wait() == 0, (
+            tmp_path / name / "log"
+        ).read_text()[-6000:]
+    whole, resumed = (
+        {step.step: step.values() for step in read_steps(tmp_path / name / "run")} for name in ("whole", "resumed")
+    )
+    assert list(whole) == list(range(1, STEPS + 1))
+    assert resumed == {step: whole[step] for step in range(STEPS // 2 + 1, STEPS + 1)}
+
+
 def test_a_receipt_says_which_layers_were_captured(trained: dict[tuple[str, bool], Path]) -> None:
     without, with_graphs = (receipts.read(trained["whole", graphs] / "run")["backends"] for graphs in (False, True))
     assert not [row for row in without if row["op"] == "cuda_graph"]

@@ -270,13 +270,17 @@ def _moe(found: Facts, processes: Sequence[Start]) -> None:
     if failed:
         found.miss(failed[0], *_COUNTED)
         return
-    not_counted = {layer: why for record in records.values() for layer, why in record["not_counted"].items()}
+    captured = dict.fromkeys(layer for record in records.values() for layer in record["not_counted"])
     merged = routing.merged(record["layers"] for record in records.values())
-    loads = {layer: load for layer, load in merged.items() if layer not in not_counted}
+    loads = {layer: load for layer, load in merged.items() if layer not in captured}
     found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
-    if not_counted or not loads:
-        why = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
-        found.miss(why or "no router was observed up to a reading", *_COUNTED)
+    if captured:
+        found.miss(
+            f"CUDA graphs, whose replays run no hook, have the routers of layers {', '.join(captured)}", *_COUNTED
+        )
+        return
+    if not loads:
+        found.miss("no router was observed up to a reading", *_COUNTED)
         return
     found.put("routing.entropy", min(1.0, fmean(load.entropy for load in loads.values())))
     found.put("routing.max_over_mean", fmean(load.max_over_mean for load in loads.values()))

@@ -36,6 +36,7 @@ def test_a_recipe_trained_what_it_says_today(path: Path) -> None:
     asked, receipt = recipe(path.stem), receipts.read(path)
     training, batch = asked.training, receipt["batch"]
     assert receipt["model"]["definition"] == json.loads(json.dumps(dataclasses.asdict(asked.model)))
+    assert receipt["parallelism"]["expert"] == asked.layout.expert
     assert (receipt["parallelism"]["data"], batch["micro_batch_size"], batch["global_batch_size"]) == (
         asked.processes,
         training.micro_batch_size,

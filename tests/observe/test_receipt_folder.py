@@ -201,16 +201,17 @@ def write_routing(run: Path, *records: dict[str, Any], hows: tuple[str | None, .
         write_start(run, 1, rank, line, at(1, {}, **({} if how is None else {"how": how})), world_size=2)
 
 
-def test_layers_that_were_not_counted_are_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [["2"], {"2": "a reason"}])
+def test_layers_that_were_not_counted_are_unknown(tmp_path: Path, layers: object) -> None:
     load = routing.Load((3, 5), 8).record()
     record = COUNTED | {"layers": {"2": load, "4": load}}
-    write_routing(tmp_path, record, record | {"not_counted": ["2"]})
+    write_routing(tmp_path, record, record | {"not_counted": layers})
     found = receipts.read(tmp_path)
     assert list(found["routing"]["layers"]) == ["4"]
     for name in ("entropy", "max_over_mean", "dropped_tokens"):
         assert found["routing"][name] is None
         why = why_unknown(f"routing.{name}", found["unknown"])
-        assert why == "CUDA graphs, whose replays run no hook, have the routers of layers 2"
+        assert why == "in CUDA graphs, whose replays run no hook: routers of layers 2"
 
 
 FAILED = "counting failed on a rank: OSError: x"

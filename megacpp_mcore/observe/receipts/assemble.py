@@ -275,9 +275,7 @@ def _moe(found: Facts, processes: Sequence[Start]) -> None:
     loads = {layer: load for layer, load in merged.items() if layer not in captured}
     found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
     if captured:
-        found.miss(
-            f"CUDA graphs, whose replays run no hook, have the routers of layers {', '.join(captured)}", *_COUNTED
-        )
+        found.miss(f"in CUDA graphs, whose replays run no hook: routers of layers {', '.join(captured)}", *_COUNTED)
         return
     if not loads:
         found.miss("no router was observed up to a reading", *_COUNTED)

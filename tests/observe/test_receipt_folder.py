@@ -191,7 +191,7 @@ def test_starts_that_overlap_disqualify_the_receipt(run: Path) -> None:
 
 # --- Routing ----------------------------------------------------------------------------------------------------------
 
-COUNTED = {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": [], "failed": None}
+COUNTED: dict[str, Any] = {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": [], "failed": None}
 OF_ROUTING = ("routing.layers", "routing.entropy", "routing.max_over_mean", "routing.dropped_tokens")
 
 

@@ -69,7 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train every arm with every seed; 1 if a run fails, whose log is then named."""
     args = _arguments(argv)
     content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
+    known = ("model", "overrides", "training", "settings", "words", "probe", "arms")
+    for key in content:
+        if key not in known:
+            sys.exit(f"{args.file}: unknown key {key!r}; {nearest(key, known)}")
     named = args.arms or content["arms"]
+    for name in named:
+        if name not in content["arms"]:
+            sys.exit(f"{args.file} has no arm {name!r}; {nearest(name, content['arms'])}")
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
     asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
     if max(asked) > args.gpus or (max(asked) > 1 and args.per_gpu > 1):

@@ -65,7 +65,7 @@ class Metrics:
 
     def line(self, step: Step, steps: int) -> str:
         """The progress line of ``step`` of a run of ``steps``."""
-        allocated, reserved = (size / 2**30 for size in (self.memory_allocated_bytes, self.memory_reserved_bytes))
+        allocated, reserved = (size / 1e9 for size in (self.memory_allocated_bytes, self.memory_reserved_bytes))
         depths = sorted(name for name in step.losses if name.startswith("mtp_"))
         parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
         if "lm loss" in step.losses:
@@ -79,7 +79,7 @@ class Metrics:
             f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else "first of this start",
             f"MFU {self.mfu:.1%}" if self.mfu is not None else f"no MFU ({self.mfu_reason.partition(';')[0]})",
             f"goodput {self.goodput:.1%}",
-            f"memory {allocated:.2f} of {reserved:.2f} GiB",
+            f"memory {allocated:.2f} of {reserved:.2f} GB",
         ]
         return "  ".join([*parts, *([f"SKIPPED {self.skipped}"] if self.skipped else [])])
 

@@ -101,8 +101,8 @@ _OF_METRICS = {
     "dropped assignments, %": ("dropped_share", 100.0),
     "overlap of neighbouring indexers, %": ("index_overlap", 100.0),
     "routing entropy, % (100 is even)": ("routing_entropy", 100.0),
-    "allocated memory, GiB": ("memory_allocated_bytes", 2**-30),
-    "reserved memory, GiB": ("memory_reserved_bytes", 2**-30),
+    "allocated memory, GB": ("memory_allocated_bytes", 1e-9),
+    "reserved memory, GB": ("memory_reserved_bytes", 1e-9),
 }
 """Metrics that are plotted (of :class:`~megacpp_mcore.observe.live.Metrics`), and the factor for each."""
 
@@ -242,8 +242,8 @@ class Run:
                 for title, (name, scale) in _OF_METRICS.items()
             },
         }
-        if series["allocated memory, GiB"] == series["reserved memory, GiB"]:
-            del series["reserved memory, GiB"]
+        if series["allocated memory, GB"] == series["reserved memory, GB"]:
+            del series["reserved memory, GB"]
         marks = [(step, "") for step in self._resumed()]
         found = [
             (

@@ -120,7 +120,7 @@ def resolve(
             connections,
             policy_values.allocator(run, lookup, speed, given="speed_defaults.expandable_segments" in given),
             *policy_values.nccl(run, lookup),
-            *policy_values.caches(lookup, speed),
+            *policy_values.caches(run, lookup, speed),
             policy_values.blocking(lookup, taxes),
             *policy_values.dynamo(mode, disabled),
             *policy_values.logs(lookup, observability),

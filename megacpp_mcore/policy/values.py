@@ -6,6 +6,7 @@ is changed. Conditions that Megatron checks are those of megatron-core 0.19.2 an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -171,21 +172,29 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
     )
 
 
-def caches(lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
-    """Decide the folders of compiled kernels."""
+def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
+    """Decide the folders of compiled kernels.
+
+    Where ``TRITON_CACHE_DIR`` is not set, PyTorch sets it to a temporary folder of each GPU with the first kernel that Inductor
+    makes (torch 2.11, ``_inductor/runtime/triton_heuristics.py``): every rank would compile all later ones again.
+    """
+    home = lookup.asked("TRITON_HOME") or os.path.expanduser("~")
+    shared = os.path.join(home, ".triton", "cache") if run.device == "cuda" else None
     in_temporary = "regions that Inductor has compiled; by default in the temporary folder"
-    rows: tuple[tuple[str, str, str], ...] = (
-        ("TRITON_CACHE_DIR", "triton", "kernels that Triton has compiled; by default ~/.triton/cache"),
-        ("TORCHINDUCTOR_CACHE_DIR", "inductor", in_temporary),
+    rows: tuple[tuple[str, str, str | None, str], ...] = (
+        ("TRITON_CACHE_DIR", "triton", shared, "kernels that Triton has compiled, by all ranks of a host"),
+        ("TORCHINDUCTOR_CACHE_DIR", "inductor", None, in_temporary),
     )
     if speed.cache_root or lookup.asked("DG_JIT_CACHE_DIR") is not None:
-        rows += (("DG_JIT_CACHE_DIR", "deep_gemm", "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),)
+        rows += (
+            ("DG_JIT_CACHE_DIR", "deep_gemm", None, "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),
+        )
     found = []
-    for name, folder, note in rows:
+    for name, folder, default, note in rows:
         wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None
         asked = lookup.asked(name)
         refused = f"speed_defaults.cache_root asks for {wanted}" if wanted and asked not in (None, wanted) else ""
-        found.append(lookup.find(name, default=wanted, note=note, refused=refused))
+        found.append(lookup.find(name, default=wanted or default, note=note, refused=refused))
     return tuple(found)
 
 

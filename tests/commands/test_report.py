@@ -129,13 +129,13 @@ def test_the_memory_of_a_process_is_called_that_and_shown_once(
     labels = ("peak allocated", "peak reserved", "peak resident set")
     allocated, reserved = (receipt["memory"][f"{name}_peak_bytes"] for name in ("allocated", "reserved"))
     assert [line for line in shown(RECEIPT, capsys) if line.startswith(labels)] == [
-        f"peak allocated    {allocated / 2**30:.3g} GiB",
-        f"peak reserved     {reserved / 2**30:.3g} GiB",
+        f"peak allocated    {allocated / 1e9:.3g} GB",
+        f"peak reserved     {reserved / 1e9:.3g} GB",
     ]
     receipt["memory"] |= {"kind": "resident set", "allocated_peak_bytes": 123456, "reserved_peak_bytes": 123456}
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
     lines = shown(tmp_path / "receipt.json", capsys)
-    assert [line for line in lines if line.startswith(labels)] == ["peak resident set 121 KiB"]
+    assert [line for line in lines if line.startswith(labels)] == ["peak resident set 123 kB"]
 
 
 def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,11 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file, beside each other, before the one of 8
     with pytest.raises(SystemExit, match="an arm takes 8 GPUs"):
         train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"no arm 'fuor'.*four"):
+        train.main([*words, "--arms", "one", "fuor"])
+    (tmp_path / "typo.yaml").write_text("model: nam56r\ntrainning: {}\narms: {one: {}}\n")
+    with pytest.raises(SystemExit, match=r"unknown key 'trainning'.*training"):
+        train.main([str(tmp_path / "typo.yaml"), "--data", "corpus"])
 
 
 def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ EXPERTS = {
 EIGHT = {
     "batch__global_batch_size": 64, "batch__effective_tokens": 8 * 2048, "throughput__tokens_per_s": 7840.0,
     "throughput__tokens_per_s_per_device": 980.0, "ranks__expected": 8, "ranks__found": list(range(8)),
-    "parallelism__world_size": 8, "parallelism__data": 8,
+    "parallelism__world_size": 8, "parallelism__data": 8, "optimizer": {"name": "adam", "distributed": True},
 }  # fmt: skip
 
 
@@ -59,7 +59,8 @@ def receipt(**changes: Any) -> dict[str, Any]:
         "tokenizer.checksum": "2" * 64, "tokenizer.vocab_size": 384, "cache.state": "warm", "batch.micro_batch_size": 1,
         "batch.global_batch_size": 8, "batch.accumulation": 8, "batch.rampup": False, "batch.effective_tokens": 2048,
         "indexer.top_k": 32, "precision.model_dtype": "bf16", "precision.kernel_fp8": "none", "precision.dispatch": "none",
-        "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [], "optimizer": {"name": "adam"},
+        "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [],
+        "optimizer": {"name": "adam", "distributed": False},
         "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50, "step_time.p50_s": 2.0, "step_time.p90_s": 2.1,
         "throughput.tokens_per_s": 1000.0, "throughput.tokens_per_s_per_device": 1000.0, "memory.kind": "CUDA allocator",
         "memory.allocated_peak_bytes": 1000, "backends": [], "recompute": "full", "commit": "1" * 40,

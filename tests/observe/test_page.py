@@ -300,4 +300,4 @@ def test_layers_as_ranges() -> None:
 
 def test_short_numbers() -> None:
     assert [page.short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
-    assert [schema.size(2**30), page.clock(3700), page.clock(61.0)] == ["1 GiB", "1 h 01 min", "61.0 s"]
+    assert [schema.size(1.5e9), page.clock(3700), page.clock(61.0)] == ["1.5 GB", "1 h 01 min", "61.0 s"]

@@ -239,10 +239,10 @@ def test_the_slowest_rank_is_the_one_that_computes_longest(tmp_path: Path, capsy
     (tmp_path / "start_0").mkdir()
     assert cli.main(["report", "profile", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["rank", "step", "computing", "bubble", "AllReduce", "AllToAll", "SendRecv"]
-    assert lines[2].split() == ["0", "50.000", "10.000", "30.000", "0.000", "0.000", "30.000"]
-    assert lines[3].split() == ["2,", "slowest", "50.000", "35.000", "0.000", "5.000", "0.000", "0.000"]
-    assert lines[4].split() == ["10", "50.000", "5.000", "0.000", "0.000", "35.000", "0.000"]
+    assert lines[1].split() == ["rank", "step", "computing", "idle", "bubble", "AllReduce", "AllToAll", "SendRecv"]
+    assert lines[2].split() == ["0", "50.000", "10.000", "10.000", "30.000", "0.000", "0.000", "30.000"]
+    assert lines[3].split() == ["2,", "slowest", "50.000", "35.000", "10.000", "0.000", "5.000", "0.000", "0.000"]
+    assert lines[4].split() == ["10", "50.000", "5.000", "10.000", "0.000", "0.000", "35.000", "0.000"]
     assert [line.split(":")[0] for line in lines if line.startswith("profile of steps")] == [
         "profile of steps 7 to 8, rank 0, H200",
         "profile of steps 7 to 8, rank 2, H200",

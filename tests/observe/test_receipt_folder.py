@@ -324,6 +324,7 @@ def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
     (graphs / "abcd").mkdir(parents=True)
     training = Training(tmp_path / "run", monkeypatch)
     (tmp_path / "TRITON_CACHE_DIR" / "KERNEL").mkdir(parents=True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))  # as PyTorch does where it is not set
     training.log.write(phases={"compile": 1})
     (graphs / "abce").mkdir()
     training.end()

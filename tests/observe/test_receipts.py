@@ -113,7 +113,9 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     assert found["profiler"]["step_range"] == [10, 14]
     assert (found["dominant_time"], found["attention_share"]) == ("expert", 0.3)
     assert found["dominant_flops"] is None
-    assert found["shares"]["source"] == "profile: device time of kernels of steps 10 to 14"
+    assert found["shares"]["source"] == (
+        "profile of rank 0: device time of kernels of steps 10 to 14, communication included"
+    )
     assert found["shares"]["groups"] == {"expert": 0.6, "attention": 0.3, "optimizer": 0.1}
     assert found["profiler"]["hidden_share"] == 0.75
     assert "profiler" not in found["unknown"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,7 @@ def test_only_what_nobody_has_set_is_set() -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "NCCL_DEBUG": "WARN",
+        "TRITON_CACHE_DIR": os.path.expanduser("~/.triton/cache"),
     }
     assert resolve(run, environment=ours).environment() == {}
     assert resolve(Run(device="cpu"), environment={}).environment() == {}
@@ -251,6 +253,15 @@ def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
     assert found.environment()["TORCHINDUCTOR_CACHE_DIR"] == "/caches/inductor"
     without = settings(tmp_path, "speed_defaults: {expandable_segments: false}\n")
     assert name not in resolve(GPU, settings=without, environment={}).environment()
+
+
+def test_the_ranks_of_a_host_share_a_cache_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TRITON_CACHE_DIR"
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert resolve(GPU, environment={}).environment()[name] == "/home/someone/.triton/cache"
+    assert resolve(GPU, environment={"TRITON_HOME": "/shared"}).environment()[name] == "/shared/.triton/cache"
+    assert name not in resolve(GPU, environment={name: "/mine"}).environment()
+    assert name not in resolve(dataclasses.replace(GPU, device="cpu"), environment={}).environment()
 
 
 def test_nccl() -> None:

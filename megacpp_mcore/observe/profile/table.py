@@ -309,14 +309,16 @@ def _of_ranks(profiles: Sequence[Mapping[str, Any]]) -> str:
     slowest = max(profiles, key=_computing_ns)
     kinds = sorted({name for profile in profiles for name in profile["collectives"]})
     first, last = profiles[0]["steps"]
-    heads = ["step", "computing", "bubble", *kinds]
+    idle = [] if profiles[0]["busy_ns"] is None else ["idle"]  # of a device
+    heads = ["step", "computing", *idle, "bubble", *kinds]
     lines = [
         f"steps {first} to {last}, milliseconds a step; communication as far as it is exposed, waiting included:",
         f"{'rank':<16}" + "".join(f"{head:>15}" for head in heads),
     ]
     for profile in profiles:
         exposed = [profile["collectives"].get(kind, {"exposed_ns": 0})["exposed_ns"] for kind in kinds]
-        cells = [profile["window_ns"], _computing_ns(profile), profile["bubble_ns"], *exposed]
+        nothing = [profile["window_ns"] - profile["busy_ns"]] if idle else []
+        cells = [profile["window_ns"], _computing_ns(profile), *nothing, profile["bubble_ns"], *exposed]
         mark = ", slowest" if profile is slowest and len(profiles) > 1 else ""
         row = "".join(f"{ns / 1e6 / (last - first + 1):>15.3f}" for ns in cells)
         lines.append(f"{profile['rank']}{mark}".ljust(16) + row)

@@ -227,6 +227,7 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "backends": _each_once,
     "memory.allocated_peak_bytes": max,
     "memory.reserved_peak_bytes": max,
+    "precision.fp8_layers": lambda ranks: sorted({layer for layers in ranks for layer in layers}),
     "precision.fp8_scopes": _sums,
     "precision.dequantised": sum,
     "indexer.overlap": _means,
@@ -251,7 +252,9 @@ def _merged(processes: Sequence[Start]) -> Facts:
     found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
     found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
     found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
-    unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
+    unsampled = (
+        "no two Full layers of one rank were sampled in a step with more tokens than top-k, or they are in CUDA graphs"
+    )
     found.put("indexer.overlap", found.values.get("indexer.overlap"), unsampled)
     return found
 
@@ -360,7 +363,9 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         rows = profile["families"]
         shares = {_OF_LETTER.get(name, name): row["share"] for name, row in rows.items() if row["share"] is not None}
         found.put("dominant_time", _OF_LETTER.get(profile["dominant"], profile["dominant"]))
-        source = "profile: {} of steps {} to {}".format(profile["unit"], *profile["steps"])
+        source = "profile of rank 0: {} of steps {} to {}, communication included".format(
+            profile["unit"], *profile["steps"]
+        )
         found.put("shares.source", source)
     if shares:
         shares = {group: min(1.0, share) for group, share in shares.items()}

@@ -238,7 +238,7 @@ class Line:
     def describe(self) -> str:
         """The line in words, with both values where they differ."""
         if self.same:
-            return f"{self.key}: the same, {plain(self.values[0])}"
+            return f"{self.key}: the same"
         if self.same is None:
             return f"{self.key}: not known ({self.reason})"
         first, second = _differing(*self.values)
@@ -377,10 +377,12 @@ _Both = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def _of_a_replica(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the batch of one data-parallel replica, which does not change with the number of devices."""
+    """``values`` with the batch of one data-parallel replica, and without whether replicas divide the optimizer's states."""
     replicas = values["parallelism.data"] or 1
     names = ("batch.global_batch_size", "batch.effective_tokens")
-    return {**values, **{name: values[name] // replicas for name in names if values[name] is not None}}
+    batch = {name: values[name] // replicas for name in names if values[name] is not None}
+    optimizer = {key: value for key, value in (values["optimizer"] or {}).items() if key != "distributed"}
+    return {**values, **batch, "optimizer": optimizer or None}
 
 
 def _line(key: str, both: _Both) -> Line:

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ COMMIT = "MEGACPP_COMMIT"
 ENVIRONMENT = (
     CONNECTIONS, ALLOCATOR, "PYTORCH_ALLOC_CONF", *DISABLING, "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
     "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_GRAPH_REGISTER", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN",
-    "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS", "MEGACPP_DISABLE_TE", COMMIT,
+    "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS", "MEGACPP_DISABLE_TE",
 )  # fmt: skip
 """The only environment variables whose values a receipt holds: none of them names a path, a person or a secret."""
 
@@ -120,16 +120,20 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     facts.attempt("flops", lambda found: _flops(found, model, args, config, recomputation, settings))
 
 
-def cache_files() -> dict[str, int]:
-    """How many kernels and graphs the caches of this host hold."""
+def cache_folders() -> dict[str, Path]:
+    """The caches of compiled kernels and graphs, as of now: PyTorch may change the environment."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
-    folders = {
-        "triton": os.environ.get("TRITON_CACHE_DIR") or home,
-        "inductor": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),
+    return {
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or home),
+        "inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()),
     }
-    return {name: sum(1 for _ in Path(folder).glob(_KERNELS[name])) for name, folder in folders.items()}
+
+
+def cache_files(folders: Mapping[str, Path]) -> dict[str, int]:
+    """How many kernels and graphs the caches hold."""
+    return {name: sum(1 for _ in folder.glob(_KERNELS[name])) for name, folder in folders.items()}
 
 
 # --- The software -----------------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ FIELDS: tuple[Field, ...] = (
        always=True),
     _F("versions", "map of text", "versions of what it ran with", "versions", compare=BESIDE),
     _F("commit", "text", "commit of this package, with `+changes` when files differ from it", "commit", "hash",
-       compare=BESIDE),
+       shown=True, compare=BESIDE),
     _F("environment", "map of text", "the variables of the allow-list that were set", always=True, compare=BESIDE),
     _F("notes", "list of text", "what a reader should know", always=True),
     _F("unknown", "map of text", "why a field, or a group of fields, is null", always=True),
@@ -411,11 +411,11 @@ def plain(value: Any) -> str:
 
 def size(count: float) -> str:
     """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def spans(layers: Sequence[Any]) -> str:

@@ -66,7 +66,8 @@ class ReceiptWriter(Listener):
         self._chunks: Sequence[Any] = ()
         self._failed: list[str] = []
         # Entries in this host's caches before anything of this run, its warm-up included, compiles.
-        self._caches = of_run.cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._folders = of_run.cache_folders() if os.environ.get("LOCAL_RANK", "0") == "0" else {}
+        self._caches = of_run.cache_files(self._folders)
         observed.forget()  # those of an earlier run in this process
         self._write_facts()
 
@@ -90,8 +91,8 @@ class ReceiptWriter(Listener):
     def on_end(self, error: BaseException | None) -> None:
         """Write the final facts; on rank 0, assemble the receipt from what the ranks have written."""
         self._write()
-        if self._caches is not None:
-            now = of_run.cache_files()
+        if self._folders:
+            now = of_run.cache_files(self._folders)
             added = {name: max(0, now[name] - count) for name, count in self._caches.items()}
             self._log.write(facts={"cache.files": self._caches, "cache.added": added})
         if self._log.rank == 0:

@@ -158,7 +158,7 @@ def check_run(config: TransformerConfig) -> None:
     if arguments is None:
         return
     if arguments.dataloader_inter_document_masking:
-        _check_packed_rows(config, arguments.micro_batch_size)
+        _check_packed_rows(config, max(arguments.micro_batch_size, arguments.eval_micro_batch_size or 0))
         return
     if not arguments.reset_attention_mask:
         return

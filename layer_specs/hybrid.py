@@ -107,7 +107,7 @@ class NAM56RStack(HybridStack):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """As the stock method, after marking the checkpoint's layout (save) or checking it (load)."""
-        checkpoint_layout.mark_or_check(metadata, getattr(self.config, checkpoint_layout.EXPERTS_KEY, None))
+        checkpoint_layout.mark_or_check(metadata, self.config)
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state
 

@@ -227,6 +227,9 @@ def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) 
     config.hetereogenous_dist_checkpoint = True
     # Read by the patch checkpoint-layout: checkpoints of this model record the layout number.
     setattr(config, checkpoint_layout.KEY, checkpoint_layout.LAYOUT)
+    full_attention = [number for number, role in enumerate(model.roles, 1) if role == grammar.FULL_ATTENTION]
+    mamba3 = {"mamba3.decay_activation": model.mamba3.decay_activation, "mamba3.a_floor": model.mamba3.a_floor}
+    setattr(config, checkpoint_layout.MODEL_KEY, {**mamba3, "layers of full attention": full_attention})
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
     # Read by the code that packs documents and by the layers (megacpp_mcore.layer_specs.documents).
@@ -264,6 +267,10 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         (config.fp8, "--fp8-format, which wraps every layer in FP8,"),
         (config.fp4, "--fp4-format, which wraps every layer in FP4,"),
         (config.delay_wgrad_compute, "--delay-wgrad-compute"),
+        (
+            config.overlap_moe_expert_parallel_comm,
+            "--overlap-moe-expert-parallel-comm, whose schedule wants stock's layers,",
+        ),
         (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
     ):
         if asked:

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.quantization.utils import load_quantization_recipe
 
+from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.layer_specs.nam56r import nam56r
 from megacpp_mcore.model import Layout, Model, flops
@@ -101,7 +102,8 @@ class NAM56RProvider(MLAModelProvider):
 
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
         """The audited FLOP count of training ``batch_size`` sequences, for Bridge's throughput log."""
-        model = lowering.matching_preset((self,))
+        settings = plugin_config.from_environment()
+        model = settings.model if settings is not None else lowering.matching_preset((self,))
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
         return step.total.training
 

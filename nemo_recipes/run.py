@@ -91,11 +91,12 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         config = configured(chosen, overrides)
         check_config(config, layout)
         process.say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
-        launched = launch_policy(chosen, config, overrides, settings, environment)
+        trained = chosen if settings is None else dataclasses.replace(chosen, model=settings.model)
+        launched = launch_policy(trained, config, overrides, settings, environment)
         for line in launched.lines(settings):
             process.say(line)
         stack.enter_context(process.environment(launched.environment()))
-        policy.check_memory(policy_run(chosen, config))  # initializes CUDA, which reads the environment once
+        policy.check_memory(policy_run(trained, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())
         process.say(verify_data(config))

@@ -43,7 +43,7 @@ def _marked_or_checked(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         if hasattr(self.config, checkpoint_layout.KEY):
-            checkpoint_layout.mark_or_check(metadata, getattr(self.config, checkpoint_layout.EXPERTS_KEY, None))
+            checkpoint_layout.mark_or_check(metadata, self.config)
         return original(self, prefix, sharded_offsets, metadata)
 
     return sharded_state_dict

@@ -168,6 +168,7 @@ def _attention_arguments(model: Model) -> list[Argument]:
         _absent("--no-rope-freq", "no_rope_freq", None),
         _absent("--qk-l2-norm", "qk_l2_norm", False),
         _absent("--qk-clip", "qk_clip", False),
+        _absent("--log-max-attention-logit", "log_max_attention_logit", False),
         _absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),
     ]
     if set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}:
@@ -217,6 +218,9 @@ def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
         _absent("--moe-latent-size", "moe_latent_size", None),
         _absent("--moe-apply-probs-on-input", "moe_apply_probs_on_input", False),
         _absent("--moe-input-jitter-eps", "moe_input_jitter_eps", None),
+        _absent(
+            "--mlp-chunks-for-training", "mlp_chunks_for_training", 1
+        ),  # each chunk would add the routers' losses whole
     ]
 
 

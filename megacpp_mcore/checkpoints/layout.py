@@ -16,26 +16,31 @@ KEY = "megacpp_layout"
 """Key of the layout in the content metadata; a checkpoint without it has no layout that this version knows."""
 EXPERTS_KEY = "megacpp_experts"
 """Key there of the saved model's ``experts`` backend; if absent, ``stock``."""
+MODEL_KEY = "megacpp_model"
+"""Key there of what changes a forward pass and shows in no Megatron argument and no parameter's name or shape, by name."""
 LOADED_FROM = "megacpp_loaded_from"
 """Key there under which the patch checkpoint-layout notes the folder of a checkpoint being loaded."""
 
 
-def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
+def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
     """Mark the metadata of a checkpoint to be saved; check that of one to be loaded.
 
     Args:
         metadata: as passed to ``sharded_state_dict``; None if it is not called for a checkpoint.
-        experts: the model's ``experts`` backend; None: it has no experts.
+        config: the model's; has, under :data:`EXPERTS_KEY`, its ``experts`` backend, if it has experts, and what else is
+            recorded under :data:`MODEL_KEY`.
 
     Raises:
-        CheckpointError: the checkpoint to be loaded has no layout or a different one, or distributed-optimizer state in the
-            parameter order of a different ``experts`` backend; nothing has been loaded.
+        CheckpointError: the checkpoint to be loaded has no layout or a different one, is of another model, unless only its
+            weights are loaded (``--finetune``), or has distributed-optimizer state in the parameter order of a different
+            ``experts`` backend; nothing has been loaded.
     """
     if metadata is None:
         return
+    experts, model = getattr(config, EXPERTS_KEY, None), getattr(config, MODEL_KEY, {})
     folder = metadata.get(LOADED_FROM)
     if folder is None:
-        metadata[KEY] = LAYOUT
+        metadata |= {KEY: LAYOUT, MODEL_KEY: model}
         if experts is not None:
             metadata[EXPERTS_KEY] = experts
         return
@@ -45,6 +50,14 @@ def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
             f"the checkpoint {folder} has {KEY} {found}, expected {LAYOUT}; load it with the version of megacpp-mcore that "
             "saved it"
         )
+    other = metadata.get(MODEL_KEY, {})  # none before 0.2.0
+    for name in other if not _is_finetuned() else ():
+        if other[name] != model.get(name):
+            raise CheckpointError(
+                f"the checkpoint {folder} is of a model whose {name} is {other[name]}, and the run's is {model.get(name)}; no "
+                "argument of Megatron's says so: name in MEGACPP_CONFIG the file that it was trained with, or load only its "
+                "weights into this model (--finetune)"
+            )
     saved = metadata.get(EXPERTS_KEY, "stock")
     flat = metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
     if experts not in (None, saved) and flat and _loads_optimizer():
@@ -56,12 +69,21 @@ def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
         )
 
 
-def _loads_optimizer() -> bool:
-    """Whether this process's stock script loads optimizer state; assumed if there is no stock script."""
+def _arguments() -> Any:
+    """The stock script's; None without one, where get_args() would assert."""
     from megatron.training import global_vars
 
-    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
-    return arguments is None or not (arguments.no_load_optim or arguments.finetune)
+    return global_vars._GLOBAL_ARGS
+
+
+def _is_finetuned() -> bool:
+    """Whether this process's stock script begins training anew from a checkpoint's weights."""
+    return bool((arguments := _arguments()) is not None and arguments.finetune)
+
+
+def _loads_optimizer() -> bool:
+    """Whether this process's stock script loads optimizer state; assumed if there is no stock script."""
+    return (arguments := _arguments()) is None or not (arguments.no_load_optim or arguments.finetune)
 
 
 def check_version(prefix: str, version: int | None) -> None:

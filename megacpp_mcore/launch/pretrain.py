@@ -93,7 +93,7 @@ def get_batch(
     has_mtp, packed = _has_mtp(args, vp_stage), args.dataloader_inter_document_masking
     max_documents = None
     if packed and most_documents is not None:
-        max_documents = most_documents(args.seq_length * args.micro_batch_size)
+        max_documents = most_documents(args.seq_length * max(args.micro_batch_size, args.eval_micro_batch_size or 0))
     needs_rows = is_first_or_last_pipeline_stage(vp_stage) or has_mtp
     if not needs_rows and not packed:
         return dict.fromkeys(BATCH_KEYS)

@@ -15,17 +15,36 @@ from megacpp_mcore.errors import CheckpointError
 from tests.saved import write
 
 
+def of(experts: str | None = None, **model: Any) -> SimpleNamespace:
+    """The configuration of a model."""
+    return SimpleNamespace(megacpp_model=model, **({} if experts is None else {"megacpp_experts": experts}))
+
+
+def test_a_checkpoint_of_a_model_that_only_its_file_tells_apart_is_refused() -> None:
+    metadata: dict[str, Any] = {}
+    checkpoint_layout.mark_or_check(metadata, of(a_floor=1e-4))
+    loaded = metadata | {"megacpp_loaded_from": "/old"}
+    checkpoint_layout.mark_or_check(loaded, of(a_floor=1e-4))
+    with pytest.raises(
+        CheckpointError, match=r"/old is of a model whose a_floor is 0.0001, and the run.s is 0.01; .*MEGACPP_CONFIG"
+    ):
+        checkpoint_layout.mark_or_check(loaded, of(a_floor=1e-2))
+    anew = SimpleNamespace(no_load_optim=False, finetune=True)
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", anew):
+        checkpoint_layout.mark_or_check(loaded, of(a_floor=1e-2))
+
+
 def test_metadata_of_a_save_is_marked_and_that_of_a_load_is_checked() -> None:
     metadata: dict[str, Any] = {"dp_cp_group": None}
-    checkpoint_layout.mark_or_check(metadata, None)
-    assert metadata == {"dp_cp_group": None, "megacpp_layout": 2}
-    checkpoint_layout.mark_or_check(metadata, "megacpp_mcore")
+    checkpoint_layout.mark_or_check(metadata, of())
+    assert metadata == {"dp_cp_group": None, "megacpp_layout": 2, "megacpp_model": {}}
+    checkpoint_layout.mark_or_check(metadata, of("megacpp_mcore"))
     assert metadata["megacpp_experts"] == "megacpp_mcore"
-    checkpoint_layout.mark_or_check(None, None)
-    checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 2}, None)
+    checkpoint_layout.mark_or_check(None, of())
+    checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 2}, of())
     for other in ({}, {"megacpp_layout": 3}):
         with pytest.raises(CheckpointError, match=f"/old has megacpp_layout {other.get('megacpp_layout')}, expected 2"):
-            checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", **other}, None)
+            checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", **other}, of())
 
 
 def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
@@ -34,13 +53,13 @@ def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"backends: \{experts: stock\}, or save it so once with --dist-ckpt-optim"
     ):
-        checkpoint_layout.mark_or_check(flat, "megacpp_mcore")
-    checkpoint_layout.mark_or_check(flat, "stock")
-    checkpoint_layout.mark_or_check(flat | {"megacpp_experts": "megacpp_mcore"}, "megacpp_mcore")
-    checkpoint_layout.mark_or_check(loaded | {"distrib_optim_sharding_type": "fully_reshardable"}, "megacpp_mcore")
+        checkpoint_layout.mark_or_check(flat, of("megacpp_mcore"))
+    checkpoint_layout.mark_or_check(flat, of("stock"))
+    checkpoint_layout.mark_or_check(flat | {"megacpp_experts": "megacpp_mcore"}, of("megacpp_mcore"))
+    checkpoint_layout.mark_or_check(loaded | {"distrib_optim_sharding_type": "fully_reshardable"}, of("megacpp_mcore"))
     without = SimpleNamespace(no_load_optim=True, finetune=False)
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", without):
-        checkpoint_layout.mark_or_check(flat, "megacpp_mcore")
+        checkpoint_layout.mark_or_check(flat, of("megacpp_mcore"))
 
 
 def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path) -> None:

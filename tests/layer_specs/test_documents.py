@@ -249,6 +249,7 @@ GIVEN = {
     "dataloader_inter_document_masking": False,
     "create_attention_mask_in_dataloader": True,
     "micro_batch_size": 1,
+    "eval_micro_batch_size": 1,
 }
 ONE_CHUNK = {
     **{"mtp_num_layers": None, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
@@ -309,5 +310,7 @@ def test_packed_samples_that_would_be_mixed_up_or_balanced_together_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         check(PACKED, configured)
+    with pytest.raises(ModelError, match=message):
+        check(PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}, configured)
     check(PACKED | {"micro_batch_size": 1}, configured)
     check(PACKED, configured | right)

@@ -112,8 +112,16 @@ def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[An
         groups = {"dp_cp_group": model.pg_collection.dp_cp}
         metadata = dict(groups)
         model.sharded_state_dict(metadata=metadata)
-        assert metadata == {**groups, "megacpp_layout": 2, "megacpp_experts": "megacpp_mcore"}
+        full = [number for number, role in enumerate(SMALL.roles, 1) if role == "-"]
+        decay = {"mamba3.decay_activation": "softplus", "mamba3.a_floor": 1e-4}
+        marks = {"megacpp_layout": 2, "megacpp_model": {**decay, "layers of full attention": full}}
+        assert metadata == {**groups, **marks, "megacpp_experts": "megacpp_mcore"}
         model.sharded_state_dict(metadata={**metadata, "megacpp_loaded_from": "/now"})
+        other = {**metadata, "megacpp_model": {"mamba3.a_floor": 0.01}, "megacpp_loaded_from": "/other"}
+        with pytest.raises(
+            CheckpointError, match=r"/other is of a model whose mamba3\.a_floor is 0\.01, and the run's is 0\.0001"
+        ):
+            model.sharded_state_dict(metadata=other)
         with pytest.raises(CheckpointError, match="/old has megacpp_layout None, expected 2"):
             model.sharded_state_dict(metadata={**groups, "megacpp_loaded_from": "/old"})
         # What --ckpt-format torch saves: here, and by mixers that had torch's own first version.

@@ -218,9 +218,8 @@ def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
         _absent("--moe-latent-size", "moe_latent_size", None),
         _absent("--moe-apply-probs-on-input", "moe_apply_probs_on_input", False),
         _absent("--moe-input-jitter-eps", "moe_input_jitter_eps", None),
-        _absent(
-            "--mlp-chunks-for-training", "mlp_chunks_for_training", 1
-        ),  # each chunk would add the routers' losses whole
+        # Each chunk would add the routers' losses whole.
+        _absent("--mlp-chunks-for-training", "mlp_chunks_for_training", 1),
     ]
 
 

@@ -172,14 +172,18 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
     )
 
 
+def triton_cache(home: str | None) -> str:
+    """Triton's own default folder of compiled kernels; ``home``: TRITON_HOME, if it is set."""
+    return os.path.join(home or os.path.expanduser("~"), ".triton", "cache")
+
+
 def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
     """Decide the folders of compiled kernels.
 
     Where ``TRITON_CACHE_DIR`` is not set, PyTorch sets it to a temporary folder of each GPU with the first kernel that Inductor
     makes (torch 2.11, ``_inductor/runtime/triton_heuristics.py``): every rank would compile all later ones again.
     """
-    home = lookup.asked("TRITON_HOME") or os.path.expanduser("~")
-    shared = os.path.join(home, ".triton", "cache") if run.device == "cuda" else None
+    shared = triton_cache(lookup.asked("TRITON_HOME")) if run.device == "cuda" else None
     in_temporary = "regions that Inductor has compiled; by default in the temporary folder"
     rows: tuple[tuple[str, str, str | None, str], ...] = (
         ("TRITON_CACHE_DIR", "triton", shared, "kernels that Triton has compiled, by all ranks of a host"),

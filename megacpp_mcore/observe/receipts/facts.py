@@ -30,6 +30,7 @@ from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
+from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util import host
 
@@ -124,9 +125,8 @@ def cache_folders() -> dict[str, Path]:
     """The caches of compiled kernels and graphs, as of now: PyTorch may change the environment."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     return {
-        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or home),
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or triton_cache(os.environ.get("TRITON_HOME"))),
         "inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()),
     }
 

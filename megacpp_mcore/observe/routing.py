@@ -80,14 +80,20 @@ def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load
 
 
 class _Router:
-    """The running sums of one router."""
+    """The running sums of one router, in buffers of its module.
 
-    def __init__(self, layer: str, padded: bool) -> None:
+    Buffers, because Megatron puts them back after the passes that warm up and capture a CUDA graph
+    (megatron-core 0.19, ``core/transformer/cuda_graphs.py``), whose replays then add to them.
+    """
+
+    def __init__(self, layer: str, module: Any) -> None:
+        import torch
+
         self.layer = layer
-        self.padded = padded
-        self.asked = 0
-        self.tokens_E: Any = None
-        self.captured = False
+        experts, device = module.config.num_moe_experts, next(module.parameters()).device
+        for name, size in (("counted_tokens_E", experts), ("asked_assignments", 1)):
+            module.register_buffer(name, torch.zeros(size, dtype=torch.int64, device=device), persistent=False)
+        self.tokens_E, self.asked = module.counted_tokens_E, module.asked_assignments
 
     def count(self, module: Any, _: Any, output: tuple[Any, Any]) -> None:
         """Forward hook: add the assignments of one micro-batch; a slot that pads an expert to its capacity has no weight."""
@@ -96,12 +102,9 @@ class _Router:
         if not (module.training and torch.is_grad_enabled()):
             return
         probs_TE, map_TE = output
-        if is_capturing():  # a replay would add the tokens again, but not the requests
-            self.captured = True
-            return
-        kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if self.padded else map_TE
-        found_E = kept_TE.sum(dim=0, dtype=torch.int64)
-        self.tokens_E = found_E if self.tokens_E is None else self.tokens_E.add_(found_E)
+        padded = module.config.moe_pad_expert_input_to_capacity
+        kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if padded else map_TE
+        self.tokens_E += kept_TE.sum(dim=0, dtype=torch.int64)
         self.asked += map_TE.shape[0] * module.topk
 
 
@@ -137,7 +140,7 @@ class Routing(Listener):
                 if isinstance(module, TopKRouter):
                     number = module.layer_number if module.layer_number is not None else name
                     layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
-                    router = _Router(layer, bool(module.config.moe_pad_expert_input_to_capacity))
+                    router = _Router(layer, module)
                     self._routers.append(router)
                     self._hooks.callback(module.register_forward_hook(self._errors.guard(router.count)).remove)
 
@@ -160,12 +163,13 @@ class Routing(Listener):
         """Copy the sums to the host; the only point where this waits for the device."""
         import torch
 
-        uncounted = self._not_counted()
-        counted = [one for one in self._routers if one.tokens_E is not None and one.layer not in uncounted]
-        lists = torch.stack([router.tokens_E for router in counted]).tolist() if counted else []
+        sums = [torch.cat([router.tokens_E, router.asked]) for router in self._routers]
+        lists = torch.stack(sums).tolist() if sums else []
         now: dict[str, Load] = {}
-        for router, tokens in zip(counted, lists, strict=True):
-            load = Load(tuple(tokens), router.asked)
+        for router, (*tokens, asked) in zip(self._routers, lists, strict=True):
+            if not asked:
+                continue  # it has not run
+            load = Load(tuple(tokens), asked)
             now[router.layer] = now[router.layer] + load if router.layer in now else load
         window = [load - self._read[layer] if layer in self._read else load for layer, load in now.items()]
         self._read = now
@@ -181,10 +185,5 @@ class Routing(Listener):
         failed = self._errors.failed
         return {
             "layers": {layer: load.record() for layer, load in self._read.items()} if failed is None else {},
-            "not_counted": self._not_counted(),
             "failed": None if failed is None else f"counting failed on a rank: {failed}",
         }
-
-    def _not_counted(self) -> list[str]:
-        """The layers with a router in a CUDA graph, whose replays run no hook."""
-        return list(dict.fromkeys(router.layer for router in self._routers if router.captured))

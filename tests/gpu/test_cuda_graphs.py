@@ -96,6 +96,9 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
     eager, replayed = (trained["packed", with_graphs] for with_graphs in (False, True))
     assert any(name.startswith("indexer") for name in scalars(eager)[0])
     assert scalars(replayed) == scalars(eager)
+    loads = [receipts.read(folder / "run")["routing"]["layers"] for folder in (eager, replayed)]
+    assert loads[0]
+    assert loads[1] == loads[0]  # replays add to the routers' sums, what captures them does not
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
@@ -135,6 +138,7 @@ def test_a_resumed_run_with_evaluations_replays_as_the_whole_one(corpus: str, tm
         assert begin(tmp_path / name, corpus, overrides, *words, *GRAPHS, *more).wait() == 0, (
             tmp_path / name / "log"
         ).read_text()[-6000:]
+        assert any(row["op"] == "cuda_graph" for row in receipts.read(tmp_path / name / "run")["backends"])
     whole, resumed = (
         {step.step: step.values() for step in read_steps(tmp_path / name / "run")} for name in ("whole", "resumed")
     )

@@ -250,7 +250,7 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
 
 def _is_captured(layout: Layout, training: Training, host: str) -> bool:
     """Whether :attr:`Training.cuda_graphs` is on, for a run of the kind whose layers have been captured."""
-    whole = layout.pipeline == layout.tensor == 1 and launch_flags.TORCH_FSDP not in training.extra
+    whole = layout.pipeline == 1 and launch_flags.TORCH_FSDP not in training.extra
     engine = training.transformer_impl == "transformer_engine" and training.precision == "bf16"
     return training.cuda_graphs and host == GPT and whole and engine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -67,11 +68,17 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
 
 def leave_process_group() -> None:
-    """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit."""
+    """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit.
+
+    CUDA graphs go first: NCCL waits to destroy a communicator until no graph holds a collective of it.
+    """
     import torch
 
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if not torch.distributed.is_initialized():
+        return
+    for graph in [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]:
+        graph.reset()
+    torch.distributed.destroy_process_group()
 
 
 def process_environment() -> contextlib.AbstractContextManager[None]:

@@ -68,7 +68,7 @@ class Training:
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
         cuda_graphs: layers are captured in CUDA graphs and replayed, where that has been measured: GPTModel of Transformer
-            Engine's layers in bf16, with replicas or divided experts; elsewhere, and under Megatron-Bridge, it is left out.
+            Engine's layers in bf16, in one pipeline stage; elsewhere, and under Megatron-Bridge, it is left out.
         train_iters: steps. The learning rate warms up (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then decays
             to a tenth (cosine).
         extra: further stock words, appended unchanged.

@@ -184,6 +184,7 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
     on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
     assert (arguments.manual_gc_interval, arguments.log_interval) == (100, 10)
+    assert arguments.ddp_bucket_size == launch_flags.BUCKET_ELEMENTS
 
 
 def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
@@ -196,14 +197,13 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
     staged = with_overrides(preset("nam56r"), {"dsa": {"schedule": "-FSS-FSF-FSS-"}})
     here, plain, own = preset("nam56r"), Training(cuda_graphs=True), {"cuda_graphs": True}
     graphs = ("--cuda-graph-impl", "local")
-    for layout in (Layout(), Layout(expert=4)):
+    for layout in (Layout(), Layout(expert=4), Layout(tensor=2, sequence_parallel=True)):
         words = lower(here, layout, plain)
         assert words[words.index(graphs[0]) :][:2] == graphs
     for model, layout, training, host in (
         (here, Layout(), Training(), GPT),
         (here, Layout(), plain, HYBRID),
         (staged, Layout(pipeline=2), plain, GPT),
-        (here, Layout(tensor=2, sequence_parallel=True), plain, GPT),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),
         (here, Layout(), Training(precision="bf16_fp8_experts", **own), GPT),
@@ -214,7 +214,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
-    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}
+    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "--overlap-param-gather"}
     assert launch_words() == one
     assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
     assert (

@@ -102,9 +102,13 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-@pytest.mark.parametrize("layout", [runs.ALONE, Layout(expert=2)], ids=["replicas", "divided experts"])
+@pytest.mark.parametrize(
+    "layout",
+    [runs.ALONE, Layout(expert=2), Layout(tensor=2, sequence_parallel=True)],
+    ids=["replicas", "divided experts", "tensor parallel"],
+)
 def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(corpus: str, tmp_path: Path, layout: Layout) -> None:
-    """With the distributed optimizer and both overlaps of data parallelism, whose hooks a replay has to call."""
+    """Replicas with the distributed optimizer and both overlaps of data parallelism, whose hooks a replay has to call."""
     overrides, words = CASES["packed"]
     trainings = [
         begin(tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more, layout=layout, processes=2)

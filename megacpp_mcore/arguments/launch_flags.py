@@ -25,7 +25,7 @@ BUCKET_ELEMENTS = 120_000_000
 """Elements of a gradient bucket where reductions are hidden; Megatron has 40 million, or a million a replica if that is more.
 
 A layer in a CUDA graph waits until all its weights are gathered, and Megatron gathers one bucket ahead, which with 40 million
-is less than a layer of ``nam56r``: 34 ms of a step's collectives are exposed on two H200s, and 11 with buckets of this size.
+is less than a layer of ``nam56r``: a step of two H200s took 1706 ms, with buckets of this size 1696, with twice that 1697.
 """
 LOG_INTERVAL = 10
 """Steps between log lines of a run on several GPUs."""

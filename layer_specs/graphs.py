@@ -17,6 +17,7 @@ step, and a step syncs with the device outside of layers.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ from megacpp_mcore.layer_specs.regions import RegionLayer, RegionPlan, with_inne
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.util.graphs import reset_graphs
 
 IMPLEMENTATION = "local"
 """The only supported ``--cuda-graph-impl``, in which each layer decides whether it is captured."""
@@ -159,9 +161,14 @@ class GraphPlan:
 def graph_plan(
     model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None
 ) -> GraphPlan:
-    """Return which layers of ``model`` are captured; none unless the run requests CUDA graphs."""
+    """Return which layers of ``model`` are captured; none unless the run requests CUDA graphs.
+
+    Under tensor parallelism graphs hold collectives, and are reset before the process ends, however it ends.
+    """
     if config.cuda_graph_impl == "none":
         return GraphPlan()
+    if config.tensor_model_parallel_size > 1:
+        atexit.register(reset_graphs)
     experts = _why_not_experts(config, dispatcher, settings) if "E" in model.layers else ""
     letters: dict[int | str, str] = dict(enumerate(model.layers, 1))
     eager: dict[int | str, str] = {}

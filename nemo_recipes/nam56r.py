@@ -201,7 +201,7 @@ def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
         "ddp.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
         "optimizer.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
         "ddp.overlap_grad_reduce": on[launch_flags.GRAD_REDUCE],
-        "ddp.bucket_size": launch_flags.BUCKET_ELEMENTS if on[launch_flags.GRAD_REDUCE] else None,
+        "ddp.bucket_size": launch_flags.bucket_elements(machine),
         "ddp.overlap_param_gather": on[launch_flags.PARAM_GATHER],
         "optimizer.overlap_param_gather": on[launch_flags.PARAM_GATHER],
         "model.moe_permute_fusion": on[launch_flags.MOE_PERMUTE],

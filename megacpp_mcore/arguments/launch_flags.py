@@ -123,7 +123,7 @@ FLAGS = (
     ),
     LaunchFlag(
         name=GRAD_REDUCE,
-        words=("--overlap-grad-reduce", "--ddp-bucket-size", str(BUCKET_ELEMENTS)),
+        words=("--overlap-grad-reduce",),
         reason="a full bucket of gradients is reduced while the backward pass goes on",
         obstacle=_every_gradient,
     ),
@@ -170,6 +170,12 @@ def check_torch_fsdp(run: Mapping[str, Any]) -> None:
 def lowered(machine: Machine) -> tuple[str, ...]:
     """The arguments of all flags for a run on ``machine``."""
     return tuple(word for flag in FLAGS for word in flag.lowered(machine))
+
+
+def bucket_elements(machine: Machine) -> int | None:
+    """Elements of a gradient bucket; None for Megatron's own size, which is as large from 120 replicas on."""
+    is_larger = machine.replicas * 1_000_000 < BUCKET_ELEMENTS
+    return BUCKET_ELEMENTS if is_larger and not _every_gradient(machine) else None
 
 
 def log_interval(machine: Machine) -> int:

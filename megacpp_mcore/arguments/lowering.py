@@ -334,6 +334,9 @@ def _training_words(training: Training, machine: launch_flags.Machine) -> list[s
         *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
         *launch_flags.lowered(machine),
     ]  # fmt: skip
+    bucket = launch_flags.bucket_elements(machine)
+    if bucket and "--ddp-num-buckets" not in training.extra:  # Megatron takes one of them
+        words += ["--ddp-bucket-size", str(bucket)]
     if training.plan.model_dtype == "bf16":
         words.append("--bf16")
     if training.plan.file is not None:

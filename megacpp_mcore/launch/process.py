@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.util.graphs import reset_graphs
 
 
 @contextlib.contextmanager
@@ -68,17 +68,12 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
 
 def leave_process_group() -> None:
-    """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit.
-
-    CUDA graphs go first: NCCL waits to destroy a communicator until no graph holds a collective of it.
-    """
+    """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit."""
     import torch
 
-    if not torch.distributed.is_initialized():
-        return
-    for graph in [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]:
-        graph.reset()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        reset_graphs()
+        torch.distributed.destroy_process_group()
 
 
 def process_environment() -> contextlib.AbstractContextManager[None]:

@@ -2,8 +2,7 @@
 
 Each rank counts the tokens that its own routers saw. With sequence, data, context or expert parallelism no token passes the
 routers of two ranks, so the sum over ranks (:func:`merged`) is the run's. A layer that is recomputed in the backward pass is
-counted once: its first pass builds no graph. A router in a CUDA graph is not counted, as a replay runs no hook. No torch at
-import.
+counted once: its first pass builds no graph. No torch at import.
 
 Legend: T tokens, E experts.
 """
@@ -99,13 +98,20 @@ class _Router:
         """Forward hook: add the assignments of one micro-batch; a slot that pads an expert to its capacity has no weight."""
         import torch
 
-        if not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) or _is_warming_up(module.config):
             return
         probs_TE, map_TE = output
         padded = module.config.moe_pad_expert_input_to_capacity
         kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if padded else map_TE
         self.tokens_E += kept_TE.sum(dim=0, dtype=torch.int64)
         self.asked += map_TE.shape[0] * module.topk
+
+
+def _is_warming_up(config: Any) -> bool:
+    """Whether this pass warms up a graph of Transformer Engine's, which puts no buffer back."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return config.cuda_graph_impl == "transformer_engine" and is_graph_capturing() and not is_capturing()
 
 
 def is_capturing() -> bool:

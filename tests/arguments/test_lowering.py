@@ -214,7 +214,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
-    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "--overlap-param-gather"}
+    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}
     assert launch_words() == one
     assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
     assert (
@@ -228,6 +228,16 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
     dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
     assert "--moe-permute-fusion" not in launch_words(model=dense)
+
+
+def test_buckets_are_larger_where_reductions_are_hidden_and_nobody_asks_for_others() -> None:
+    model, size = preset("nam56r_tiny"), "--ddp-bucket-size"
+    assert size in lower(model, Layout(), Training(processes=2))
+    assert size not in lower(model, Layout(), Training())
+    assert size not in lower(
+        model, Layout(), Training(processes=128, global_batch_size=128)
+    )  # Megatron has 128 million
+    assert size not in lower(model, Layout(), Training(processes=2, extra=("--ddp-num-buckets", "8")))
 
 
 def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:

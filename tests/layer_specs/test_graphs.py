@@ -23,6 +23,7 @@ from megacpp_mcore.layer_specs import graphs
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.te.precision import FP8
+from megacpp_mcore.util.graphs import reset_graphs
 from tests import micro_batch, stock
 
 S, LENGTHS = 32, (5, 1, 14, 12)
@@ -32,7 +33,8 @@ HOST_READS = "the host reads how many rows each expert gets"
 def run(**changes: Any) -> Any:
     """The configuration of a run on a GPU that asks for graphs."""
     asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
-    whole = {"expert_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "moe_shared_expert_overlap": False}
+    sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")}
+    whole = {**sizes, "moe_shared_expert_overlap": False}
     return SimpleNamespace(**{**asked, **whole, "recompute_granularity": None, "recompute_modules": None, **changes})
 
 
@@ -61,6 +63,11 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
         ("--cuda-graph-modules attn", plan(quarter, cuda_graph_modules=[CudaGraphModule.attn])),
     ):
         assert others.eager == dict.fromkeys((2, 4, 6, 8, 10), why)
+    with mock.patch("atexit.register") as register:
+        plan(quarter)
+        assert not register.called
+        plan(quarter, tensor_model_parallel_size=2)
+    register.assert_called_once_with(reset_graphs)  # these graphs hold collectives
     without = plan(quarter, cuda_graph_impl="none")
     layer = SimpleNamespace()
     assert not without.describe()

@@ -38,7 +38,9 @@ class Router(torch.nn.Module):
 
     def __init__(self, experts: int = 3, padded: bool = False) -> None:
         super().__init__()
-        self.config = SimpleNamespace(num_moe_experts=experts, moe_pad_expert_input_to_capacity=padded)
+        self.config = SimpleNamespace(
+            num_moe_experts=experts, moe_pad_expert_input_to_capacity=padded, cuda_graph_impl="none"
+        )
         self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, probs: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +62,17 @@ def test_a_pass_that_builds_no_graph_and_one_of_evaluation_are_not_counted() -> 
     count(module, router, [[0.5, 0.5, 0.0], [0.1, 0.0, 0.9]])
     count(module, router, [[0.0, 0.5, 0.5]])
     assert (router.tokens_E.tolist(), router.asked.item()) == ([2, 2, 2], 6)
+
+
+def test_what_warms_up_a_graph_of_transformer_engine_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "is_graph_capturing", lambda: True)
+    router = routing._Router("2", module := Router())
+    for implementation in ("local", "transformer_engine"):
+        module.config.cuda_graph_impl = implementation
+        count(module, router, [[0.5, 0.5, 0.0]])
+    assert router.asked.item() == 2  # Megatron puts buffers back after its own
 
 
 def test_slots_that_pad_an_expert_are_no_tokens() -> None:

@@ -1,0 +1,18 @@
+"""The end of CUDA graphs that hold collectives. No torch at import."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+
+def reset_graphs() -> None:
+    """Destroy every CUDA graph of this process; one that cannot be, as after an error of the device, is left.
+
+    NCCL (2.28, ``commDestroySync``) waits to destroy a communicator until no graph holds a collective of it.
+    """
+    import torch
+
+    for graph in [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]:
+        with contextlib.suppress(RuntimeError):
+            graph.reset()

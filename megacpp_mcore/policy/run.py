@@ -139,10 +139,14 @@ class Run:
 
     def _layout(self) -> Layout | None:
         """How the model is cut, if its definition determines the stages."""
-        if self.model is None or (_STAGES in self.flags and not grammar.parse(self.model.pattern).staged):
+        if self.model is None:
             return None
+        pattern = grammar.parse(self.model.pattern)
+        if _STAGES in self.flags and not pattern.staged:
+            return None
+        virtual = max(1, len(pattern.stages) // self.pipeline) if pattern.staged else self.virtual
         try:
-            layout = Layout(tensor=self.tensor, pipeline=self.pipeline, virtual=self.virtual, expert=self.expert)
+            layout = Layout(tensor=self.tensor, pipeline=self.pipeline, virtual=virtual, expert=self.expert)
             self.model.chunks(layout)
         except ModelError:
             return None

@@ -17,7 +17,8 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.parameters import by_stage
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.receipts import facts as receipt_facts
@@ -139,6 +140,12 @@ def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
         half and half > (whole - experts * 7 // 8) // 2 for half in halves
     )  # the last stage has MTP, and an embedding
     assert halves[0] != halves[1]
+    marked = with_overrides(
+        model, {"pattern": "|".join(("AEMEAEMEAEMRAEME", "AEMEAEMRAEMEAEMEAE", "MRAEMEAEMEAEMRAEM", "E"))}
+    )
+    words = lower(marked, Layout(pipeline=2, virtual=2), Training(processes=2))
+    stages = Run.from_arguments(words, device="cuda", world_size=2, model=marked)
+    assert stages.process_parameters == max(each.total for each in by_stage(marked, Layout(pipeline=2, virtual=2)))
     assert round((held(expert=8) or 0) / 1e9, 2) == 2.52
     assert Run(device="cuda").process_parameters is None
 

@@ -236,9 +236,9 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             "of them out",
         ),
         (
-            settings is not None and settings.fp8.recipe is not None,
-            "FP8 scopes have not been captured: after a replay Megatron updates their scales under its own FP8 alone; leave "
-            "fp8 or --cuda-graph-impl out",
+            settings is not None and settings.fp8.recipe == "delayed",
+            "fp8: {recipe: delayed} keeps maxima, which Megatron updates after a replay under its own FP8 alone; use block or "
+            "current, whose scales a graph holds, or leave --cuda-graph-impl out",
         ),
     ):
         if wrong:

@@ -27,14 +27,22 @@ SIZES: dict[str, Any] = {
 }
 """A small model of the sizes that kernels cover: no graph can hold a reference."""
 SPARSE = {"pattern": "AEMEAMR", "depth": 7, "mtp": {"depth": 0}}
-CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+PACKED: tuple[dict[str, Any], tuple[str, ...]] = (
     # Without full MLA, whose kernels have no fixed order of sums.
-    "packed": (
-        {**SIZES, **SPARSE, "dsa": {"schedule": "FS", "indexer_head_dim": 64}},
-        ("--deterministic-mode", "--dataloader-inter-document-masking"),
-    ),
+    {**SIZES, **SPARSE, "dsa": {"schedule": "FS", "indexer_head_dim": 64}},
+    ("--deterministic-mode", "--dataloader-inter-document-masking"),
+)
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "packed": PACKED,
+    "block": PACKED,
+    "current": PACKED,
     "whole": ({**SIZES, "dsa": {"indexer_head_dim": 64}, "mtp": {"depth": 2}}, ()),
 }
+FP8: dict[str, dict[str, Any]] = {
+    recipe: {"fp8": {"recipe": recipe, "blanket": True}, "backends": {"routed_mlp": "triton_fp8"}}
+    for recipe in ("block", "current")
+}
+"""Settings of the cases in FP8: scopes of every family that has one, and routed experts."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -76,7 +84,12 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
     folder = tmp_path_factory.mktemp("graphs")
     runs = {
         (case, with_graphs): begin(
-            folder / f"{case}_{with_graphs}", corpus, overrides, *words, *(GRAPHS if with_graphs else ())
+            folder / f"{case}_{with_graphs}",
+            corpus,
+            overrides,
+            *words,
+            *(GRAPHS if with_graphs else ()),
+            **FP8.get(case, {}),
         )
         for case, (overrides, words) in CASES.items()
         for with_graphs in (False, True)
@@ -92,8 +105,9 @@ def scalars(folder: Path) -> list[dict[str, float]]:
     return found
 
 
-def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, bool], Path]) -> None:
-    eager, replayed = (trained["packed", with_graphs] for with_graphs in (False, True))
+@pytest.mark.parametrize("case", ["packed", *FP8])
+def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, bool], Path], case: str) -> None:
+    eager, replayed = (trained[case, with_graphs] for with_graphs in (False, True))
     assert any(name.startswith("indexer") for name in scalars(eager)[0])
     assert scalars(replayed) == scalars(eager)
     loads = [receipts.read(folder / "run")["routing"]["layers"] for folder in (eager, replayed)]
@@ -159,6 +173,33 @@ def test_a_receipt_says_which_layers_were_captured(trained: dict[tuple[str, bool
     }
     # A forward and a backward graph a layer; MTP's layer is applied at two depths.
     assert captured == dict.fromkeys(range(1, 13), "2 graphs") | {None: "4 graphs"}
+
+
+def test_fp8_is_inside_of_the_graphs(trained: dict[tuple[str, bool], Path]) -> None:
+    for case in FP8:
+        eager, replayed = (receipts.read(trained[case, graphs] / "run") for graphs in (False, True))
+        assert scalars(trained[case, True]) != scalars(trained["packed", True])
+        assert [one["precision"]["fp8_scopes"]["captured"] > 0 for one in (eager, replayed)] == [False, True]
+        assert [one["precision"]["dequantised"] for one in (eager, replayed)] == [0, 0]
+        held = {
+            row["layer"] for row in replayed["backends"] if row["op"] == "cuda_graph" and row["observed"] == "local"
+        }
+        assert held == set(range(1, len(SPARSE["pattern"]) + 1))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+def test_a_run_that_fails_with_collectives_in_its_graphs_ends(corpus: str, tmp_path: Path) -> None:
+    """NCCL destroys no communicator while a graph holds a collective of it. Step 1 makes infinite weights."""
+    overrides, words = CASES["packed"]
+    layout = Layout(tensor=2, sequence_parallel=True)
+    words += ("--lr", "inf", "--lr-warmup-iters", "0", "--rerun-mode", "disabled")
+    run = begin(tmp_path / "run", corpus, overrides, *words, *GRAPHS, layout=layout, processes=2)
+    try:
+        assert run.wait(timeout=180) != 0
+    finally:
+        run.kill()
+    assert "the loss of the local forward pass is NaN" in (tmp_path / "run" / "log").read_text()
+    assert read_steps(tmp_path / "run" / "run")
 
 
 def test_a_backend_that_no_graph_can_hold_ends_the_run_before_its_first_step(corpus: str, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "recompute", "device", "says"),
     [
-        ({"fp8": FP8(recipe="block")}, [], "cuda", "leave fp8 or --cuda-graph-impl out"),
+        ({"fp8": FP8(recipe="delayed")}, [], "cuda", "use block or current"),
         ({"cuda_graph_impl": "transformer_engine"}, [], "cuda", "transformer_engine cannot hold .*; pass --cuda-graph-impl"),
         ({"cuda_graph_impl": "full_iteration"}, [], "cuda", "full_iteration cannot hold .* pass --cuda-graph-impl local"),
         ({}, [], "cpu", "are for a GPU; leave --cuda-graph-impl out"),
@@ -98,7 +98,7 @@ def test_graphs_that_layers_cannot_be_given_are_refused(
 
 
 def test_graphs_that_layers_can_be_given_are_not() -> None:
-    settings: Any = SimpleNamespace(recompute=Recompute(experts=True), fp8=FP8())
+    settings: Any = SimpleNamespace(recompute=Recompute(experts=True), fp8=FP8(recipe="block"))
     with mock.patch.object(graphs, "compute_device", return_value="cuda"):
         graphs.check_graphs(preset("nam56r"), run(cuda_graph_modules=[CudaGraphModule.attn]), settings)
     graphs.check_graphs(preset("nam56r"), run(cuda_graph_impl="none", transformer_impl="local"), None)

@@ -294,6 +294,15 @@ ROWS = {
 }
 """A row's first words; the benchmark and the variants whose milliseconds it gives."""
 
+ARMS = {
+    "one, [quack": ("other packages", "bf16"),
+    "one, [in FP8": ("fp8 experts and current scopes", "bf16"),
+    "one": ("micro-batch 2",),
+    "two": ("two micro-batch 2",),
+    "four": ("four micro-batch 2",),
+}
+"""A row's first words; the arms of which its figures are."""
+
 WORK = {"indexer": "forward", "indexer_grad": "gradient"}
 """The work of benchmarks that are not differentiated."""
 
@@ -310,9 +319,29 @@ def test_the_figures_of_the_readme_are_those_of_the_committed_rows() -> None:
         ]
     measured = {(row["benchmark"], row["variant"]): float(row["ms"]) for row in rows}
     assert len(measured) == len(rows), "rows of several shapes"
-    table = re.findall(r"^\| (\S.*?) \| (.*?) \| (.*?) \|$", PAGES["README.md"], re.MULTILINE)
-    assert len(table) == len(ROWS)
-    for what, theirs, ours in table:
+    ops, models = _tables(PAGES["README.md"])
+    assert len(ops) == len(ROWS)
+    for what, theirs, ours in ops:
         benchmark, *variants = next(found for words, found in ROWS.items() if what.startswith(words))
         figures = sorted(float(figure) for figure in re.findall(r"([\d.]+) ms", f"{theirs} {ours}"))
         assert figures == pytest.approx(sorted(measured[benchmark, variant] for variant in variants), rel=0.02), what
+    trained: dict[str, list[dict[str, str]]] = {}
+    for name in ("gpus_h200.csv", "nam56r_h200.csv"):
+        with (ROOT / "experiments/results" / name).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                trained.setdefault(row["arm"], []).append(row)
+    assert len(models) == len(ARMS)
+    for what, tokens, mfu in models:
+        arms = next(found for words, found in ARMS.items() if what.startswith(words))
+        rows = [row for arm in arms for row in trained[arm]]
+        rates, shares = re.findall(r"\d+,\d00", tokens), re.findall(r"[\d.]+", mfu)
+        assert set(rates) <= {f"{round(int(row['tokens_per_s']), -2):,}" for row in rows}, what
+        assert set(shares) <= {f"{100 * float(row['mfu'] or 0):.1f}" for row in rows}, what
+        assert rates, what
+
+
+def _tables(page: str) -> Iterator[list[tuple[str, str, str]]]:
+    """The rows of every table of three columns, without its head, whose first cell is empty."""
+    for table in re.findall(r"(?:^\|.*\|\n)+", page, re.MULTILINE):
+        if rows := re.findall(r"^\| (\S.*?) \| (.*?) \| +(?:(.*?) )?\|$", table, re.MULTILINE):
+            yield rows

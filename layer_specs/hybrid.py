@@ -18,7 +18,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +30,7 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
-from megacpp_mcore.layer_specs.mtp import mtp_block
+from megacpp_mcore.layer_specs.mtp import RepeatedLayer, mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import Model, hybrid
@@ -112,7 +111,7 @@ class NAM56RStack(HybridStack):
         return state
 
 
-class SharedMTPLayer(MultiTokenPredictionLayer):
+class SharedMTPLayer(RepeatedLayer):
     """The MTP layer of the GPT host, in place of the stack of stock layers that HybridModel builds from the pattern.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
@@ -23,6 +24,21 @@ from megacpp_mcore.te import imports
 
 FUSED_NORM = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 """The norm's weight inside TELayerNormColumnParallelLinear, and its name in checkpoints."""
+
+
+class RepeatedLayer(MultiTokenPredictionLayer):
+    """The MTP layer, whose weights get gradients from every depth of a micro-batch.
+
+    Megatron (0.19.2, ``core/extensions/transformer_engine.py``) marks the first call of a linear layer, and Transformer Engine
+    writes the weight's gradient of a marked call over what is in ``main_grad``: with several depths the first is marked, and
+    the others, whose backward passes come before, would be lost. The mark is for cached quantised weights, which MTP has not.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for module in self.modules():
+            if hasattr(module, "is_first_microbatch"):
+                module.disable_parameter_transpose_cache = True  # so that no call is marked
 
 
 def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlockSubmodules:
@@ -56,7 +72,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
         ),
     )
     layer = ModuleSpec(
-        module=MultiTokenPredictionLayer,
+        module=RepeatedLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=parts.norm,
             hnorm=parts.norm,

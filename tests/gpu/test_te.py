@@ -314,7 +314,7 @@ def loss_of(wrapped: Any) -> torch.Tensor:
 def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Builds the mixed nam56r_tiny with more keys in its file, from one seed."""
 
-    def make(impl: str = "transformer_engine", **keys: Any) -> Any:
+    def make(impl: str = "transformer_engine", mtp_depth: int = 1, **keys: Any) -> Any:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.module import Float16Module
@@ -322,7 +322,7 @@ def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         from megatron.training.models.gpt import GPTModelBuilder
 
         base = preset("nam56r_tiny")
-        model = with_overrides(base, MIXED)
+        model = with_overrides(base, {**MIXED, "mtp": {"depth": mtp_depth}})
         file = tmp_path / "megacpp.yaml"
         file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), **keys}))
         monkeypatch.setenv(plugin_config.VARIABLE, str(file))
@@ -386,6 +386,23 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
     expected = both_ways(lambda x: plain.mlp(plain.pre_mlp_layernorm(x))[0], x)
     found = both_ways(lambda x: fused.mlp(fused.pre_mlp_layernorm(x))[0], x)
     assert all(rms(one, other) < 5e-3 for one, other in zip(found, expected, strict=True))
+
+
+def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(tiny: Callable[..., Any]) -> None:
+    """Transformer Engine writes a gradient over main_grad where Megatron marks a call as the first."""
+    wrapped = tiny(mtp_depth=2)
+    parameters = dict(wrapped.module.mtp.named_parameters())
+    found = []
+    for _ in range(2):
+        for parameter in wrapped.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        loss_of(wrapped).backward()
+        found.append({name: one.main_grad for name, one in parameters.items() if one.main_grad.any()})
+    first, second = found
+    assert {"layers.0.eh_proj.weight", "layers.0.mtp_model_layer.mlp.linear_fc2.weight"} <= set(first)
+    errors = {name: rms(gradient, second[name]) for name, gradient in first.items()}
+    print(errors)
+    assert max(errors.values()) < 0.05
 
 
 def test_replaced_linear_layers_of_a_local_model(tiny: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from megacpp_mcore import patches
 from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
 from tests import micro_batch, stock
 from tests.lanes import exhaustive_but
 
@@ -140,6 +141,22 @@ def test_each_depth_weighs_by_the_decay(model: Any, tokens: torch.Tensor, masked
 
 
 # --- the patch itself --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+def test_no_call_of_the_block_is_marked_as_the_first_of_a_step(
+    process: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Megatron marks Transformer Engine's layers so, and the gradient of a marked call replaces those of other depths."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        monkeypatch.setattr(kind, "is_first_microbatch", True, raising=False)
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, host=host)
+    layers = {name: one for name, one in model.named_modules() if hasattr(one, "is_first_microbatch")}
+    unmarked = {name for name, one in layers.items() if getattr(one, "disable_parameter_transpose_cache", False)}
+    assert unmarked == {name for name in layers if name.startswith("mtp.")}
+    assert {name.rpartition(".")[2] for name in unmarked} >= {"eh_proj", "linear_proj", "linear_fc1", "linear_fc2"}
 
 
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:

@@ -51,6 +51,9 @@ IMPLEMENTATION = "local"
 NOT_REPEATED = ("core_attn", "mlp", "moe", "shared_experts")
 """The ``--recompute-modules`` that Megatron skips in layers with a CUDA graph; ``moe`` in all layers, if the run has graphs."""
 
+IN_GRAPHS = ("block", "current")
+"""The FP8 recipes that graphs hold: their scales are computed from each tensor, whatever came before."""
+
 MTP = "MTP"
 """Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
 
@@ -236,9 +239,9 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             "of them out",
         ),
         (
-            settings is not None and settings.fp8.recipe == "delayed",
-            "fp8: {recipe: delayed} keeps maxima, which Megatron updates after a replay under its own FP8 alone; use block or "
-            "current, whose scales a graph holds, or leave --cuda-graph-impl out",
+            settings is not None and settings.fp8.recipe not in (None, *IN_GRAPHS),
+            f"fp8: {{recipe: {settings and settings.fp8.recipe}}} has not been captured (after a replay Megatron updates the maxima "
+            f"of delayed under its own FP8 alone); use {' or '.join(IN_GRAPHS)}, or leave --cuda-graph-impl out",
         ),
     ):
         if wrong:

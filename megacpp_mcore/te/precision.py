@@ -37,6 +37,9 @@ RECIPES = {
 HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
 """Names of modules that stay in BF16 inside of a scope."""
 
+BLOCK = 128
+"""Rows and values of a tensor that ``block`` gathers in FP8 over a sequence-parallel group are multiples of this."""
+
 _RECOMPUTE = "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"
 _HOPPER = 9
 
@@ -146,6 +149,9 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
          "--use-torch-fsdp2 cuts weights over ranks whose maxima are not reduced together", "use block or current"),
         (config.quant_recipe is not None and not is_experts_recipe(config.quant_recipe),
          "--te-precision-config-file has scopes of its own", "leave it out, or use the file of FP8 experts"),
+        (rows is not None and fp8.recipe == "block" and config.sequence_parallel and rows % BLOCK,
+         f"a micro-batch has {rows} rows on a rank, which sequence parallelism would gather in BF16",
+         f"expected a multiple of {BLOCK}, or use current"),
         (rows is not None and rows % ALIGNMENT, f"a micro-batch has {rows} rows on a rank", f"expected a multiple of "
          f"{ALIGNMENT}: change sequence length, micro-batch or tensor parallelism"),
     ):  # fmt: skip
@@ -237,6 +243,8 @@ class Scopes:
                 f"layer {number}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
             )
         check_widths(number, inside)
+        if self.fp8.recipe == "block":
+            check_gathers(number, inside)
         group = common_group(inside.values())
         check_amax_group(group, inside.values(), f"layer {number}")
         for name, one in found.items():
@@ -268,6 +276,25 @@ def check_widths(number: int, modules: dict[str, Any]) -> None:
                 raise ModelError(
                     f"layer {number}: {name} is {tuple(parameter.shape)} on a rank, and an FP8 product needs multiples of "
                     f"{ALIGNMENT}; change the width or the tensor parallelism, or leave the family out of fp8"
+                )
+
+
+def check_gathers(number: int, modules: dict[str, Any]) -> None:
+    """Refuse tensors that ``block`` would gather over a sequence-parallel group in BF16, and then quantise once more.
+
+    These are the inputs of column-parallel layers and the output gradients of row-parallel ones (Transformer Engine 2.20,
+    ``distributed.py``, ``_start_all_gather_fp8_blockwise``).
+
+    Raises:
+        ModelError: one has a width that is not a multiple of :data:`BLOCK`.
+    """
+    for name, module in modules.items():
+        if getattr(module, "sequence_parallel", False):
+            outputs, inputs = module.weight.shape
+            if (width := inputs if module.parallel_mode == "column" else outputs) % BLOCK:
+                raise ModelError(
+                    f"layer {number}: {name} gathers {width} values a row, which the FP8 recipe block does in BF16 if that is "
+                    f"no multiple of {BLOCK}; use current, or leave the family out of fp8"
                 )
 
 

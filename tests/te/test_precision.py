@@ -260,7 +260,7 @@ def test_modules_of_one_scope_with_other_owners(four_ranks: dict[str, Any]) -> N
 CLEAN: dict[str, Any] = {
     "params_dtype": torch.bfloat16, "fp8": None, "fp4": None, "first_last_layers_bf16": False, "tp_only_amax_red": False,
     "transformer_impl": "transformer_engine", "moe_shared_expert_overlap": False, "recompute_granularity": None,
-    "recompute_modules": None, "quant_recipe": None, "num_layers": 6,
+    "recompute_modules": None, "quant_recipe": None, "num_layers": 6, "sequence_parallel": False,
 }  # fmt: skip
 
 
@@ -289,6 +289,23 @@ def test_flags_that_contradict_the_scopes(flags: dict[str, Any], asked: dict[str
 def test_rows_that_are_no_multiple_of_16() -> None:
     with pytest.raises(ModelError, match="a micro-batch has 4100 rows on a rank; expected a multiple of 16"):
         precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4100)
+
+
+def test_what_block_scales_cannot_be_gathered_in() -> None:
+    cut = SimpleNamespace(**CLEAN | {"sequence_parallel": True})
+    precision.check_run(FP8(recipe="block"), cut, rows=256)
+    precision.check_run(FP8(recipe="current"), cut, rows=272)
+    with pytest.raises(ModelError, match="272 rows on a rank, which .* gather in BF16; expected a multiple of 128, or"):
+        precision.check_run(FP8(recipe="block"), cut, rows=272)
+
+    def installed(recipe: str, mode: str) -> tuple[str, ...]:
+        layer = Layer(outputs=128)  # of 32 inputs
+        layer.linear_proj.sequence_parallel, layer.linear_proj.parallel_mode = True, mode
+        return scopes(recipe).install(layer, 3)
+
+    assert installed("block", "row") == installed("current", "column") == ("linear_proj", "linear_q")
+    with pytest.raises(ModelError, match="layer 3: linear_proj gathers 32 values a row, .* use current"):
+        installed("block", "column")
 
 
 def test_weights_that_fsdp2_cuts_have_no_delayed_scaling() -> None:

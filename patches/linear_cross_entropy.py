@@ -395,9 +395,9 @@ PATCH = Patch(
         "pass; each head keeps its gradients, 0.6 GB where the gain was measured, from the forward pass on"
     ),
     gain=(
-        "8192 tokens × 3584 × 65,536, bf16, one H200, the weight's gradient in main_grad: 18.5 ms and 1.1 GB instead of "
-        "stock's 22.1 ms and 5.4 GB (fused) or 24.7 ms and 3.2 GB; where nobody says what the losses are multiplied by, "
-        "24.0 ms and 0.6 GB"
+        "8192 tokens × 3584 × 65,536, bf16, one H200, the weight's gradient in main_grad: 18.9 ms and 1.1 GB instead of "
+        "stock's 22.3 ms and 5.4 GB (fused) or 25.2 ms and 3.2 GB; where nobody says what the losses are multiplied by, "
+        "24.2 ms and 0.6 GB"
     ),
     retire_when="megatron-core has a fused linear cross-entropy on Hopper for GPTModel, HybridModel and every MTP depth",
 )

@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
 }
 """A small model of the sizes that kernels cover: no graph can hold a reference."""
 SPARSE = {"pattern": "AEMEAMR", "depth": 7, "mtp": {"depth": 0}}
+CUT = Layout(tensor=2, sequence_parallel=True)
 PACKED: tuple[dict[str, Any], tuple[str, ...]] = (
     # Without full MLA, whose kernels have no fixed order of sums.
     {**SIZES, **SPARSE, "dsa": {"schedule": "FS", "indexer_head_dim": 64}},
@@ -117,17 +118,22 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 @pytest.mark.parametrize(
-    "layout",
-    [runs.ALONE, Layout(expert=2), Layout(tensor=2, sequence_parallel=True)],
-    ids=["replicas", "divided experts", "tensor parallel"],
+    ("layout", "recipe"),
+    [(runs.ALONE, None), (Layout(expert=2), None), (CUT, None), (CUT, "current")],
+    ids=["replicas", "divided experts", "tensor parallel", "tensor parallel, FP8 scopes"],
 )
-def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(corpus: str, tmp_path: Path, layout: Layout) -> None:
+def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(
+    corpus: str, tmp_path: Path, layout: Layout, recipe: str | None
+) -> None:
     """Replicas with the distributed optimizer and both overlaps of data parallelism, whose hooks a replay has to call."""
     overrides, words = CASES["packed"]
     trainings = [
-        begin(tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more, layout=layout, processes=2)
+        begin(
+            tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more,
+            layout=layout, processes=2, fp8={"recipe": recipe, "blanket": recipe is not None},
+        )
         for more in ((), GRAPHS)
-    ]
+    ]  # fmt: skip
     logs = [tmp_path / f"graphs {with_graphs}" / "log" for with_graphs in (False, True)]
     for training, log in zip(trainings, logs, strict=True):
         assert training.wait() == 0, log.read_text()[-6000:]
@@ -191,9 +197,8 @@ def test_fp8_is_inside_of_the_graphs(trained: dict[tuple[str, bool], Path]) -> N
 def test_a_run_that_fails_with_collectives_in_its_graphs_ends(corpus: str, tmp_path: Path) -> None:
     """NCCL destroys no communicator while a graph holds a collective of it. Step 1 makes infinite weights."""
     overrides, words = CASES["packed"]
-    layout = Layout(tensor=2, sequence_parallel=True)
     words += ("--lr", "inf", "--lr-warmup-iters", "0", "--rerun-mode", "disabled")
-    run = begin(tmp_path / "run", corpus, overrides, *words, *GRAPHS, layout=layout, processes=2)
+    run = begin(tmp_path / "run", corpus, overrides, *words, *GRAPHS, layout=CUT, processes=2)
     try:
         assert run.wait(timeout=180) != 0
     finally:

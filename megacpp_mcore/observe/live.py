@@ -7,8 +7,7 @@ They come from the last rank, where Megatron has the losses and its writers, for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
@@ -22,72 +21,47 @@ if TYPE_CHECKING:
     from megacpp_mcore.observe.loop import Loop
     from megacpp_mcore.observe.routing import Routing
 
-PROGRESS, STOCK = "progress", "stock"
-
 _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
 """The classes of time that tokens/s cover: the same as a receipt's step times."""
 TAG = "observe/"
 """Prefix of our scalars, so that none clashes with Megatron's, which are losses, gradient norm and learning rate."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """What is known of a logged step besides what Megatron logs itself.
+SCALARS = (
+    "tokens_per_s", "mfu", "goodput", "memory_allocated_bytes", "memory_reserved_bytes", "routing_entropy",
+    "routing_max_over_mean", "dropped_share", "index_overlap",
+)  # fmt: skip
+"""What is written to TensorBoard and W&B for a logged step, besides what Megatron logs itself.
 
-    Attributes:
-        step: 1-based number.
-        resumed_at: the step whose checkpoint the process started from.
-        skipped: steps that the optimizer skipped since this start.
-        tokens_per_s: over all processes, since the last logged step, without checkpoints, evaluation and the
-            profiler; None for the first step of a start.
-        mfu: model FLOPs utilisation over the same steps; None where it is not known.
-        mfu_reason: why ``mfu`` is None; empty otherwise.
-        goodput: of the last rank, all starts included.
-        memory_allocated_bytes, memory_reserved_bytes: of the last rank, now; the resident set on the CPU lane.
-        routing_entropy, routing_max_over_mean, dropped_share: of the last rank, as of the last reading
-            (:class:`~megacpp_mcore.observe.routing.Routing`); None before one, and where there are no routers.
-        index_overlap: likewise, from :class:`~megacpp_mcore.observe.indices.IndexOverlap`.
-    """
-
-    step: int
-    resumed_at: int
-    skipped: int
-    tokens_per_s: float | None
-    mfu: float | None
-    mfu_reason: str
-    goodput: float
-    memory_allocated_bytes: int
-    memory_reserved_bytes: int
-    routing_entropy: float | None = None
-    routing_max_over_mean: float | None = None
-    dropped_share: float | None = None
-    index_overlap: float | None = None
-
-    def line(self, step: Step, steps: int) -> str:
-        """The progress line of ``step`` of a run of ``steps``."""
-        allocated, reserved = (size / 1e9 for size in (self.memory_allocated_bytes, self.memory_reserved_bytes))
-        depths = sorted(name for name in step.losses if name.startswith("mtp_"))
-        parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
-        if "lm loss" in step.losses:
-            parts.append(f"loss {step.losses['lm loss']:.4f}")
-        parts += [f"{name.removesuffix(' loss')} {step.losses[name]:.4f}" for name in depths]
-        if step.grad_norm is not None:
-            parts.append(f"grad norm {step.grad_norm:.3f}")
-        if step.learning_rate is not None:
-            parts.append(f"lr {step.learning_rate:.2e}")
-        parts += [
-            f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else "first of this start",
-            f"MFU {self.mfu:.1%}" if self.mfu is not None else f"no MFU ({self.mfu_reason.partition(';')[0]})",
-            f"goodput {self.goodput:.1%}",
-            f"memory {allocated:.2f} of {reserved:.2f} GB",
-        ]
-        return "  ".join([*parts, *([f"SKIPPED {self.skipped}"] if self.skipped else [])])
+Tokens per second are over all processes, since the last logged step, without checkpoints, evaluation and the profiler
+(None for the first step of a start); MFU, the model FLOPs utilisation, is over the same steps. Goodput is of the last rank,
+all starts included. Memory is of the last rank, now; the resident set on the CPU lane. The others are of the last rank, as of
+the last reading (:attr:`Routing.latest <megacpp_mcore.observe.routing.Routing.latest>`, and
+:meth:`IndexOverlap.latest <megacpp_mcore.observe.indices.IndexOverlap.latest>`); None before one, and where there are no
+routers or indexers.
+"""
 
 
-SCALARS = tuple(
-    field.name for field in fields(Metrics) if field.name not in ("step", "resumed_at", "skipped", "mfu_reason")
-)
-"""What is written to TensorBoard and W&B."""
+def line(metrics: Mapping[str, Any], step: Step, steps: int) -> str:
+    """The progress line of ``step`` of a run of ``steps``."""
+    allocated, reserved = (metrics[f"memory_{kind}_bytes"] / 1e9 for kind in ("allocated", "reserved"))
+    depths = sorted(name for name in step.losses if name.startswith("mtp_"))
+    rate, mfu, skipped = (metrics[name] for name in ("tokens_per_s", "mfu", "skipped"))
+    parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
+    if "lm loss" in step.losses:
+        parts.append(f"loss {step.losses['lm loss']:.4f}")
+    parts += [f"{name.removesuffix(' loss')} {step.losses[name]:.4f}" for name in depths]
+    if step.grad_norm is not None:
+        parts.append(f"grad norm {step.grad_norm:.3f}")
+    if step.learning_rate is not None:
+        parts.append(f"lr {step.learning_rate:.2e}")
+    parts += [
+        f"{rate:,.0f} tokens/s" if rate is not None else "first of this start",
+        f"MFU {mfu:.1%}" if mfu is not None else f"no MFU ({metrics['mfu_reason'].partition(';')[0]})",
+        f"goodput {metrics['goodput']:.1%}",
+        f"memory {allocated:.2f} of {reserved:.2f} GB",
+    ]
+    return "  ".join([*parts, *([f"SKIPPED {skipped}"] if skipped else [])])
 
 
 class Live(Listener):
@@ -110,7 +84,7 @@ class Live(Listener):
         facts: Facts,
         routes: Routing,
         indices: IndexOverlap,
-        console: str = PROGRESS,
+        console: str = "progress",
     ) -> None:
         self._recorder, self._loop, self._facts = recorder, loop, facts
         self._routes, self._indices, self._console = routes, indices, console
@@ -124,11 +98,10 @@ class Live(Listener):
         if step.step % options.log_interval and self._before is not None:
             return
         metrics = self._measure(step)
-        record = asdict(metrics)
-        self._recorder.log.write(metrics=record)
-        if self._console == PROGRESS:
-            print(metrics.line(step, options.train_iters), flush=True)
-        scalars = {f"{TAG}{name}": record[name] for name in SCALARS if record[name] is not None}
+        self._recorder.log.write(metrics=metrics)
+        if self._console == "progress":
+            print(line(metrics, step, options.train_iters), flush=True)
+        scalars = {f"{TAG}{name}": metrics[name] for name in SCALARS if metrics[name] is not None}
         writer, wandb = self._loop.writers()
         if writer is not None:
             for tag, value in scalars.items():
@@ -136,8 +109,8 @@ class Live(Listener):
         if wandb is not None:
             wandb.log(scalars, step.step)
 
-    def _measure(self, step: Step) -> Metrics:
-        """Metrics of the steps since the last logged one."""
+    def _measure(self, step: Step) -> dict[str, Any]:
+        """All of :data:`SCALARS`, of the steps since the last logged one; why there is no MFU; steps skipped in this start."""
         import torch
 
         spent = self._recorder.so_far(step.resumed_at)
@@ -147,19 +120,20 @@ class Live(Listener):
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
         mfu, reason = _mfu(self._facts, rate)
-        return Metrics(
-            step=step.step,
-            resumed_at=step.resumed_at,
-            skipped=self._skipped,
-            tokens_per_s=rate,
-            mfu=mfu,
-            mfu_reason=reason,
-            goodput=spent.share,
-            memory_allocated_bytes=int(torch.cuda.memory_allocated()),
-            memory_reserved_bytes=int(torch.cuda.memory_reserved()),
+        return {
+            "step": step.step,
+            "resumed_at": step.resumed_at,
+            "skipped": self._skipped,
+            **dict.fromkeys(SCALARS),
+            "tokens_per_s": rate,
+            "mfu": mfu,
+            "mfu_reason": reason,
+            "goodput": spent.share,
+            "memory_allocated_bytes": int(torch.cuda.memory_allocated()),
+            "memory_reserved_bytes": int(torch.cuda.memory_reserved()),
             **self._routes.latest,
             **self._indices.latest(),
-        )
+        }
 
 
 def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
@@ -172,7 +146,7 @@ def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
     return used.mfu, used.reason or ""
 
 
-def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
-    """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back."""
+def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[dict[str, Any]]:
+    """What was recorded of each logged step, as :class:`Live` wrote it: ascending, without those that a restart rolled back."""
     starts = standing(recorded(ranks))
-    return [Metrics(**one) for start, kept_to in starts for one in start.metrics if one["step"] <= kept_to]
+    return [one for start, kept_to in starts for one in start.metrics if one["step"] <= kept_to]

@@ -104,7 +104,7 @@ _OF_METRICS = {
     "allocated memory, GB": ("memory_allocated_bytes", 1e-9),
     "reserved memory, GB": ("memory_reserved_bytes", 1e-9),
 }
-"""Metrics that are plotted (of :class:`~megacpp_mcore.observe.live.Metrics`), and the factor for each."""
+"""Metrics that are plotted (of :data:`~megacpp_mcore.observe.live.SCALARS`), and the factor for each."""
 
 
 @dataclass
@@ -238,7 +238,7 @@ class Run:
             "learning rate": _finite((one.step, one.learning_rate) for one in self.kept),
             **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
             **{
-                title: _finite(((one.step, getattr(one, name)) for one in metrics), scale)
+                title: _finite(((one["step"], one.get(name)) for one in metrics), scale)
                 for title, (name, scale) in _OF_METRICS.items()
             },
         }

@@ -459,7 +459,7 @@ def write_page(
         title=f"{MODEL.name}, {second[-1].step} steps of stock Megatron on {device_words(plan.device)}",
         lead=f"Killed after step {first[-1].step}, resumed from the checkpoint of step {plan.save_at}. {repeat}",
         figures=figures,
-        levels=(page.Level(found["unigram_bits_per_byte"] * math.log(2), "unigram"),),
+        levels=((found["unigram_bits_per_byte"] * math.log(2), "unigram"),),
         loss_note=(
             "The dashed level is the unigram entropy of the held-out bytes, the least that a model without context could "
             "reach on them."

@@ -32,21 +32,14 @@ from megacpp_mcore.observe.receipts.assemble import tokens_of
 from megacpp_mcore.observe.steps import kept, recorded, standing
 
 
-class Level(NamedTuple):
-    """A horizontal line at ``y`` with a label."""
-
-    y: float
-    text: str
-
-
 @dataclass(frozen=True)
 class Addition:
-    """Content of a page beyond what the run recorded."""
+    """Content of a page beyond what the run recorded; ``levels`` are horizontal lines in the plot of the loss."""
 
     title: str = ""
     lead: str = ""
     figures: Sequence[tuple[str, str]] = ()
-    levels: Sequence[Level] = ()
+    levels: Sequence[tuple[float, str]] = ()
     loss_note: str = ""
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()
 
@@ -59,14 +52,8 @@ def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
     """
     run = read(path)
     run.addition = addition
-    return _template().render(
-        run=run,
-        title=addition.title or run.name,
-        addition=addition,
-        fields=schema.labelled(run.values),
-        classes=CLASSES,
-        in_words=schema.in_words,
-    )
+    fields = schema.labelled(run.values)
+    return _template().render(run=run, fields=fields, classes=CLASSES, in_words=schema.in_words)
 
 
 @functools.cache
@@ -245,15 +232,12 @@ class Run:
         if series["allocated memory, GB"] == series["reserved memory, GB"]:
             del series["reserved memory, GB"]
         marks = [(step, "") for step in self._resumed()]
-        found = [
-            (
-                title,
-                _chart(f"by-step-{number}", f"{title} by step", [_Curve("", "c1", points)], marks=marks, small=True),
-            )
-            for number, (title, points) in enumerate(series.items())
-            if len(points) > 1
-        ]
-        return [(title, drawn) for title, drawn in found if drawn is not None]
+        found = []
+        for number, (title, points) in enumerate(series.items()):
+            curves = [_Curve("", "c1", points)] if len(points) > 1 else []
+            if drawn := _chart(f"by-step-{number}", f"{title} by step", curves, marks=marks, small=True):
+                found.append((title, drawn))
+        return found
 
 
 def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
@@ -327,7 +311,7 @@ def _svg(
     *,
     small: bool,
     marks: Sequence[tuple[float, str]] = (),
-    levels: Sequence[Level] = (),
+    levels: Sequence[tuple[float, str]] = (),
     bands: Sequence[tuple[float, float, str]] = (),
     unit: str = "",
     end: float | None = None,
@@ -336,7 +320,7 @@ def _svg(
 
     Args:
         marks: vertical lines at x, each with a label.
-        levels: horizontal lines.
+        levels: horizontal lines at y, likewise.
         bands: stretches of the x axis, each with its class of time.
         unit: of the x axis; empty: steps, which are whole.
         end: where the x axis ends, the y axis then beginning at 0; None: both axes fit the points.
@@ -349,7 +333,7 @@ def _svg(
     rules["axes.unicode_minus"] = False
     note: Any = {"textcoords": "offset points", "fontsize": 9.5}
     steps = [x for one in curves for x, _ in one.points]
-    values = sorted([y for one in curves for _, y in one.points] + [level.y for level in levels])
+    values = sorted([y for one in curves for _, y in one.points] + [y for y, _ in levels])
     low, high = (0.0, end) if end is not None else (min(steps), max(steps))
     with mpl.rc_context(rules):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
@@ -377,11 +361,9 @@ def _svg(
             axes.annotate(
                 text, (x, 1), (at, -2), ("data", "axes fraction"), ha=side, va="top", color=_INKS["ink"], **note
             )
-        for level in levels:
-            axes.axhline(level.y, color=_INKS["dim"], linewidth=1, linestyle=(0, (6, 4)))
-            axes.annotate(
-                level.text, (1, level.y), (-3, 2), ("axes fraction", "data"), ha="right", color=_INKS["dim"], **note
-            )
+        for y, text in levels:
+            axes.axhline(y, color=_INKS["dim"], linewidth=1, linestyle=(0, (6, 4)))
+            axes.annotate(text, (1, y), (-3, 2), ("axes fraction", "data"), ha="right", color=_INKS["dim"], **note)
         axes.grid(axis="y", color=_INKS["line"], linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)

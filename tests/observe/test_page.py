@@ -198,9 +198,7 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
     bad = dataclasses.replace(page.read(run), receipt=nasty)
     monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}"))
-    addition = page.Addition(
-        NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]
-    )
+    addition = page.Addition(NASTY, NASTY, [(NASTY, NASTY)], [(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])])
     text = page.html("one", addition)
     found = Reader(text)
     assert "<script" not in text
@@ -271,7 +269,7 @@ def test_one_spike_does_not_flatten_a_curve() -> None:
 
 
 def test_charts_are_of_the_page_and_of_whole_steps() -> None:
-    text = drawn([(1.0, 2.0), (2.0, 3.0)], marks=[(1.5, "a mark")], levels=[page.Level(2.5, "a level")])
+    text = drawn([(1.0, 2.0), (2.0, 3.0)], marks=[(1.5, "a mark")], levels=[(2.5, "a level")])
     found = Reader(text)
     assert {"a mark", "a level", "step"} <= set(found.text.split("\n"))
     assert "1.5" not in found.text

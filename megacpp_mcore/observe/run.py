@@ -113,32 +113,25 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
         DataError: the folder cannot be written to, or holds something else.
         LaunchError: this Megatron lacks the functions through which a run is observed.
     """
-    clock = Clock(age_ns=clocks.process_age_ns())
-    loop = trained_by or Loop()
-    with contextlib.ExitStack() as stack:
-        if listeners := list(_listeners(chosen, launched, clock, loop, stack)):
-            stack.enter_context(loop.observing(clock, listeners))
-            stack.enter_context(clocks.compilation_timed(clock))
+    if chosen.folder is None:
         yield
-
-
-def _listeners(
-    chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop, stack: contextlib.ExitStack
-) -> Iterator[Listener]:
-    """The listeners, in order; the receipt comes last, as it reads what the others have written."""
+        return
     rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
     is_last = rank == world_size - 1
-    if chosen.folder is None:
-        return
-    log = Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)
-    stack.callback(log.close)
-    routes, indices = Routing(details.interval), IndexOverlap(details.interval)
-    recorder = Recorder(log, with_losses=is_last)
-    yield from (recorder, routes, indices)
-    if details.profile is not None:  # on every rank: families differ by stage, and experts by rank
-        first, last = parse_steps(details.profile)
-        yield Profiler(log.run, rank, first, last, clock, trace=details.profile_trace)
-    receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop)
-    if is_last:
-        yield Live(recorder, loop, facts=receipt.facts, routes=routes, indices=indices, console=details.console)
-    yield receipt
+    clock, loop = Clock(age_ns=clocks.process_age_ns()), trained_by or Loop()
+    with contextlib.closing(Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)) as log:
+        recorder = Recorder(log, with_losses=is_last)
+        routes, indices = Routing(details.interval), IndexOverlap(details.interval)
+        receipt = ReceiptWriter(
+            log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop
+        )
+        listeners: list[Listener] = [recorder, routes, indices]
+        if details.profile is not None:  # on every rank: families differ by stage, and experts by rank
+            first, last = parse_steps(details.profile)
+            listeners.append(Profiler(log.run, rank, first, last, clock, trace=details.profile_trace))
+        if is_last:
+            facts, console = receipt.facts, details.console
+            listeners.append(Live(recorder, loop, facts=facts, routes=routes, indices=indices, console=console))
+        listeners.append(receipt)  # last, as it reads what the others have written
+        with loop.observing(clock, listeners), clocks.compilation_timed(clock):
+            yield

@@ -14,10 +14,10 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from megacpp_mcore import backends, policy
 from megacpp_mcore import settings as plugin_config
@@ -25,7 +25,9 @@ from megacpp_mcore.backends import candidates
 from megacpp_mcore.launch import process
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import run as observation
+from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.patches.machinery import registry
 from tests import tiny_run
 
@@ -119,14 +121,17 @@ def add_better_backend() -> None:
 def main(run: str, words: list[str]) -> None:
     if "fall-back" in FATE:
         add_better_backend()
-    stock = observation._listeners
 
-    def listeners(*given: Any) -> Iterator[Listener]:
-        """The launcher's, and these before the receipt's."""
-        *others, receipt = stock(*given)
-        yield from (*others, Faulty(), *([Writers(run)] if "writers" in FATE else []), receipt)
+    class Watched(Loop):
+        """The loop with these listeners before the receipt's."""
 
-    with process.process_environment(), mock.patch.object(observation, "_listeners", listeners):
+        def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
+            *others, receipt = listeners
+            return super().observing(
+                clock, [*others, Faulty(), *([Writers(run)] if "writers" in FATE else []), receipt]
+            )
+
+    with process.process_environment():
         sys.argv = ["run", *words]
         settings = plugin_config.from_environment()
         model = settings.model if settings else preset("nam56r_tiny")
@@ -143,7 +148,7 @@ def main(run: str, words: list[str]) -> None:
         with policy.said(), process.cpu_lane():
             registry.default().apply(patches)
             end_in_step_4()
-            with observation.observed(chosen, launched):
+            with observation.observed(chosen, launched, Watched()):
                 runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
 
 

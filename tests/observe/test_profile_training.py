@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import gzip
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -62,8 +61,8 @@ def table(folder: Path, window: str = "2-3") -> dict[str, Any]:
 def _main(folder: str, slow: str, *arguments: str) -> int:
     """Give ``arguments`` to the command line; what the profiler must not change is noted in ``hooks.json``."""
     from megacpp_mcore.commands import cli
-    from megacpp_mcore.observe import run
     from megacpp_mcore.observe.events import Listener
+    from megacpp_mcore.observe.loop import Loop
 
     class Slow(Listener):
         """Makes every layer of a family do much more than it has to."""
@@ -105,8 +104,8 @@ def _main(folder: str, slow: str, *arguments: str) -> int:
             return [hooks, functions, id(schedules.forward_step)]
 
     gc.disable()  # the time of a collection would be that of the operator it falls into
-    stock = run._listeners
-    run._listeners = lambda *given: itertools.chain(stock(*given), [Hooks(), Slow()])
+    stock = Loop.observing
+    Loop.observing = lambda self, clock, listeners: stock(self, clock, [*listeners, Hooks(), Slow()])  # type: ignore[method-assign]
     return cli.main(list(arguments))
 
 

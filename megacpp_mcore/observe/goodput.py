@@ -5,7 +5,6 @@ Which steps a restart had to repeat is known only afterwards. So files hold phas
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,15 +178,6 @@ def of_rank(starts: Sequence[Start]) -> Goodput:
 def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:
     """The goodput of every rank."""
     return {rank: of_rank(starts) for rank, starts in ranks.items()}
-
-
-def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
-    """The goodput of every rank that left a file in the run's folder, by rank.
-
-    Raises:
-        DataError: as :func:`megacpp_mcore.observe.events.read`.
-    """
-    return of_starts(events.read(run))
 
 
 def slowest_first(ranks: Mapping[int, Goodput]) -> list[int]:

@@ -6,7 +6,6 @@ curves as SVG in the page's own colours, light and dark, for a wide window and f
 
 from __future__ import annotations
 
-import datetime
 import functools
 import importlib.util
 import io
@@ -62,7 +61,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"clock": clock, "size": schema.size, "short": short, "utc": _utc}
+    environment.filters |= {"clock": clock, "size": schema.size, "short": short, "utc": schema.utc}
     return environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
 
 
@@ -262,11 +261,6 @@ def short(count: float) -> str:
         if count >= limit:
             return f"{count / unit:.4g}{letter}"
     return f"{count:,.0f}"
-
-
-def _utc(since_epoch_ns: int) -> str:
-    """UTC in whole seconds, as in receipts."""
-    return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat(timespec="seconds")
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ all starts.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     found.values |= {
         "schema": SCHEMA,
         "status": _status(processes, later),
-        "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "written_at": schema.utc(time.time_ns()),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
         "environment": processes[0].facts.get("environment", {}),
@@ -105,7 +105,7 @@ def _status(processes: Sequence[Start], later: Sequence[Sequence[Start]]) -> str
 
 def _note_of_later(later: Sequence[Sequence[Start]]) -> str:
     """What became of the last start after the receipt's."""
-    began = datetime.datetime.fromtimestamp(min(one.began_ns for one in later[-1]) // 10**9, datetime.UTC).isoformat()
+    began = schema.utc(min(one.began_ns for one in later[-1]))
     how, last = _ending(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
     unfinished = "has not come to its first step yet, or was killed before"
     return f"a start at {began} {unfinished if how is None else f'ended before its first step: {how}'}{last}"

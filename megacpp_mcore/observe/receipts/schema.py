@@ -5,6 +5,7 @@ A receipt is JSON. An unknown value is null, and ``unknown`` gives the reason un
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -407,6 +408,11 @@ def plain(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(plain, value)) or "none"
     return "none" if value is None else str(value)
+
+
+def utc(since_epoch_ns: int) -> str:
+    """UTC in whole seconds."""
+    return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat()
 
 
 def size(count: float) -> str:

@@ -63,11 +63,6 @@ class Step:
         """Whether the step was skipped, or has a loss that is not finite."""
         return self.skipped or not all(map(math.isfinite, self.losses.values()))
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Step:
-        """The step in a line; other fields are ignored."""
-        return cls(**{each.name: record[each.name] for each in fields(cls)})
-
     def values(self) -> dict[str, float]:
         """The step's results by name: the losses, ``grad norm`` and ``learning rate``, those that exist."""
         values = {**self.losses, "grad norm": self.grad_norm, "learning rate": self.learning_rate}
@@ -282,7 +277,7 @@ class Start:
         if "step" in line:
             self.resumed_at = line["resumed_at"]
         if "losses" in line:
-            self.steps.append(Step.from_record(line))
+            self.steps.append(Step(**{each.name: line[each.name] for each in fields(Step)}))
         if "metrics" in line:
             self.metrics.append(line["metrics"])
         self.facts |= line.get("facts", {})

@@ -33,18 +33,13 @@ _STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
 """Stages of the forward pass, one after the other."""
 
 
-class Ranges:
+class Ranges(threading.local):
     """The open ranges, by thread: the backward pass enters layers in threads of its own."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
-        self.in_forward_step = False
-
-    @property
-    def open_now(self) -> list[tuple[str, Any]]:
+        self.open_now: list[tuple[str, Any]] = []
         """Label and record of the ranges of this thread, outermost first."""
-        found: list[tuple[str, Any]] = self._of_thread.__dict__.setdefault("ranges", [])
-        return found
+        self.in_forward_step = False
 
     def open(self, label: str) -> None:
         """Open a range."""

@@ -12,7 +12,7 @@ checkpoint's own node belongs there. It is recognised by the graph it builds, as
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,27 +55,6 @@ class _Frame:
     inner_ns: int = 0
 
 
-class _Nodes:
-    """The labels under which one thread's nodes were made, with the counts at which the operators began, ascending."""
-
-    def __init__(self) -> None:
-        self._counts: list[int] = []
-        self._labels: list[str | None] = []
-
-    def began(self, count: int, label: str | None) -> None:
-        """An operator began at ``count``."""
-        if self._counts and count <= self._counts[-1]:
-            self._labels[-1] = label
-        else:
-            self._counts.append(count)
-            self._labels.append(label)
-
-    def label(self, number: int) -> str | None:
-        """The label of the operator that made the node ``number``."""
-        place = bisect_right(self._counts, number) - 1
-        return self._labels[place] if place >= 0 else None
-
-
 class Attribution:
     """Where the events of a trace belong, found in one pass in the order in which they began; sorts them in place.
 
@@ -94,7 +73,8 @@ class Attribution:
         self.launches: dict[int, Place] = {}
         self._in_steps = Cover(self.steps)
         self._open: defaultdict[int, list[_Frame]] = defaultdict(lambda: [_Frame(_NOWHERE, _NOWHERE)])
-        self._nodes: defaultdict[int, _Nodes] = defaultdict(_Nodes)
+        self._makers: defaultdict[int, list[tuple[int, str | None]]] = defaultdict(list)
+        """Of each thread, the counts at which operators began, ascending, with the label under which they made nodes."""
         self._wanted = {kernel.operator for kernel in trace.kernels}
         for op in trace.ops:
             self._enter(op)
@@ -126,12 +106,18 @@ class Attribution:
         if counted and (op.correlation in self._wanted or not self._wanted):
             self.operators[op.correlation] = place
         if op.sequence >= 0 and op.forward and not is_node:
-            self._nodes[op.torch_thread].began(op.sequence, place.label)
+            makers = self._makers[op.torch_thread]
+            if makers and op.sequence <= makers[-1][0]:
+                makers[-1] = (makers[-1][0], place.label)
+            else:
+                makers.append((op.sequence, place.label))
 
     def _of_node(self, op: Op, above: _Frame) -> Place:
         if op.sequence < 0:
             return Place(above.last_node.label, BACKWARD)
-        return Place(self._nodes[op.node_thread].label(op.sequence) or above.place.label, BACKWARD)
+        makers = self._makers[op.node_thread]
+        maker = bisect_left(makers, (op.sequence + 1,)) - 1  # of those that began at no higher count, the last
+        return Place((makers[maker][1] if maker >= 0 else None) or above.place.label, BACKWARD)
 
     def _leave(self, stack: list[_Frame], op: Op) -> None:
         frame = stack.pop()

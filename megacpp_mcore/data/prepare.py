@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,17 +223,14 @@ def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
     text_bytes = [0 for _ in built]
     hashes: dict[int, str] = {}
     skipped: list[Skipped] = []
-    progress = _Progress(plan.sources)
     with closing(_encode_all(plan, cut_sources(plan.sources, PIECE_BYTES), workers)) as results:
-        for piece, encoded in results:
+        for piece, encoded in _reported(results, plan.sources):
             for side, tokens, size in encoded.documents:
                 builders[side].add_document(tokens, [len(tokens)])
                 documents[side, piece.number] += 1
                 text_bytes[side] += size
             skipped += encoded.skipped
             hashes[piece.number] = encoded.sha256
-            progress.advance(bool(encoded.sha256), piece.stop - piece.start)
-    progress.show()
     for side, name in enumerate(plan.shares):
         if not documents[side].any():  # Megatron cannot open an empty dataset
             raise DataError(
@@ -252,34 +249,31 @@ def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
             command=plan.command,
             text_bytes=text_bytes[side],
             sources=describe_sources(records),
-            skipped=[dataclasses.asdict(item) for item in skipped],
+            skipped=skipped,
             split={"name": name, "of": plan.split} if plan.split else None,
         )
     return built
 
 
-class _Progress:
-    """A plain line on stderr every ten seconds, and one at the end."""
+def _reported(results: Iterable[tuple[Piece, Encoded]], sources: Sequence[Source]) -> Iterator[tuple[Piece, Encoded]]:
+    """Yield ``results``, with a plain line on stderr every ten seconds, and one at the end: what is done, rate, time left."""
+    files, done, megabytes = 0, 0.0, sum(source.size for source in sources) / 1e6
+    began = shown = time.monotonic()
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._files, self._megabytes = len(sources), sum(source.size for source in sources) / 1e6
-        self._files_done, self._done = 0, 0.0
-        self._began = self._last = time.monotonic()
+    def show() -> None:
+        rate = done / max(time.monotonic() - began, 1e-9)
+        left = f"{max(0.0, megabytes - done) / rate:.0f} s" if rate else "unknown"
+        state = f"{files}/{len(sources)} files  {done:.1f}/{megabytes:.1f} MB"
+        print(f"{state}  {rate:.1f} MB/s  left {left}", file=sys.stderr, flush=True)
 
-    def advance(self, files: int, bytes_: int) -> None:
-        """Count completed work, and print the state when it is time to."""
-        self._files_done += files
-        self._done += bytes_ / 1e6
-        if time.monotonic() - self._last >= _SECONDS:
-            self.show()
-
-    def show(self) -> None:
-        """Print what is done, the rate and the time left."""
-        self._last = time.monotonic()
-        rate = self._done / max(self._last - self._began, 1e-9)
-        left = f"{max(0.0, self._megabytes - self._done) / rate:.0f} s" if rate else "unknown"
-        done = f"{self._files_done}/{self._files} files  {self._done:.1f}/{self._megabytes:.1f} MB"
-        print(f"{done}  {rate:.1f} MB/s  left {left}", file=sys.stderr, flush=True)
+    for piece, encoded in results:
+        yield piece, encoded
+        files += bool(encoded.sha256)
+        done += (piece.stop - piece.start) / 1e6
+        if time.monotonic() - shown >= _SECONDS:
+            shown = time.monotonic()
+            show()
+    show()
 
 
 def _move(plan: Plan, built: Sequence[str]) -> None:
@@ -369,8 +363,8 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     skipped: list[Skipped] = []
     shares = plan.shares.values()
     documents = [
-        (choose_split(each.key, shares), _encode(plan, tokenizer, each.text, piece.source), len(each.text))
-        for each in read_documents(piece, skipped if plan.skip_errors else None)
+        (choose_split(key, shares), _encode(plan, tokenizer, text, piece.source), len(text))
+        for key, text in read_documents(piece, skipped if plan.skip_errors else None)
     ]
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
     if make_source(Path(piece.source.path), piece.source.relative) != piece.source:

@@ -51,21 +51,8 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True)
-class Document:
-    """One document: its text as UTF-8, and the ``key`` whose hash decides the side of a hold-out split."""
-
-    key: str
-    text: bytes
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A file, or a line of a ``.jsonl`` file, that was left out under ``--errors skip``."""
-
-    relative: str
-    offset: int
-    reason: str
+Skipped = dict[str, str | int]
+"""A file, or a line of a ``.jsonl`` file, left out under ``--errors skip``: ``relative`` (path), ``offset``, ``reason``."""
 
 
 def make_source(path: Path, relative: str) -> Source:
@@ -160,8 +147,10 @@ def cut_sources(sources: Sequence[Source], piece_bytes: int) -> Iterator[Piece]:
             yield Piece(number, source, start, min(start + step, source.size))
 
 
-def read_documents(piece: Piece, skipped: list[Skipped] | None) -> Iterator[Document]:
-    """Yield the documents that begin in ``piece``; ``skipped`` takes what cannot be decoded, None raises instead.
+def read_documents(piece: Piece, skipped: list[Skipped] | None) -> Iterator[tuple[str, bytes]]:
+    """Yield the documents that begin in ``piece``: the key whose hash decides the side of a split, and the UTF-8 text.
+
+    ``skipped`` takes what cannot be decoded; None raises instead.
 
     Raises:
         DataError: the file cannot be read, or holds something other than UTF-8 text (or JSON lines with ``text``); the
@@ -179,10 +168,10 @@ def read_documents(piece: Piece, skipped: list[Skipped] | None) -> Iterator[Docu
         _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8", skipped)
         return
     if text:
-        yield Document(source.relative, text)
+        yield source.relative, text
 
 
-def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -> Iterator[Document]:
+def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -> Iterator[tuple[str, bytes]]:
     """Yield the documents of the lines that begin in the piece."""
     offset = max(piece.start - 1, 0)
     stream.seek(offset)
@@ -192,27 +181,24 @@ def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -
     for line in stream:
         if offset >= piece.stop:
             return
-        document = _parse_line(piece.source, line, offset, skipped) if line.strip() else None
-        if document is not None:
-            yield document
+        if line.strip() and (text := _parse_line(piece.source, line, offset, skipped)):
+            # A line has no name of its own. Its text names it, so copies of one text fall on one side of a split.
+            yield hashlib.sha256(text).hexdigest(), text
         offset += len(line)
 
 
-def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None) -> Document | None:
-    """Return the document of one JSON line; None when it holds no text or was skipped."""
+def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None) -> bytes:
+    """Return the text of one JSON line; empty when it was skipped."""
     try:
         record = json.loads(line.decode("utf-8"))
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise ValueError("no string under the key 'text'")
-        text = record["text"].encode("utf-8")
+        return record["text"].encode("utf-8")
     except UnicodeDecodeError as error:
         _refuse(source, offset + error.start, f"byte 0x{line[error.start]:02x} is not UTF-8", skipped)
-        return None
     except (ValueError, RecursionError) as error:
         _refuse(source, offset, f"the JSON line that begins there is not usable: {error}", skipped)
-        return None
-    # A line has no name of its own. Its text names it, so copies of one text fall on one side of a split.
-    return Document(hashlib.sha256(text).hexdigest(), text) if text else None
+    return b""
 
 
 def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | None) -> None:
@@ -222,7 +208,7 @@ def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | N
             f"{source.path}, byte offset {offset}: {reason}; expected UTF-8 text. Repair the file, leave it out, or "
             "pass --errors skip to list it in the manifest and go on"
         )
-    skipped.append(Skipped(source.relative, offset, reason))
+    skipped.append({"relative": source.relative, "offset": offset, "reason": reason})
 
 
 def parse_split(text: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ Checked with megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -248,44 +249,28 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def dataset_config_from_args(args: Namespace) -> GPTDatasetConfig:
     """Return the dataset configuration that Megatron's parsed arguments ask for."""
+    kind: type[GPTDatasetConfig] = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
+    same = (field.name for field in dataclasses.fields(kind) if hasattr(args, field.name))
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     counts = args.per_dataset_sequences_path
-    kind, of_fim = (GPTFIMDatasetConfig, _fim_settings(args)) if args.fim_data else (GPTDatasetConfig, {})
-    config: GPTDatasetConfig = kind(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        fast_cache_load=args.dataloader_fast_cache_load,
-        sequences_per_dataset=None if counts is None else json.loads(Path(counts).read_text(encoding="utf-8")),
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
-        inter_document_masking=args.dataloader_inter_document_masking,
-        **of_fim,
-    )
-    return config
-
-
-def _fim_settings(args: Namespace) -> dict[str, Any]:
-    tokens = {part: getattr(args, f"fim_{part}_token") for part in ("prefix", "middle", "suffix", "pad", "eod")}
-    same = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
-    return {name: getattr(args, name) for name in same} | {"fim_extra_tokens": tokens}
+    renamed: dict[str, Any] = {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": build_tokenizer(args),
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "sequences_per_dataset": None if counts is None else json.loads(Path(counts).read_text(encoding="utf-8")),
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+        "inter_document_masking": args.dataloader_inter_document_masking,
+    }
+    if args.fim_data:
+        tokens = ("prefix", "middle", "suffix", "pad", "eod")
+        renamed["fim_extra_tokens"] = {part: getattr(args, f"fim_{part}_token") for part in tokens}
+    return kind(**{name: getattr(args, name) for name in same}, **renamed)
 
 
 def _reads_data(args: Namespace, vp_stage: int | None) -> bool:

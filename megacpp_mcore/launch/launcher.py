@@ -51,30 +51,29 @@ class Recording:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add an option for each attribute to the parser of a command."""
-        for option, more in {
-            "--observe": {"metavar": "DIR", "help": "record the run in DIR (default: beside its checkpoints)"},
-            "--no-observe": {"action": "store_true", "help": "record nothing of the run"},
-            "--profile": {"metavar": "FIRST-LAST", "help": "profile these steps by block family, such as 10-14"},
-        }.items():
-            parser.add_argument(option, **more)  # type: ignore[arg-type]
+        parser.add_argument("--observe", metavar="DIR", help="record the run in DIR (default: beside its checkpoints)")
+        parser.add_argument("--no-observe", action="store_true", help="record nothing of the run")
+        steps = "profile these steps by block family, such as 10-14"
+        parser.add_argument("--profile", metavar="FIRST-LAST", help=steps)
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Recording:
         """Read the options added by :meth:`add_arguments`."""
-        return cls(**{each.name: getattr(options, each.name) for each in dataclasses.fields(cls)})
+        return cls(options.observe, options.no_observe, options.profile)
 
     def words(self) -> list[str]:
         """The command-line options that would give this recording."""
-        said = {name: value for name, value in vars(self).items() if value not in (None, False)}
-        given = {f"--{name.replace('_', '-')}": value for name, value in said.items()}
-        return [word for option, value in given.items() for word in ([option] if value is True else [option, value])]
+        words = [] if self.observe is None else ["--observe", self.observe]
+        words += ["--no-observe"] if self.no_observe else []
+        return words if self.profile is None else [*words, "--profile", self.profile]
 
     def choose(
         self, arguments: Sequence[str], settings: plugin_config.PluginConfig | None = None
     ) -> observation.Observation:
         """The observation of a run with Megatron's ``arguments``; LaunchError if it is not possible as requested."""
-        asked = {"off" if name == "no_observe" else name: value for name, value in vars(self).items()}
-        return observation.choose(arguments, settings=settings, **asked)
+        return observation.choose(
+            arguments, observe=self.observe, off=self.no_observe, profile=self.profile, settings=settings
+        )
 
 
 def launch(

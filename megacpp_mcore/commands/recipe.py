@@ -184,21 +184,18 @@ def _recipe(name: str) -> Recipe | None:
     raise ModelError(f"there is no model or recipe {name!r}; {nearest(name, (*models, *RECIPES))}")
 
 
-def chosen_model(name: str) -> tuple[Model, Path | None]:
+def chosen_model(name: str) -> tuple[Model, plugin_config.PluginConfig | None]:
     """The model that a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
 
     A file about another model is ignored, with a line on standard error.
     """
     loaded = plugin_config.from_environment()
-    if loaded is None:
-        return preset(name), None
-    if name in (loaded.preset, loaded.model.name):
-        return loaded.model, loaded.path
+    if loaded is not None and name in (loaded.preset, loaded.model.name):
+        return loaded.model, loaded
     model = preset(name)
-    print(
-        f"note: {plugin_config.VARIABLE} names {loaded.path}, which is about {loaded.preset}; {name} is taken as it is",
-        file=sys.stderr,
-    )
+    if loaded is not None:
+        note = f"{plugin_config.VARIABLE} names {loaded.path}, which is about {loaded.preset}; {name} is taken as it is"
+        print(f"note: {note}", file=sys.stderr)
     return model, None
 
 
@@ -224,12 +221,13 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     of_model, of_run = overrides.read(args.values)
     recipe = _recipe(args.name)
     name = recipe.model.name if recipe else args.name
-    original, settings = chosen_model(name)
+    original, loaded = chosen_model(name)
     model = overrides.apply(original, of_model)
     layout = _layout(args, recipe.layout if recipe else Layout())
     model.check_layout(layout)  # first, because processes and batch follow from it
+    settings = None if loaded is None else loaded.path
     if model != original:
-        settings = _write_settings(name, model, args.settings)
+        settings = _write_settings(name, model, loaded, args.settings)
     elif args.settings is not None:
         raise LaunchError(
             f"--settings {args.settings} is for a model that --set changes, and nothing is changed; leave it out"
@@ -315,16 +313,13 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
     return nodes, per_node
 
 
-def _write_settings(name: str, model: Model, file: str | None) -> Path:
-    """Write the settings file of ``model``; an existing file with other content is not overwritten."""
+def _write_settings(name: str, model: Model, loaded: plugin_config.PluginConfig | None, file: str | None) -> Path:
+    """Write the settings file of ``model``, which has the other settings of ``loaded``; no other file is overwritten."""
     if file is None:
         raise LaunchError(
             f"--set changes the model {name}, and a run is checked against its model: that has to be in a file that "
             f"{plugin_config.VARIABLE} names; add --settings FILE, which is written"
         )
-    loaded = plugin_config.from_environment()
-    if loaded is not None and name not in (loaded.preset, loaded.model.name):
-        loaded = None  # it is about another model
     base = loaded.preset if loaded is not None else name
     # The file's other settings are kept: they were checked when it was loaded.
     content = {} if loaded is None else yaml.safe_load(loaded.path.read_text(encoding="utf-8"))

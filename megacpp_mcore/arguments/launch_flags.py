@@ -82,10 +82,6 @@ class LaunchFlag:
     reason: str
     obstacle: Callable[[Machine], str]
 
-    def lowered(self, machine: Machine) -> tuple[str, ...]:
-        """The flag's arguments for a run on ``machine``."""
-        return self.off if self.obstacle(machine) else self.words
-
 
 def _engine(machine: Machine) -> str:
     return "" if machine.has_engine else "it is Transformer Engine's"
@@ -169,7 +165,7 @@ def check_torch_fsdp(run: Mapping[str, Any]) -> None:
 
 def lowered(machine: Machine) -> tuple[str, ...]:
     """The arguments of all flags for a run on ``machine``."""
-    return tuple(word for flag in FLAGS for word in flag.lowered(machine))
+    return tuple(word for flag in FLAGS for word in (flag.off if flag.obstacle(machine) else flag.words))
 
 
 def bucket_elements(machine: Machine) -> int | None:

@@ -6,7 +6,7 @@ cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -454,9 +454,6 @@ def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PR
     Raises:
         ArgumentMismatchError: no preset matches; lists the contradictions of the nearest one.
     """
-    ranked: Iterable[tuple[int, Model]] = sorted(
-        ((len(mismatches(model, sources, host)), model) for model in presets.values()), key=lambda pair: pair[0]
-    )
-    _, nearest = next(iter(ranked))
+    nearest = min(presets.values(), key=lambda model: len(mismatches(model, sources, host)))
     check_arguments(nearest, sources, host=host)
     return nearest

@@ -11,8 +11,7 @@ EXPLICIT, SKIPPED = "explicit", "skipped"
 REASONS = ("user-disabled", "not-launched", "not-cuda", "fsdp-eager", "regional-moe")
 """Why a compile warm-up is skipped, in the order in which they are checked; the first that applies is reported."""
 
-DYNAMO_DISABLE, COMPILE_DISABLE = "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"
-DISABLING = (DYNAMO_DISABLE, COMPILE_DISABLE)
+DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Variables that turn torch.compile off when they are 1 (torch 2.11: ``_dynamo/eval_frame.py`` and ``_dynamo/config.py``)."""
 
 

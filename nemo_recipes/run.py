@@ -468,11 +468,11 @@ def verify_data(config: Any) -> str:
     Returns:
         A line that says what was checked.
     """
-    from megacpp_mcore.data.arguments import cache_folder, verify_arguments
+    from megacpp_mcore.data.arguments import cache_words, verify_arguments
 
-    words = data_words(config)
+    words, given = data_words(config), config.dataset.path_to_cache
     line = verify_arguments(words) if os.environ["RANK"] == "0" else ""
-    config.dataset.path_to_cache = cache_folder(words, config.dataset.path_to_cache)
+    _, config.dataset.path_to_cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
     return f"{line}; its indices are cached in {config.dataset.path_to_cache}"
 
 

@@ -107,29 +107,24 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     return f"{line}; {note}" if note else line
 
 
-def cache_folder(arguments: Sequence[str], given: str | None = None) -> str | None:
-    """The folder in which Megatron should cache its sample indices, or None when no dataset is named.
+def cache_words(arguments: Sequence[str]) -> list[str]:
+    """The words to append to ``arguments`` so that stock caches its sample indices of these datasets; none without datasets.
 
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training
     would go on with the old one's document indices. So the folder is named after the manifests; old ones are never removed.
-    It lies in ``given`` (``--data-cache-path``), by default beside the first dataset, as in stock.
+    It lies in the one that ``--data-cache-path`` names, by default beside the first dataset, as in stock.
 
     Raises:
         DataError: a manifest is missing or damaged.
     """
     prefixes = dataset_prefixes(arguments)
     if not prefixes:
-        return None
+        return []
+    given = flags.first(flags.read(arguments), "--data-cache-path")
     digests = sorted({load_manifest(prefix).digest for prefix in prefixes})
     name = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-    return os.path.join(given or os.path.join(prefixes[0], "cache"), name)
-
-
-def cache_words(arguments: Sequence[str]) -> list[str]:
-    """The words to append to ``arguments`` so that stock uses :func:`cache_folder`; none where no dataset is named."""
-    folder = cache_folder(arguments, flags.first(flags.read(arguments), "--data-cache-path"))
-    return ["--data-cache-path", folder] if folder else []
+    return ["--data-cache-path", os.path.join(given or os.path.join(prefixes[0], "cache"), name)]
 
 
 def dataset_prefixes(arguments: Sequence[str]) -> list[str]:

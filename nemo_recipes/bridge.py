@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.util import host
@@ -40,13 +40,6 @@ INSTALLATION = "install it with `make bridge`, or as docs/doors.md says"
 _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
 
 
-def check() -> None:
-    """Raise LaunchError unless Megatron-Bridge and its real dependencies are installed; imports nothing of it."""
-    found = problem()
-    if found is not None:
-        raise LaunchError(found)
-
-
 def problem() -> str | None:
     """A sentence on what is wrong with the installation of Megatron-Bridge; None if no problem is known."""
     bridge = host.version("megatron-bridge")
@@ -54,7 +47,7 @@ def problem() -> str | None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
     for name, (least, why) in _LEAST.items():
         found = host.version(name)
-        if found is None or Version(least) > _release(found):
+        if found is None or Version(least) > Version(Version(found).base_version):
             return f"{name} is {found or 'not installed'}, expected {least} or later: {why}; {INSTALLATION}"
     if bridge.partition("+")[0] != BRIDGE_VERSION:
         return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
@@ -62,14 +55,6 @@ def problem() -> str | None:
     if missing:
         return f"Megatron-Bridge needs {', '.join(missing)}, not installed here; {INSTALLATION}"
     return None
-
-
-def _release(version: str) -> Version:
-    """The release that ``version`` belongs to: a candidate or nightly counts as its release. 0 if it is not a version."""
-    try:
-        return Version(Version(version).base_version)
-    except InvalidVersion:
-        return Version("0")
 
 
 def _found(module: str) -> bool:
@@ -85,7 +70,8 @@ def prepare() -> None:
     Raises:
         LaunchError: Bridge is not installed, or cannot be imported; the message says why.
     """
-    check()
+    if (found := problem()) is not None:
+        raise LaunchError(found)
     # Imported before the stand-ins exist, so that these modules see that Transformer Engine is missing.
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -131,14 +117,8 @@ class _Refusing(types.ModuleType):
         )
 
 
-class _WithStandIns(importlib.abc.Loader):
+class _WithStandIns(importlib.machinery.SourceFileLoader):
     """Executes a module with the stand-ins in ``sys.modules``, and removes them afterwards."""
-
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
         # The modules that it imports must be imported without stand-ins.
@@ -150,7 +130,7 @@ class _WithStandIns(importlib.abc.Loader):
         ops.__dict__["Sequential"] = "Sequential"  # used only as a return annotation
         sys.modules.update(zip(names, (whole, torch_part, ops), strict=True))
         try:
-            self._loader.exec_module(module)
+            super().exec_module(module)
         finally:
             for name in names:
                 sys.modules.pop(name, None)
@@ -165,7 +145,6 @@ class _LoraLayersFinder(importlib.abc.MetaPathFinder):
         if fullname != _LORA_LAYERS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        spec.loader = _WithStandIns(spec.loader)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _WithStandIns(fullname, spec.origin)
         return spec

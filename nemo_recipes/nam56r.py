@@ -8,7 +8,7 @@ Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written again
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -150,11 +150,10 @@ def container(chosen: Recipe) -> ConfigContainer:
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
         ),
-        validation=ValidationConfig(eval_iters=0, eval_interval=training.train_iters),
+        validation=ValidationConfig(eval_iters=0),
         optimizer=OptimizerConfig(
             optimizer="adam",
             lr=training.learning_rate,
-            min_lr=float(f"{training.learning_rate / 10:g}"),  # as on the command line
             weight_decay=0.1,
             adam_beta1=0.9,
             adam_beta2=0.95,
@@ -163,7 +162,6 @@ def container(chosen: Recipe) -> ConfigContainer:
         ),
         scheduler=SchedulerConfig(
             lr_decay_style="cosine",
-            lr_warmup_iters=lowering.warm_up_steps(training.train_iters),
             start_weight_decay=0.1,
             end_weight_decay=0.1,
             weight_decay_incr_style="constant",
@@ -187,16 +185,21 @@ def container(chosen: Recipe) -> ConfigContainer:
         dist=DistributedInitConfig(distributed_backend="gloo" if training.device == "cpu" else "nccl"),
         mixed_precision=bf16_mixed() if is_bf16 else None,
     )
-    for key, value in flag_fields(lowering.machine_of(chosen.model, chosen.layout, training)).items():
-        section, name = key.split(".")
-        setattr(getattr(config, section), name, value)
+    derive(config, lowering.machine_of(chosen.model, chosen.layout, training))
     return config
 
 
-def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
-    """Bridge's fields of :data:`megacpp_mcore.arguments.launch_flags.FLAGS`, and of the log interval, on ``machine``."""
+def derive(config: ConfigContainer, machine: launch_flags.Machine, given: Sequence[str] = ()) -> None:
+    """Set what follows from steps, learning rate, layout and ``machine``, but for the keys ``given`` (``section.field``).
+
+    These are the schedule, the vocabulary's padding, :data:`megacpp_mcore.arguments.launch_flags.FLAGS` and the log interval.
+    """
     on = {flag.name: not flag.obstacle(machine) for flag in launch_flags.FLAGS}
-    return {
+    fields = {
+        "model.make_vocab_size_divisible_by": lowering.padding_of(config.model.tensor_model_parallel_size),
+        "scheduler.lr_warmup_iters": lowering.warm_up_steps(config.train.train_iters),
+        "validation.eval_interval": config.train.train_iters,
+        "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),  # as on the command line
         "model.gradient_accumulation_fusion": on[launch_flags.FUSED_GRADIENTS],
         "ddp.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
         "optimizer.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
@@ -209,6 +212,10 @@ def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
         "train.manual_gc_interval": launch_flags.GC_INTERVAL if on[launch_flags.MANUAL_GC] else 0,
         "logger.log_interval": launch_flags.log_interval(machine),
     }
+    for key, value in fields.items():
+        if key not in given:
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, value)
 
 
 def _tokenizer(chosen: Recipe) -> TokenizerConfig:

@@ -134,7 +134,6 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=layout.sequence_parallel,
-        make_vocab_size_divisible_by=vocabulary_divisor(layout.tensor),
         # As in the stock command, or its defaults.
         attention_softmax_in_fp32=False,
         bias_dropout_fusion=False,
@@ -145,8 +144,3 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         pipeline_dtype=torch.float32,  # overwritten by mixed precision
         rotary_scaling_factor=1.0,
     )
-
-
-def vocabulary_divisor(tensor: int) -> int:
-    """Megatron's vocabulary divisor, to be multiplied by TP, chosen so that the padded vocabulary is the same at every TP."""
-    return 128 // tensor if 128 % tensor == 0 else 128

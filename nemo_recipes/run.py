@@ -18,7 +18,7 @@ from typing import Any
 
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments import launch_flags, lowering
 from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError
 from megacpp_mcore.launch import launcher, process
 from megacpp_mcore.model import Layout
@@ -350,7 +350,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
         raise LaunchError(f"the overrides {' '.join(overrides)} cannot be read: {error}; write KEY=VALUE") from error
     for key in keys:
         _check_type(key, before[key], _value(config, key))
-    _derive(chosen, config, keys)
+    nam56r.derive(config, _machine(chosen, config), keys)
     config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
         lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}")
@@ -362,30 +362,16 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     return config
 
 
-def _derive(chosen: Recipe, config: Any, keys: Sequence[str]) -> None:
-    """Set the fields that follow from steps, learning rate, layout and number of processes, unless overridden themselves."""
-    from megacpp_mcore.nemo_recipes.nam56r import flag_fields
-    from megacpp_mcore.nemo_recipes.provider import vocabulary_divisor
-
+def _machine(chosen: Recipe, config: Any) -> launch_flags.Machine:
+    """The properties of the run described by ``config`` that decide which flags it gets."""
     model, processes = config.model, int(os.environ["WORLD_SIZE"])
-    machine = dataclasses.replace(
+    return dataclasses.replace(
         lowering.machine_of(chosen.model, chosen.layout, chosen.training),
         has_engine=model.transformer_impl == "transformer_engine",
         processes=processes,
         replicas=processes
         // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size),
     )
-    derived = {
-        "model.make_vocab_size_divisible_by": vocabulary_divisor(config.model.tensor_model_parallel_size),
-        "scheduler.lr_warmup_iters": lowering.warm_up_steps(config.train.train_iters),
-        "validation.eval_interval": config.train.train_iters,
-        "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),
-        **flag_fields(machine),
-    }
-    for key, value in derived.items():
-        if key not in keys:
-            section, name = key.split(".")
-            setattr(getattr(config, section), name, value)
 
 
 def check_override(config: Any, override: str) -> None:

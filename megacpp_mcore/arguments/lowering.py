@@ -287,10 +287,17 @@ def _layout_words(model: Model, layout: Layout) -> list[str]:
         "--expert-model-parallel-size", str(layout.expert),
         "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
-    if layout.tensor > 1 and 128 % layout.tensor == 0:
-        # Megatron pads the vocabulary to a multiple of this times TP; the padding must not depend on the layout.
-        words += ["--make-vocab-size-divisible-by", str(128 // layout.tensor)]
+    if (divisor := padding_of(layout.tensor)) != _PADDING:
+        words += ["--make-vocab-size-divisible-by", str(divisor)]
     return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
+
+
+_PADDING = 128  # Megatron's default
+
+
+def padding_of(tensor: int) -> int:
+    """Megatron's vocabulary divisor, to be multiplied by TP, chosen so that the padded vocabulary is the same at every TP."""
+    return _PADDING // tensor if _PADDING % tensor == 0 else _PADDING
 
 
 def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
@@ -413,7 +420,7 @@ def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
 
 def vocabulary_divisor(sources: Sequence[object]) -> int:
     """The run's vocabulary divisor, to be multiplied by tensor parallelism."""
-    return int(_first(sources, "make_vocab_size_divisible_by", 128))
+    return int(_first(sources, "make_vocab_size_divisible_by", _PADDING))
 
 
 def _first(sources: Sequence[object], field: str, default: Any) -> Any:

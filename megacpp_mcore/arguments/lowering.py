@@ -242,13 +242,16 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training, machine_of(model, layout, training))
-    words += ["--cuda-graph-impl", "local"] if _is_captured(layout, training, host) else []
+    words += ["--cuda-graph-impl", "local"] if is_captured(layout, training, host) else []
     if launch_flags.TORCH_FSDP in training.extra and "--ckpt-format" not in training.extra:
         words += ["--ckpt-format", launch_flags.TORCH_FSDP_FORMAT]
     return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
 
 
-def _is_captured(layout: Layout, training: Training, host: str) -> bool:
+CAPTURED = "layers are captured of GPTModel, with Transformer Engine, in bf16, in one pipeline stage and without FSDP2"
+
+
+def is_captured(layout: Layout, training: Training, host: str) -> bool:
     """Whether :attr:`Training.cuda_graphs` is on, for a run of the kind whose layers have been captured."""
     whole = layout.pipeline == 1 and launch_flags.TORCH_FSDP not in training.extra
     engine = training.transformer_impl == "transformer_engine" and training.precision == "bf16"

@@ -15,7 +15,7 @@ import yaml
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import launch_flags, overrides, stock_command
-from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower, machine_of
+from megacpp_mcore.arguments.lowering import CAPTURED, SCRIPTS, SPECS, is_captured, lower, machine_of
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
@@ -238,6 +238,8 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
     host = args.host or GPT
+    if of_run.get("cuda_graphs") and not is_captured(layout, training, host):
+        print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)
     env = {} if settings is None else {plugin_config.VARIABLE: str(settings.resolve())}
     if layout.tensor > 1 and training.device == "cuda":
         # Megatron 0.19 stops without it on GPUs before Blackwell; the CPU lane sets it itself.

@@ -120,6 +120,14 @@ def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
     assert words[words.index("--vocab-size") + 1] == "65536"
 
 
+@pytest.mark.parametrize(("model", "is_left_out"), [("nam56r", False), ("nam56r_tiny", True)])  # in bf16 and in fp32
+def test_graphs_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str], model: str, is_left_out: bool) -> None:
+    assert cli.main(["recipe", "emit", model, "--set", "cuda_graphs=true"]) == 0
+    captured = capsys.readouterr()
+    assert ("--cuda-graph-impl local" not in captured.out) == is_left_out
+    assert ("note: cuda_graphs=true is left out: layers are captured of GPTModel" in captured.err) == is_left_out
+
+
 def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import subprocess
 

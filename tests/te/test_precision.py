@@ -295,7 +295,9 @@ def test_what_block_scales_cannot_be_gathered_in() -> None:
     cut = SimpleNamespace(**CLEAN | {"sequence_parallel": True})
     precision.check_run(FP8(recipe="block"), cut, rows=256)
     precision.check_run(FP8(recipe="current"), cut, rows=272)
-    with pytest.raises(ModelError, match="272 rows on a rank, which .* gather in BF16; expected a multiple of 128, or"):
+    with pytest.raises(
+        ModelError, match=r"272 rows on a rank, which .* gather in BF16; expected a multiple of 128, or"
+    ):
         precision.check_run(FP8(recipe="block"), cut, rows=272)
 
     def installed(recipe: str, mode: str) -> tuple[str, ...]:
@@ -304,7 +306,7 @@ def test_what_block_scales_cannot_be_gathered_in() -> None:
         return scopes(recipe).install(layer, 3)
 
     assert installed("block", "row") == installed("current", "column") == ("linear_proj", "linear_q")
-    with pytest.raises(ModelError, match="layer 3: linear_proj gathers 32 values a row, .* use current"):
+    with pytest.raises(ModelError, match=r"layer 3: linear_proj gathers 32 values a row, .* use current"):
         installed("block", "column")
 
 

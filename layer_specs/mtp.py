@@ -14,9 +14,12 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.training import global_vars
 
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts
@@ -36,9 +39,26 @@ class RepeatedLayer(MultiTokenPredictionLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_gradients(self.config, global_vars._GLOBAL_ARGS)  # get_args() would assert
         for module in self.modules():
             if hasattr(module, "is_first_microbatch"):
                 module.disable_parameter_transpose_cache = True  # so that no call is marked
+
+
+def check_gradients(config: TransformerConfig, arguments: Any) -> None:
+    """Refuse Megatron-FSDP where it has each depth's gradients written over those of the depth before.
+
+    It marks every weight so (0.19.2, ``overwrite_main_grad``); ``arguments``: Megatron's, None where no stock script runs.
+
+    Raises:
+        ModelError: several depths are to add to one ``main_grad``.
+    """
+    is_fused = config.gradient_accumulation_fusion and getattr(arguments, "use_megatron_fsdp", False)
+    if is_fused and (config.mtp_num_layers or 0) > 1:
+        raise ModelError(
+            f"--use-megatron-fsdp keeps the gradient of one of the {config.mtp_num_layers} depths that share the MTP block; "
+            "pass --no-gradient-accumulation-fusion"
+        )
 
 
 def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlockSubmodules:

@@ -458,7 +458,8 @@ def verify_data(config: Any) -> str:
 
     words, given = data_words(config), config.dataset.path_to_cache
     line = verify_arguments(words) if os.environ["RANK"] == "0" else ""
-    _, config.dataset.path_to_cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
+    cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
+    config.dataset.path_to_cache = cache[1] if cache else None
     return f"{line}; its indices are cached in {config.dataset.path_to_cache}"
 
 

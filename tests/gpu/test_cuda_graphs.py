@@ -202,7 +202,7 @@ def test_a_run_that_fails_with_collectives_in_its_graphs_ends(corpus: str, tmp_p
     try:
         assert run.wait(timeout=180) != 0
     finally:
-        run.kill()
+        run.terminate()  # which ends its ranks, too
     assert "the loss of the local forward pass is NaN" in (tmp_path / "run" / "log").read_text()
     assert read_steps(tmp_path / "run" / "run")
 

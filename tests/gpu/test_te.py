@@ -314,7 +314,7 @@ def loss_of(wrapped: Any) -> torch.Tensor:
 def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Builds the mixed nam56r_tiny with more keys in its file, from one seed."""
 
-    def make(impl: str = "transformer_engine", mtp_depth: int = 1, **keys: Any) -> Any:
+    def make(impl: str = "transformer_engine", mtp_depth: int = 1, fused: bool = False, **keys: Any) -> Any:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.module import Float16Module
@@ -329,7 +329,7 @@ def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         destroy_moe_metrics_tracker()
         random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         torch.manual_seed(1234)
-        config = stock.model_config(words_of(model, ALONE, transformer_impl=impl))
+        config = stock.model_config(words_of(model, *(() if fused else (ALONE,)), transformer_impl=impl))
         built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
         return Float16Module(config.transformer, built.cuda()).train()
 
@@ -390,7 +390,7 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
 
 def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(tiny: Callable[..., Any]) -> None:
     """Transformer Engine writes a gradient over main_grad where Megatron marks a call as the first."""
-    wrapped = tiny(mtp_depth=2)
+    wrapped = tiny(mtp_depth=2, fused=True)
     parameters = dict(wrapped.module.mtp.named_parameters())
     found = []
     for _ in range(2):

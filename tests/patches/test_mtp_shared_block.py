@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megacpp_mcore import patches
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
 from tests import micro_batch, stock
@@ -157,6 +158,22 @@ def test_no_call_of_the_block_is_marked_as_the_first_of_a_step(
     unmarked = {name for name, one in layers.items() if getattr(one, "disable_parameter_transpose_cache", False)}
     assert unmarked == {name for name in layers if name.startswith("mtp.")}
     assert {name.rpartition(".")[2] for name in unmarked} >= {"eh_proj", "linear_proj", "linear_fc1", "linear_fc2"}
+
+
+@pytest.mark.parametrize(
+    ("depths", "fused", "fsdp", "is_refused"),
+    [(2, True, True, True), (1, True, True, False), (2, False, True, False), (2, True, False, False)],
+)
+def test_megatron_fsdp_is_refused_where_it_would_lose_a_depth(
+    depths: int, fused: bool, fsdp: bool, is_refused: bool
+) -> None:
+    from megacpp_mcore.layer_specs.mtp import check_gradients
+
+    config: Any = SimpleNamespace(mtp_num_layers=depths, gradient_accumulation_fusion=fused)
+    wanted = pytest.raises(ModelError, match=r"one of the 2 depths .* pass --no-gradient-accumulation-fusion")
+    with wanted if is_refused else contextlib.nullcontext():
+        check_gradients(config, SimpleNamespace(use_megatron_fsdp=fsdp))
+    check_gradients(config, None)
 
 
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.util import host
@@ -47,7 +47,7 @@ def problem() -> str | None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
     for name, (least, why) in _LEAST.items():
         found = host.version(name)
-        if found is None or Version(least) > Version(Version(found).base_version):
+        if found is None or Version(least) > _release(found):
             return f"{name} is {found or 'not installed'}, expected {least} or later: {why}; {INSTALLATION}"
     if bridge.partition("+")[0] != BRIDGE_VERSION:
         return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
@@ -55,6 +55,14 @@ def problem() -> str | None:
     if missing:
         return f"Megatron-Bridge needs {', '.join(missing)}, not installed here; {INSTALLATION}"
     return None
+
+
+def _release(version: str) -> Version:
+    """The release that ``version`` belongs to: a candidate or nightly counts as its release. 0 if it is not a version."""
+    try:
+        return Version(Version(version).base_version)
+    except InvalidVersion:
+        return Version("0")
 
 
 def _found(module: str) -> bool:

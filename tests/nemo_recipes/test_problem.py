@@ -63,12 +63,14 @@ PROBLEMS = [
     ({"megatron-core": "0.13.1"}, "megatron-core is 0.13.1, expected 0.19 or later"),
     ({"megatron-core": "0.18.9rc1"}, "megatron-core is 0.18.9rc1, expected"),
     ({"megatron-core": "0"}, "megatron-core is 0, expected"),
+    ({"megatron-core": "from a checkout"}, "megatron-core is from a checkout, expected"),
     ({"megatron-bridge": "0.6.1"}, "megatron-bridge is 0.6.1, expected 0.6.2"),
     ({"megatron-bridge": "0.6.2rc1"}, "megatron-bridge is 0.6.2rc1, expected 0.6.2"),
     ({"megatron-bridge": "0.6.20"}, "megatron-bridge is 0.6.20, expected 0.6.2"),
     ({"nvidia-resiliency-ext": None}, "nvidia-resiliency-ext is not installed, expected 0.6 or later"),
     ({"nvidia-resiliency-ext": "0.4.1"}, "nvidia-resiliency-ext is 0.4.1, expected 0.6 or later"),
     ({"nvidia-resiliency-ext": "0.5.1.dev7"}, "nvidia-resiliency-ext is 0.5.1.dev7"),
+    ({"nvidia-resiliency-ext": "main"}, "nvidia-resiliency-ext is main"),
 ]
 
 

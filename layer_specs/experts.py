@@ -1,8 +1,9 @@
 """E: a mixture-of-experts layer: stock's MoELayer with the routed experts of this package, or with stock's own.
 
 Stock has one parameter per expert and matrix, and runs the experts on rows that its dispatcher has permuted. Ours stack all
-experts into one parameter per matrix, which a grouped GEMM reads in place; without expert parallelism they take the tokens
-unpermuted, with their routing, and the host reads nothing. Initial values and distributed checkpoints are stock's.
+experts into one parameter per matrix, which a grouped GEMM reads in place; they take the tokens unpermuted, with their routing,
+and the host reads nothing. With expert parallelism that is so under ``--moe-token-dispatcher-type allgather``: every rank
+gathers the tokens of all, and sums over ranks are scattered. Initial values and distributed checkpoints are stock's.
 
 Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
 D hidden, F expert width.
@@ -21,6 +22,10 @@ from megatron.core.extensions.transformer_engine import Fp8Padding, Fp8Unpadding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -115,14 +120,20 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
 def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
     """The op of our routed experts, ``routed_mlp`` where they take tokens, and what its backend has to support."""
     ranks = config.expert_model_parallel_size
-    # With moe_shared_expert_overlap the dispatcher runs the shared expert, during the all-to-all.
-    takes_tokens = ranks == 1 and not config.moe_shared_expert_overlap
     sizes = {
         "hidden": config.hidden_size,
         "ffn": config.moe_ffn_hidden_size,
         "experts": config.num_moe_experts // ranks,
+        "ranks": ranks,
     }
-    return "routed_mlp" if takes_tokens else "grouped_mlp", sizes | backend_needs(config)
+    return "routed_mlp" if takes_tokens(config) else "grouped_mlp", sizes | backend_needs(config)
+
+
+def takes_tokens(config: TransformerConfig) -> bool:
+    """Whether our experts take tokens, gathered if experts are divided, rather than the rows of stock's dispatcher."""
+    # With moe_shared_expert_overlap the dispatcher runs the shared expert, during the all-to-all.
+    gathered = config.expert_model_parallel_size == 1 or config.moe_token_dispatcher_type == "allgather"
+    return gathered and not config.moe_shared_expert_overlap
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
@@ -171,7 +182,9 @@ def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
 class ExpertsLayer(MoELayer):
     """Stock's MoELayer, which passes tokens to its experts unpermuted if they accept that.
 
-    The token dispatcher is then bypassed: the experts take the routing map and return the sum over each token's experts.
+    The token dispatcher is then bypassed: the experts take the routing map and return the sum over each token's experts. Where
+    they are divided over ranks, each takes the tokens of all, with the columns of its own experts, and sums over ranks are
+    rounded to the dtype of the tokens.
 
     Args:
         backends: the chosen routed experts and router in ``submodules``; for receipts.
@@ -203,11 +216,18 @@ class ExpertsLayer(MoELayer):
         return hidden_states, probs
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send every token to the ranks of its experts, if there is another rank."""
-        return (hidden_states, probs) if self.takes_tokens else super().dispatch(hidden_states, probs)
+        """Send every token to the ranks of its experts, or to all, if there is another rank."""
+        if not self.takes_tokens:
+            return super().dispatch(hidden_states, probs)
+        if self.ep_group.size() > 1:
+            gather = partial(gather_from_sequence_parallel_region, group=self.ep_group)
+            mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+            self._routing_TE = gather(self._routing_TE.view(torch.uint8))[:, mine].bool()
+            hidden_states, probs = gather(hidden_states), gather(probs)[:, mine]
+        return hidden_states, probs
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The routed experts' output; of tokens ``[S, B, D]`` already summed over their experts."""
+        """The routed experts' output; of tokens already summed over their experts of this rank."""
         if not self.takes_tokens:
             return super().routed_experts_compute(hidden_states, probs)
         routing_TE, self._routing_TE = self._routing_TE, None
@@ -215,8 +235,12 @@ class ExpertsLayer(MoELayer):
         return output_TD.view_as(hidden_states), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Return every token's rows to its rank, if they were sent."""
-        return output if self.takes_tokens else super().combine(output)
+        """Return every token's rows, or its sum over ranks, to its rank, if it was sent."""
+        if not self.takes_tokens:
+            return super().combine(output)
+        if self.ep_group.size() > 1:
+            output = reduce_scatter_to_sequence_parallel_region(output, group=self.ep_group)
+        return output
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Add the shared expert's output."""
@@ -261,7 +285,7 @@ class StackedExperts(MegatronModule):
         drawn = stock(num_local_experts, config, pg_collection=pg_collection, name=name)
         self.weight1, self.weight2 = (_stacked(matrices) for matrices in expert_matrices(drawn))
         op, needs = expert_op(config)
-        self.takes_tokens = op == "routed_mlp"
+        self.takes_tokens = takes_tokens(config)
         self.backend = dispatcher.request(op, **needs)
 
     def forward(
@@ -279,7 +303,12 @@ class StackedExperts(MegatronModule):
         """
         main_grads = [main_grad_of(weight, self.config) for weight in (self.weight1, self.weight2)]
         if self.takes_tokens:
-            how = {"topk": self.config.moe_router_topk, "main_grads": main_grads}
+            how: dict[str, Any] = {
+                "topk": min(self.config.moe_router_topk, self.num_local_experts),
+                "main_grads": main_grads,
+            }
+            if self.ep_group.size() > 1:
+                how["exact"] = False
             return self.backend.fn(hidden_TD, routed, probs, self.weight1, self.weight2, **how), None
         return self.backend.fn(hidden_TD, routed, self.weight1, self.weight2, probs, main_grads=main_grads), None
 

@@ -37,7 +37,7 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
-from megacpp_mcore.layer_specs.experts import choose_experts
+from megacpp_mcore.layer_specs.experts import choose_experts, takes_tokens
 from megacpp_mcore.layer_specs.parts import compute_device, implementation
 from megacpp_mcore.layer_specs.regions import RegionLayer, RegionPlan, with_inner_layer
 from megacpp_mcore.model import Model
@@ -166,11 +166,11 @@ def graph_plan(
 ) -> GraphPlan:
     """Return which layers of ``model`` are captured; none unless the run requests CUDA graphs.
 
-    Under tensor parallelism graphs hold collectives, and are reset before the process ends, however it ends.
+    Under tensor and expert parallelism graphs hold collectives, and are reset before the process ends, however it ends.
     """
     if config.cuda_graph_impl == "none":
         return GraphPlan()
-    if config.tensor_model_parallel_size > 1:
+    if max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1:
         atexit.register(reset_graphs)
     experts = _why_not_experts(config, dispatcher, settings) if "E" in model.layers else ""
     letters: dict[int | str, str] = dict(enumerate(model.layers, 1))
@@ -188,13 +188,12 @@ def graph_plan(
 
 
 def _why_not_experts(config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None) -> str:
-    """Why E layers are not captured; empty if they are: experts that take tokens unpermuted read nothing on the host."""
+    """Why E layers are not captured; empty if they are: of experts that take tokens unpermuted the host reads nothing."""
     if CudaGraphModule.attn in config.cuda_graph_modules:
         return "--cuda-graph-modules attn"
     if settings is not None and settings.recompute.experts:
         return "recompute: experts"
-    is_divided = config.expert_model_parallel_size > 1 or config.moe_shared_expert_overlap
-    if is_divided or choose_experts(config, dispatcher).observed != OWN_EXPERTS:
+    if not takes_tokens(config) or choose_experts(config, dispatcher).observed != OWN_EXPERTS:
         return "the host reads how many rows each expert gets"
     return ""
 

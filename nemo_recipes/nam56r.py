@@ -192,7 +192,8 @@ def container(chosen: Recipe) -> ConfigContainer:
 def derive(config: ConfigContainer, machine: launch_flags.Machine, given: Sequence[str] = ()) -> None:
     """Set what follows from steps, learning rate, layout and ``machine``, but for the keys ``given`` (``section.field``).
 
-    These are the schedule, the vocabulary's padding, :data:`megacpp_mcore.arguments.launch_flags.FLAGS` and the log interval.
+    These are the schedule, the vocabulary's padding, the token dispatcher, the log interval, and
+    :data:`megacpp_mcore.arguments.launch_flags.FLAGS`.
     """
     on = {flag.name: not flag.obstacle(machine) for flag in launch_flags.FLAGS}
     fields = {
@@ -207,6 +208,9 @@ def derive(config: ConfigContainer, machine: launch_flags.Machine, given: Sequen
         "ddp.bucket_size": launch_flags.bucket_elements(machine),
         "ddp.overlap_param_gather": on[launch_flags.PARAM_GATHER],
         "optimizer.overlap_param_gather": on[launch_flags.PARAM_GATHER],
+        "model.moe_token_dispatcher_type": lowering.token_dispatcher(
+            config.model.expert_model_parallel_size, config.model.te_precision_config_file is not None
+        ),
         "model.moe_permute_fusion": on[launch_flags.MOE_PERMUTE],
         "train.manual_gc": on[launch_flags.MANUAL_GC],
         "train.manual_gc_interval": launch_flags.GC_INTERVAL if on[launch_flags.MANUAL_GC] else 0,

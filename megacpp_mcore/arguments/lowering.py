@@ -238,7 +238,8 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
         launch_flags.check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})
     words = [word for argument in model_arguments(model, host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
-    words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
+    if "E" in model.layers:
+        words += ["--moe-token-dispatcher-type", token_dispatcher(layout.expert, training.plan.file is not None)]
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training, machine_of(model, layout, training))
@@ -293,6 +294,19 @@ def _layout_words(model: Model, layout: Layout) -> list[str]:
     if (divisor := padding_of(layout.tensor)) != _PADDING:
         words += ["--make-vocab-size-divisible-by", str(divisor)]
     return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
+
+
+ONE_HOST = 8
+"""The most ranks of experts whose tokens are gathered."""
+
+
+def token_dispatcher(ranks: int, stock_experts: bool) -> str:
+    """``--moe-token-dispatcher-type`` of experts divided over so many ranks.
+
+    Gathering sends each token to all ranks, and the host waits for nothing; sending it to its experts alone, the host reads how
+    many rows go to each rank. Within a host the wait takes longer. Stock's experts read the counts in either case.
+    """
+    return "allgather" if 1 < ranks <= ONE_HOST and not stock_experts else "alltoall"
 
 
 _PADDING = 128  # Megatron's default

@@ -87,6 +87,11 @@ _EXPERTS_FP8 = dataclasses.replace(
     _EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16))
 )
 
+_UNDIVIDED = {"ranks": Dim(one_of=(1,))}
+"""Of ``routed_mlp``: experts that are not divided over ranks, so that every token has as many of them here."""
+
+_EXPERTS_QUACK = dataclasses.replace(_EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | _UNDIVIDED)
+
 _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), capturable=False)
 """The host waits for the rows per expert. Float32 GEMMs run in TF32."""
 
@@ -176,7 +181,7 @@ def own_candidates() -> tuple[Candidate, ...]:
             "routed_mlp",
             "quack",
             Speed.KERNEL,
-            _EXPERTS_TRITON,
+            _EXPERTS_QUACK,
             f"{ops}.grouped_mlp.quack:routed_mlp",
             ("quack", *_GPU_TRITON),
             probe=lambda: _load(f"{ops}.grouped_mlp.quack:probe")(),
@@ -187,13 +192,16 @@ def own_candidates() -> tuple[Candidate, ...]:
                 op,
                 "te",
                 Speed.KERNEL,
-                _EXPERTS_TE,
+                dataclasses.replace(_EXPERTS_TE, dims=dims),
                 f"{ops}.grouped_mlp.te:{op}",
                 (CUDA, TRANSFORMER_ENGINE),
                 probe=functools.partial(imports.feature, *features),
                 by_name=True,
             )
-            for op, features in (("grouped_mlp", ("experts",)), ("routed_mlp", ("experts", "permute")))
+            for op, features, dims in (
+                ("grouped_mlp", ("experts",), {}),
+                ("routed_mlp", ("experts", "permute"), _UNDIVIDED),
+            )
         ),
         *(
             _candidate(op, "reference", Speed.REFERENCE, _REFERENCE, f"{ops}.{package}.reference:{function}")

@@ -54,6 +54,20 @@ def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, 
     assert rising < steps  # Megatron refuses another
 
 
+@pytest.mark.parametrize(
+    ("expert", "precision", "by"),
+    [
+        (1, "bf16", "alltoall"),
+        (8, "bf16", "allgather"),
+        (16, "bf16", "alltoall"),
+        (8, "bf16_fp8_experts", "alltoall"),
+    ],
+)
+def test_tokens_are_gathered_within_a_host(expert: int, precision: str, by: str) -> None:
+    words = lower(preset("nam56r"), Layout(expert=expert), Training(precision=precision))
+    assert words[words.index("--moe-token-dispatcher-type") + 1] == by
+
+
 # --- the check, without Megatron ---------------------------------------------------------------------------------------
 
 

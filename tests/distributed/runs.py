@@ -136,6 +136,11 @@ class Laboratory:
         words = [*self._from_main(), *stock.full_recompute()]
         return self.run(f"{name}, recomputed", LAYOUTS[name], COMPARED, words, save_every=1)
 
+    def sent(self, name: str) -> Run:
+        """:meth:`compared` with tokens sent to the ranks of their experts, instead of gathered."""
+        words = [*self._from_main(), "--moe-token-dispatcher-type", "alltoall"]
+        return self.run(f"{name}, sent", LAYOUTS[name], COMPARED, words, save_every=1)
+
     def overlapped(self, name: str, replicas: int) -> Run:
         """:meth:`compared` with what several replicas are lowered with on GPUs; every parameter is a bucket of its own."""
         asked = (launch_flags.DISTRIBUTED_OPTIMIZER, launch_flags.GRAD_REDUCE, launch_flags.PARAM_GATHER)

@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 
 OTHERS = [
     # PP 2 × VPP 2 is pipelined, too.
-    name if name == "PP 2 × VPP 2" else pytest.param(name, marks=pytest.mark.exhaustive)
+    name if name in ("PP 2 × VPP 2", "EP 2") else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in LAYOUTS
     if name != ONE
 ]
@@ -42,6 +42,13 @@ OTHERS = [
 @pytest.mark.parametrize("name", OTHERS)
 def test_losses_gradient_norm_and_every_gradient_of_the_first_step(laboratory: Laboratory, name: str) -> None:
     expected, found = laboratory.compared(ONE), laboratory.compared(name)
+    assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["EP 2", "TP 2 with SP, EP 4"])
+def test_tokens_sent_to_their_experts_alone(laboratory: Laboratory, name: str) -> None:
+    expected, found = laboratory.compared(ONE), laboratory.sent(name)
     assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
 
 

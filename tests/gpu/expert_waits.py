@@ -1,13 +1,14 @@
 """A program, one process a GPU: where the host waits for the device in an E layer whose experts are divided over all of them.
 
-Every rank prints the CUDA calls in which it waited, forward and backward, as a line of JSON; and for comparison those in which
-it reads a number.
+The argument is ``--moe-token-dispatcher-type``. Every rank prints the CUDA calls in which it waited, forward and backward, as a
+line of JSON; and for comparison those in which it reads a number.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -37,7 +38,7 @@ def main() -> None:
     """Build the layer, run it until all is compiled, and count."""
     ranks = int(os.environ["WORLD_SIZE"])
     with process_groups(int(os.environ["LOCAL_RANK"]), expert=ranks):
-        layer = build({}, Layout(expert=ranks))
+        layer = build({}, Layout(expert=ranks), "--moe-token-dispatcher-type", sys.argv[1])
         assert layer.experts.backend.observed == "triton"
         hidden, gradient = draw()
         for _ in range(2):

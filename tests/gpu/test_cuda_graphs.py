@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -27,7 +28,7 @@ SIZES: dict[str, Any] = {
 }
 """A small model of the sizes that kernels cover: no graph can hold a reference."""
 SPARSE = {"pattern": "AEMEAMR", "depth": 7, "mtp": {"depth": 0}}
-CUT = Layout(tensor=2, sequence_parallel=True)
+CUT, DIVIDED = Layout(tensor=2, sequence_parallel=True), Layout(expert=2)
 PACKED: tuple[dict[str, Any], tuple[str, ...]] = (
     # Without full MLA, whose kernels have no fixed order of sums.
     {**SIZES, **SPARSE, "dsa": {"schedule": "FS", "indexer_head_dim": 64}},
@@ -106,6 +107,12 @@ def scalars(folder: Path) -> list[dict[str, float]]:
     return found
 
 
+def held(folder: Path) -> set[int]:
+    """The layers that a run's receipt says graphs held."""
+    rows = receipts.read(folder / "run")["backends"]
+    return {row["layer"] for row in rows if (row["op"], row["observed"]) == ("cuda_graph", "local")}
+
+
 @pytest.mark.parametrize("case", ["packed", *FP8])
 def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, bool], Path], case: str) -> None:
     eager, replayed = (trained[case, with_graphs] for with_graphs in (False, True))
@@ -118,19 +125,33 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 @pytest.mark.parametrize(
-    ("layout", "recipe"),
-    [(runs.ALONE, None), (Layout(expert=2), None), (CUT, None), (CUT, "current")],
-    ids=["replicas", "divided experts", "tensor parallel", "tensor parallel, FP8 scopes"],
+    ("layout", "settings"),
+    [
+        (runs.ALONE, {}),
+        (DIVIDED, {}),
+        (DIVIDED, {"backends": {"routed_mlp": "triton_fp8"}}),
+        (CUT, {}),
+        (CUT, {"fp8": {"recipe": "current", "blanket": True}}),
+        (dataclasses.replace(CUT, expert=2), {}),
+    ],
+    ids=[
+        "replicas",
+        "divided experts",
+        "divided experts in FP8",
+        "tensor parallel",
+        "tensor parallel, FP8 scopes",
+        "tensor parallel and divided experts",
+    ],
 )
 def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(
-    corpus: str, tmp_path: Path, layout: Layout, recipe: str | None
+    corpus: str, tmp_path: Path, layout: Layout, settings: dict[str, Any]
 ) -> None:
     """Replicas with the distributed optimizer and both overlaps of data parallelism, whose hooks a replay has to call."""
     overrides, words = CASES["packed"]
     trainings = [
         begin(
             tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more,
-            layout=layout, processes=2, fp8={"recipe": recipe, "blanket": recipe is not None},
+            layout=layout, processes=2, **settings,
         )
         for more in ((), GRAPHS)
     ]  # fmt: skip
@@ -139,6 +160,7 @@ def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(
         assert training.wait() == 0, log.read_text()[-6000:]
     eager, replayed = (scalars(log.parent) for log in logs)
     assert replayed == eager
+    assert held(logs[1].parent) == set(range(1, len(SPARSE["pattern"]) + 1))
 
 
 def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
@@ -187,10 +209,7 @@ def test_fp8_is_inside_of_the_graphs(trained: dict[tuple[str, bool], Path]) -> N
         assert scalars(trained[case, True]) != scalars(trained["packed", True])
         assert [one["precision"]["fp8_scopes"]["captured"] > 0 for one in (eager, replayed)] == [False, True]
         assert [one["precision"]["dequantised"] for one in (eager, replayed)] == [0, 0]
-        held = {
-            row["layer"] for row in replayed["backends"] if row["op"] == "cuda_graph" and row["observed"] == "local"
-        }
-        assert held == set(range(1, len(SPARSE["pattern"]) + 1))
+        assert held(trained[case, True]) == set(range(1, len(SPARSE["pattern"]) + 1))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")

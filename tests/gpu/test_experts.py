@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 S, B, D = 513, 2, 3584
 
 
-def build(backends: Mapping[str, str], layout: Layout = ALONE) -> Any:
+def build(backends: Mapping[str, str], layout: Layout = ALONE, *more: str) -> Any:
     """The MoE layer of layer 2 of nam56r_quarter, from one seed."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random
@@ -44,7 +44,7 @@ def build(backends: Mapping[str, str], layout: Layout = ALONE) -> Any:
     from megacpp_mcore.layer_specs.parts import parts_for
 
     model = preset("nam56r_quarter")
-    words = words_of(model, "--no-gradient-accumulation-fusion", layout=layout)
+    words = words_of(model, "--no-gradient-accumulation-fusion", *more, layout=layout)
     config = stock.model_config(words, layout.processes).transformer
     set_start(model, config)
     torch.manual_seed(1234)  # a router is drawn on the host
@@ -143,14 +143,14 @@ def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(1, 0), (2, 1)])
-def test_the_host_waits_once_where_experts_are_divided(ranks: int, most: int) -> None:
-    """For how many rows go to each rank."""
+@pytest.mark.parametrize(("ranks", "by", "most"), [(1, "alltoall", 0), (2, "allgather", 0), (2, "alltoall", 1)])
+def test_the_host_waits_at_most_once_where_experts_are_divided(ranks: int, by: str, most: int) -> None:
+    """For how many rows go to each rank, unless the tokens of all are gathered."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed, and {torch.cuda.device_count()} seen")
     command = [*runs.PYTHON, "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), "-m", "tests.gpu.expert_waits"],
+        [*command, "--nproc-per-node", str(ranks), "-m", "tests.gpu.expert_waits", by],
         cwd=runs.ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,9 @@ CASES = {
     "one token": Case(T=1, D=64, F=64, E=7, topk=2),
     "many experts, probabilities in bfloat16": Case(T=777, D=128, F=64, E=100, topk=6, prob_dtype=torch.bfloat16),
     "wide": Case(T=64, D=5000, F=2056, E=4, topk=2),
+    "one of four ranks": Case(T=2345, D=512, F=896, E=4, ranks=4, topk=4, routing="skewed"),
+    "one of eight ranks": Case(T=1001, D=256, F=128, E=2, ranks=8, topk=4),
+    "a rank of one token": Case(T=301, D=256, F=128, E=4, ranks=4, topk=4, routing="lone"),
 }
 MODEL = Case(T=8192, D=3584, F=896, E=16, topk=4, routing="skewed")
 """A layer of NAM56R."""
@@ -68,7 +73,9 @@ def _same_in_fp8(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor])
 
 
 @hopper
-@pytest.mark.parametrize("name", ["natural skew", "all to the same four", "one token's expert, and some without"])
+@pytest.mark.parametrize(
+    "name", ["natural skew", "all to the same four", "one token's expert, and some without", "one of four ranks"]
+)
 def test_fp8(name: str) -> None:
     case = CASES[name]
     inputs = draw(case, "cuda")
@@ -164,6 +171,10 @@ def test_no_row_at_all() -> None:
         )
         assert found["y"].shape == (0, 64)
         assert not any(found[name].count_nonzero() for name in ("dw1", "dw2"))
+        elsewhere = Case(T=16, D=64, F=64, E=4, ranks=2, topk=2, routing="same")
+        assert not any(
+            tensor.count_nonzero() for tensor in outcome(module.routed_mlp, elsewhere, draw(elsewhere, "cuda")).values()
+        )
 
 
 def test_a_token_of_another_number_of_experts_is_nan() -> None:
@@ -172,6 +183,9 @@ def test_a_token_of_another_number_of_experts_is_nan() -> None:
     inputs["routing"][7], inputs["routing"][-1] = True, False
     found = outcome(routed_mlp, case, inputs)
     assert all(found[name][[7, -1]].isnan().all() for name in ("y", "dx"))
+    fewer = outcome(routed_mlp, replace(case, ranks=2), inputs)
+    assert all(fewer[name][7].isnan().all() for name in ("y", "dx"))
+    assert not any(fewer[name][-1].count_nonzero() for name in ("y", "dx"))
 
 
 def test_strides_change_no_bit() -> None:
@@ -195,8 +209,9 @@ def test_the_same_bits_each_time() -> None:
             assert torch.equal(tensor, first[name]), name
 
 
-def test_nothing_waits_and_a_graph_replays() -> None:
-    case = CASES["natural skew"]
+@pytest.mark.parametrize("name", ["natural skew", "one of four ranks"])
+def test_nothing_waits_and_a_graph_replays(name: str) -> None:
+    case = CASES[name]
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
     given = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
     expected = outcome(routed_mlp, case, others)

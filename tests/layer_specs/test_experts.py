@@ -190,7 +190,16 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
 @pytest.mark.parametrize(
     ("fields", "asked", "says"),
     [
-        ({"expert_model_parallel_size": 2}, "routed_mlp", "grouped_mlp; name grouped_mlp"),
+        (
+            {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
+            "routed_mlp",
+            "grouped_mlp; name grouped_mlp",
+        ),
+        (
+            {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+            "grouped_mlp",
+            "routed_mlp; name routed_mlp",
+        ),
         ({"moe_shared_expert_overlap": True}, "routed_mlp", "grouped_mlp"),
         ({}, "grouped_mlp", "routed_mlp; name routed_mlp"),
         ({"use_transformer_engine_op_fuser": True}, "routed_mlp", r"stock's \(the run asks for --use-transformer"),

@@ -34,7 +34,7 @@ def run(**changes: Any) -> Any:
     """The configuration of a run on a GPU that asks for graphs."""
     asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
     sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")}
-    whole = {**sizes, "moe_shared_expert_overlap": False}
+    whole = {**sizes, "moe_shared_expert_overlap": False, "moe_token_dispatcher_type": "allgather"}
     return SimpleNamespace(**{**asked, **whole, "recompute_granularity": None, "recompute_modules": None, **changes})
 
 
@@ -51,7 +51,7 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
     quarter = preset("nam56r_quarter")
     assert plan(quarter).describe() == ["CUDA graphs (local) of layers A 1 5 9 13 MTP, E 2 4 6 8 10, M 3 7 11, R 12"]
     warming = with_overrides(quarter, {"dsa": {"warmup_steps": 7}, "mtp": {"depth": 0}})
-    assert plan(warming, expert_model_parallel_size=2).describe() == [
+    assert plan(warming, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall").describe() == [
         "CUDA graphs (local) of layers A 1, M 3 7 11, R 12",
         f"no CUDA graph of layers E 2 4 6 8 10: {HOST_READS}",
         "no CUDA graph of layers A 5 9 13: dense attention ends after dsa.warmup_steps (7), in the middle of a run",
@@ -67,7 +67,8 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
         plan(quarter)
         assert not register.called
         plan(quarter, tensor_model_parallel_size=2)
-    register.assert_called_once_with(reset_graphs)  # these graphs hold collectives
+        assert not plan(quarter, expert_model_parallel_size=2).eager
+    assert register.mock_calls == [mock.call(reset_graphs)] * 2  # these graphs hold collectives
     without = plan(quarter, cuda_graph_impl="none")
     layer = SimpleNamespace()
     assert not without.describe()

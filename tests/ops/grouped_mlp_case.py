@@ -17,13 +17,17 @@ LEAVES = ("x", "probs", "w1", "w2")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and how tokens choose: ``even`` scores, ``skewed`` ones, all the ``same`` experts, or one ``lone`` token apart."""
+    """Sizes, and how tokens choose: ``even`` scores, ``skewed`` ones, all the ``same`` experts, or one ``lone`` token apart.
+
+    Of several ``ranks`` each has E experts, and this is the first, at which a token has ``topk`` or fewer.
+    """
 
     T: int = 200
     D: int = 64
     F: int = 96
     E: int = 8
     topk: int = 3
+    ranks: int = 1
     routing: str = "even"
     activation: str = "gelu"
     dtype: torch.dtype = torch.bfloat16
@@ -37,15 +41,16 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tens
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    score_TE = normal(case.T, case.E)
+    experts = case.E * case.ranks
+    score_TE = normal(case.T, experts)
     if case.routing == "skewed":
-        score_TE += 0.5 * normal(case.E)
+        score_TE += 0.5 * normal(experts)
     elif case.routing in ("same", "lone"):
-        score_TE[:, case.E - case.topk :] += 100
-    routing = torch.zeros(case.T, case.E, dtype=torch.bool)
+        score_TE[:, experts - case.topk :] += 100
+    routing = torch.zeros(case.T, experts, dtype=torch.bool)
     routing.scatter_(1, score_TE.topk(case.topk).indices, True)
     if case.routing == "lone":  # the first expert has the last token alone, those between have none
-        routing[-1, case.E - 1], routing[-1, 0] = False, True
+        routing[-1, experts - 1], routing[-1, 0] = False, True
     tensors = {
         "x": normal(case.T, case.D),
         "w1": normal(case.E, case.F, case.D) / case.D**0.5,
@@ -54,7 +59,7 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tens
     }
     drawn = {name: tensor.to(device, case.dtype) for name, tensor in tensors.items()}
     probs = torch.rand(case.T, case.E, generator=generator).to(device, case.prob_dtype)
-    return drawn | {"probs": probs, "routing": routing.to(device)}
+    return drawn | {"probs": probs, "routing": routing[:, : case.E].contiguous().to(device)}
 
 
 def outcome(
@@ -67,7 +72,8 @@ def outcome(
     }
     leaves = {name: given[name].detach().requires_grad_() for name in LEAVES}
     x, probs, w1, w2 = leaves.values()
-    y = fn(x, given["routing"], probs, w1, w2, topk=case.topk, activation=case.activation)
+    fewer = {"exact": False} if case.ranks > 1 else {}
+    y = fn(x, given["routing"], probs, w1, w2, topk=min(case.topk, case.E), activation=case.activation, **fewer)
     gradients = torch.autograd.grad(y, list(leaves.values()), given["dy"])
     return {"y": y.detach()} | {f"d{name}": found for name, found in zip(leaves, gradients, strict=True)}
 
@@ -118,6 +124,7 @@ def eager(
     *,
     topk: int,
     activation: str,
+    exact: bool = True,
 ) -> torch.Tensor:
     """``routed_mlp`` in the inputs' own dtype: what rounding alone costs."""
     y = torch.zeros_like(x)

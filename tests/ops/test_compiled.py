@@ -57,10 +57,16 @@ NO_GRADIENT = dict.fromkeys(("routing_TE", "dprob_PR", "dprobs_TE")) | {"P": 0, 
 PLACE = {"num_warps": 4, "TOKENS": 64, "EXPERTS": E}
 SMALL: dict[str, tuple[str, dict[str, Any], int]] = {
     "count": ("count", PLACE, 40),
-    "place": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64}, 128),
-    "place, most experts": ("place", PLACE | {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16}, 255),
-    "combine": ("combine", SUM | NO_GRADIENT, 64),
-    "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E}, 64),
+    "place": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXACT": True}, 128),
+    "place, one of four ranks": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXPERTS": K, "EXACT": False}, 128),
+    "place, most experts": (
+        "place",
+        PLACE | {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16, "EXACT": True},
+        255,
+    ),
+    "combine": ("combine", SUM | NO_GRADIENT | {"EXACT": True}, 64),
+    "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E, "EXACT": True}, 64),
+    "combine, one of four ranks": ("combine", SUM | {"P": 7, "EXPERTS": K, "EXACT": False}, 72),
 }
 """The kernel, its constants at the sizes of NAM56R, and the most registers."""
 

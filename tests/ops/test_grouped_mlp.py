@@ -21,6 +21,7 @@ CASES = {
     "some without tokens": Case(T=7, D=5, F=6, E=6, topk=2, routing="lone", **FP64),
     "all to one": Case(T=9, D=5, F=6, E=4, topk=1, routing="same", **FP64),
     "one token": Case(T=1, D=5, F=6, E=4, topk=1, **FP64),
+    "one of three ranks": Case(T=9, D=5, F=6, E=2, ranks=3, topk=3, **FP64),
 }
 
 
@@ -31,11 +32,12 @@ def gelu(x: torch.Tensor, activation: str) -> torch.Tensor:
     return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def token_by_token(x, routing, probs, w1, w2, *, topk, activation):
+def token_by_token(x, routing, probs, w1, w2, *, topk, activation, exact=True):
     def one(t: int, e: torch.Tensor) -> torch.Tensor:
         return w2[e] @ (probs[t, e] * gelu(w1[e] @ x[t], activation))
 
-    return torch.stack([sum(one(t, e) for e in routing[t].nonzero()[:, 0]) for t in range(len(x))])
+    none = torch.zeros_like(x[0])
+    return torch.stack([sum((one(t, e) for e in routing[t].nonzero()[:, 0]), none) for t in range(len(x))])
 
 
 def row_by_row(x, counts, w1, w2, probs, *, activation):
@@ -153,16 +155,17 @@ BAD_TOKENS = {
     "another topk": ({"topk": 1}, "4 of 4 tokens"),
     "dropped": ({"routing": ROUTING & (torch.arange(4) != 2)[:, None]}, "1 of 4 .* token 2 with 0"),
     "too many": ({"routing": ROUTING | (torch.arange(4) == 1)[:, None]}, "token 1 with 3"),
+    "more than all ranks": ({"topk": 1, "exact": False}, "4 of 4 tokens have more .* at most topk"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_TOKENS.values(), ids=BAD_TOKENS)
 def test_routed_refuses(change: dict[str, object], message: str) -> None:
-    given = {"routing": ROUTING, "probs": torch.zeros(4, 3), "topk": 2} | change
+    given = {"routing": ROUTING, "probs": torch.zeros(4, 3), "topk": 2, "exact": True} | change
     with pytest.raises(ModelError, match=message):
         routed_mlp(
             torch.zeros(4, 5), given["routing"], given["probs"], torch.zeros(3, 6, 5), torch.zeros(3, 5, 6),
-            topk=given["topk"],
+            topk=given["topk"], exact=given["exact"],
         )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ kernel can write both layouts. In training, weights are quantised once per optim
 are transposed, with one scale per tensor, and each expert's rows are padded to begin at a multiple of 16. ``auto`` does not
 choose this backend: its results differ from bfloat16 by E4M3's rounding, 2.6 % of a value (rms).
 
-Legend: T tokens, E experts, K experts per token, R rows (T × K), P row positions with padding, D model width, F expert width;
-N and W rows and columns of any matrix.
+Legend: T tokens, E experts, K experts per token, R rows (T × K; where tokens have fewer, the last are unused), P row positions
+with padding, D model width, F expert width; N and W rows and columns of any matrix.
 """
 
 # mypy: allow-untyped-defs
@@ -192,9 +192,10 @@ def _at(matrix, row, column, W: tl.constexpr):
 
 @triton.jit
 def activate(
-    h_RF, prob_R, values, scales, R, F: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    h_RF, prob_R, end_E, values, scales, E, F: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Quantise the activation of ROWS rows times their probabilities."""
+    R = tl.load(end_E + E - 1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
@@ -232,7 +233,9 @@ def activate_backward(
     largest_4R,
     values,
     scales,
+    end_E,
     R,
+    E,
     F: tl.constexpr,
     TANH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -240,16 +243,17 @@ def activate_backward(
 ):
     """Replace ``da`` by ``dh``, the gradient of the first product, and quantise it; recompute ``a``.
 
-    Row maxima of ``a``, ``dh``, and of what the gradients of weights multiply them by: ``dy`` and ``x``.
+    Row maxima of ``a``, ``dh``, and of what the gradients of weights multiply them by: ``dy`` and ``x``; zero of unused rows.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob = _prob(prob_R, row, R)
+    used = tl.load(end_E + E - 1)
+    prob = _prob(prob_R, row, used)
     largest = tl.zeros([ROWS], tl.float32)
     largest_a = tl.zeros([ROWS], tl.float32)
     dprob = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < R)[:, None] & (column < F)[None, :]
+        inside = (row < used)[:, None] & (column < F)[None, :]
         a, dh, each = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
         dprob += each
         largest = tl.maximum(largest, tl.max(tl.abs(dh), 1))
@@ -257,19 +261,19 @@ def activate_backward(
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < R)[:, None] & (column < F)[None, :]
+        inside = (row < used)[:, None] & (column < F)[None, :]
         if F > BLOCK:
             a, dh, _ = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
         tl.store(_at(a_RF, row, column, F), a.to(a_RF.dtype.element_ty), mask=inside)
         tl.store(_at(da_RF, row, column, F), dh.to(da_RF.dtype.element_ty), mask=inside)
         tl.store(_at(values, row, column, F), (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale, mask=row < R)
-    tl.store(dprob_R + row, dprob, mask=row < R)
+    tl.store(scales + row, scale, mask=row < used)
+    tl.store(dprob_R + row, dprob, mask=row < used)
     tl.store(largest_4R + row, largest_a, mask=row < R)
     tl.store(largest_4R + R + row, largest, mask=row < R)
-    dy_scale = tl.load(dy_scale_R + row, mask=row < R, other=0.0)
+    dy_scale = tl.load(dy_scale_R + row, mask=row < used, other=0.0)
     tl.store(largest_4R + 2 * R + row, dy_scale * LARGEST, mask=row < R)
-    x_scale = tl.load(x_scale_R + row, mask=row < R, other=0.0)
+    x_scale = tl.load(x_scale_R + row, mask=row < used, other=0.0)
     tl.store(largest_4R + 3 * R + row, x_scale * LARGEST, mask=row < R)
 
 
@@ -302,10 +306,12 @@ def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
 
 @triton.jit
 def transpose_rows(
-    x, token_R, row_P, largest, values_WP, scale_EW, E, P,
+    x, token_R, row_P, end_P, largest, values_WP, scale_EW, E, P,
     W: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Transpose and quantise STEPS · BW columns of rows (or of their tokens), and repeat the scale for each expert."""
+    if (tl.program_id(0) > 0) & (tl.program_id(0) * BP >= tl.load(end_P + E - 1)):
+        return
     place = tl.program_id(0) * BP + tl.arange(0, BP)
     row = tl.load(row_P + place, mask=place < P, other=-1)
     real = row >= 0
@@ -439,7 +445,9 @@ def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> t
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
-        launch(activate, grid, h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
+        launch(
+            activate, grid, h_RF, rows.prob_R, rows.end_E, *left, len(rows.end_E), F=F, TANH=activation == "gelu_tanh", **tile
+        )  # fmt: skip
     return (h_RF, x_scale_R), left
 
 
@@ -463,8 +471,9 @@ def transposed(
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
     values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
     launch(
-        transpose_rows, (triton.cdiv(P, TRANSPOSED["BP"]), ACROSS), x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W,
-        EXPERTS=triton.next_power_of_2(E), PARTS=largest.numel(), STEPS=triton.cdiv(W, TRANSPOSED["BW"] * ACROSS), **TRANSPOSED,
+        transpose_rows, (triton.cdiv(P, TRANSPOSED["BP"]), ACROSS), x, token_R, row_P, end_P, largest, values_WP, scale_EW,
+        E, P, W=W, EXPERTS=triton.next_power_of_2(E), PARTS=largest.numel(), STEPS=triton.cdiv(W, TRANSPOSED["BW"] * ACROSS),
+        **TRANSPOSED,
     )  # fmt: skip
     return Transposed(values_WP, scale_EW, row_P, end_P)
 
@@ -494,7 +503,7 @@ def _hidden_gradient(
     if R:
         launch(
             activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, dy_scale_R, a_RF,
-            dprob_PR, largest_4R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile,
+            dprob_PR, largest_4R, *left, rows.end_E, R, len(rows.end_E), F=F, TANH=activation == "gelu_tanh", **tile,
         )  # fmt: skip
     places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), _largest(largest_4R, LARGEST_ROW)
     a, dh = transposed(a_RF, None, of_a, *places), transposed(dh_RF, None, of_dh, *places)

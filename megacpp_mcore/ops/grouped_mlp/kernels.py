@@ -3,8 +3,8 @@
 No program waits for another, and no two add to the same element: the same inputs give the same bits. Rows are sorted by
 expert, then by token. Products gather the tokens themselves.
 
-Legend: T tokens, E experts, K experts per token, R rows (T × K), B blocks of tokens, P tiles of columns, D model width,
-F expert width.
+Legend: T tokens, E experts, K experts per token, or at most so many, R rows (T × K), B blocks of tokens, P tiles of columns,
+D model width, F expert width.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -26,6 +26,10 @@ TANH_CUBE = tl.constexpr(0.044715)
 ACTIVATE = tl.constexpr(1)
 BACKWARD = tl.constexpr(2)
 """Epilogue of a product."""
+
+WRONG = tl.constexpr(-1)
+NONE = tl.constexpr(-2)
+"""In place of a token's row: the token has a number of experts that it must not have, or fewer than K, which is allowed."""
 
 
 @triton.jit
@@ -56,10 +60,12 @@ def place(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SPAN: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Where each expert's rows end; the rows of each token, by its experts in order; the token and probability of each row.
 
-    A token without exactly K experts has a −1 among its rows. Nothing is written beyond the R rows.
+    A token without exactly K experts (unless EXACT: with more) has :data:`WRONG` among its rows. Nothing is written beyond the
+    R rows.
     """
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -83,13 +89,14 @@ def place(
     slot = tl.cumsum(routed, 1) - routed
     number = tl.sum(routed, 1)
     real = (routed > 0) & (row < R)
-    right = (number == K)[:, None] & (row < R)
-    tl.store(row_TK + token[:, None] * K + slot, tl.where(right, row, -1), mask=(routed > 0) & (slot < K))
+    right = ((number == K) if EXACT else (number <= K))[:, None] & (row < R)
+    tl.store(row_TK + token[:, None] * K + slot, tl.where(right, row, WRONG), mask=(routed > 0) & (slot < K))
     tl.store(token_R + row, tl.broadcast_to(token[:, None], row.shape), mask=real)
     tl.store(prob_R + row, tl.load(probs_TE + at, mask=real, other=0.0).to(tl.float32), mask=real)
     slots = tl.arange(0, SLOTS)[None, :]
     missing = (token[:, None] < T) & (slots >= number[:, None]) & (slots < K)
-    tl.store(row_TK + token[:, None] * K + slots, tl.full([TOKENS, SLOTS], -1, tl.int32), mask=missing)
+    absent = tl.full([TOKENS, SLOTS], WRONG if EXACT else NONE, tl.int32)
+    tl.store(row_TK + token[:, None] * K + slots, absent, mask=missing)
 
 
 @triton.jit
@@ -107,8 +114,9 @@ def combine(
     P: tl.constexpr,
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Each token's sum over its rows, and in backward the gradients of its probabilities; NaN unless it has K experts."""
+    """Each token's sum over its rows, and in backward the gradients of its probabilities; NaN where a row is :data:`WRONG`."""
     token = tl.program_id(0)
     for start in tl.static_range(0, D, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -116,6 +124,8 @@ def combine(
         for slot in tl.static_range(K):
             row = tl.load(row_TK + token * K + slot)
             y = tl.load(y_RD + row.to(tl.int64) * D + column, mask=(column < D) & (row >= 0), other=float("nan"))
+            if not EXACT:
+                y = tl.where(row == NONE, 0.0, y)
             total += y.to(tl.float32)
         tl.store(y_TD + token.to(tl.int64) * D + column, total.to(y_TD.dtype.element_ty), mask=column < D)
     if dprobs_TE is not None:
@@ -175,23 +185,23 @@ def _tile(end_E, E, OUTER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXP
 
 @triton.jit
 def _finish(
-    total, row, end, column, prob, h_RF, y_RF, dh_RF,
+    total, row, limit, column, prob, h_RF, y_RF, dh_RF,
     OUTER: tl.constexpr, MODE: tl.constexpr, TANH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a product, on SPLIT parts of its columns one after another, to limit register pressure.
+    """Epilogue of a product on the rows before ``limit``; on SPLIT parts of its columns in turn, to limit register pressure.
 
     Returns the gradient of the rows' probabilities in MODE :data:`BACKWARD`, else zeros.
     """
     if SPLIT > 1:
         left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-        one = _finish(left, row, end, column, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2)
+        one = _finish(left, row, limit, column, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2)
         two = _finish(
-            right, row, end, column + BN // 2, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2
+            right, row, limit, column + BN // 2, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2
         )
         return one + two
     else:
         columns = column + tl.arange(0, BN)
-        inside = (row < end)[:, None] & (columns < OUTER)[None, :]
+        inside = (row < limit)[:, None] & (columns < OUTER)[None, :]
         at = row.to(tl.int64)[:, None] * OUTER + columns[None, :]
         dprob = tl.zeros([BM], tl.float32)
         if MODE == ACTIVATE:
@@ -242,7 +252,8 @@ def product(
     :data:`BACKWARD` takes the product as the gradient of such a ``y``; it recomputes ``y`` and stores the gradient of ``h``
     and, as one partial sum per tile of columns, that of the probabilities.
 
-    Rows are gathered from the tokens ``token_R``; without it they are loaded as tiles.
+    Rows are gathered from the tokens ``token_R``; without it they are loaded as tiles. Where the last rows of all end before R,
+    those behind them in their tile are of probability zero: tiles of a weight gradient reach into them.
     """
     expert, start, end, column = _tile(end_E, E, OUTER, BM, BN, EXPERTS)
     if expert >= E:
@@ -268,7 +279,8 @@ def product(
     prob = tl.full([BM], 1.0, tl.float32)
     if prob_R is not None:
         prob = tl.load(prob_R + row, mask=row < end, other=0.0).to(tl.float32)
-    dprob = _finish(total, row, end, column, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN, SPLIT)
+    limit = tl.where(end == tl.load(end_E + E - 1), R, end)
+    dprob = _finish(total, row, limit, column, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN, SPLIT)
     if dprob_PR is not None:
         tl.store(dprob_PR + (column // BN).to(tl.int64) * R + row, dprob, mask=row < end)
 

@@ -145,14 +145,17 @@ def check_routed(
         raise ModelError(f"topk is {topk}, expected 1 to E = {E}: the experts of each token")
 
 
-def check_topk(routing_TE: torch.Tensor, topk: int) -> None:
-    """Raise ModelError unless every token has so many experts; the host waits."""
+def check_topk(routing_TE: torch.Tensor, topk: int, exact: bool = True) -> None:
+    """Raise ModelError unless every token has so many experts, or at most so many; the host waits."""
     experts_T = routing_TE.sum(1)
-    if (wrong := (experts_T != topk).nonzero()).numel():
+    if (wrong := (experts_T != topk if exact else experts_T > topk).nonzero()).numel():
         first = int(wrong[0])
+        what, remedy = (
+            ("another number of", "exactly topk experts and drop none") if exact else ("more", "at most topk")
+        )
         raise ModelError(
-            f"{wrong.shape[0]} of {routing_TE.shape[0]} tokens have another number of experts than topk = {topk}, the first "
-            f"one is token {first} with {int(experts_T[first])}; route every token to exactly topk experts and drop none"
+            f"{wrong.shape[0]} of {routing_TE.shape[0]} tokens have {what} experts than topk = {topk}, the first "
+            f"one is token {first} with {int(experts_T[first])}; route every token to {remedy}"
         )
 
 
@@ -164,6 +167,7 @@ def routed_mlp(
     w2_EDF: torch.Tensor,
     *,
     topk: int,
+    exact: bool = True,
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
@@ -175,11 +179,12 @@ def routed_mlp(
 
     Args:
         x_TD: tokens in any order; T may be 0.
-        routing_TE: bool, which experts each token goes to: topk of them, no more and no less.
+        routing_TE: bool, which experts each token goes to.
         probs_TE: routing probabilities, of any float dtype; those of experts that a token is not routed to are not read and
             have a gradient of zero.
         w1_EFD, w2_EDF, activation, main_grads: as :func:`grouped_mlp` has them.
         topk: experts of each token.
+        exact: False: at most so many, or none, for which a token gets zeros: it has its others on other ranks.
 
     Returns:
         y_TD in the dtype of x.
@@ -188,7 +193,7 @@ def routed_mlp(
         ModelError: shapes, dtypes, the activation, a buffer or a token's number of experts are not as described.
     """
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
-    check_topk(routing_TE, topk)
+    check_topk(routing_TE, topk, exact)
     dtype = compute_dtype(x_TD, w1_EFD, w2_EDF, probs_TE)
     routing_ET = routing_TE.T
     token_R = routing_ET.nonzero()[:, 1]

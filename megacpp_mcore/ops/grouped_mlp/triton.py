@@ -4,7 +4,7 @@
 the device or reads its counts, so a CUDA graph can capture them. Saved for backward: the inputs, the first product, and up to
 three numbers per row; the activation is recomputed. Tokens are never copied once per expert.
 
-Legend: T tokens, E experts, K experts per token, R rows (T × K), D model width, F expert width.
+Legend: T tokens, E experts, K experts per token, or at most so many, R rows (T × K), D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -170,17 +170,19 @@ class RoutedMLP(torch.autograd.Function):
         w1_EFD: torch.Tensor,
         w2_EDF: torch.Tensor,
         topk: int,
+        exact: bool,
         call: Call,
         weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """The output; ``weights`` are those of the products."""
         x_TD, routing_TE = packed(x_TD), routing_TE.contiguous()
-        rows, row_TK = placed(routing_TE, probs_TE, topk)
+        rows, row_TK = placed(routing_TE, probs_TE, topk, exact)
         kept, left = call.products.hidden(x_TD, rows, weights, call.activation)
         ctx.save_for_backward(x_TD, routing_TE, *rows, *weights, *kept)
         ctx.call, ctx.num_weights, ctx.probs_dtype = call, len(weights), probs_TE.dtype
+        ctx.exact = exact
         y_RD = call.products.output(left, weights, rows)
-        return summed(y_RD, row_TK)
+        return summed(y_RD, row_TK, exact)
 
     @staticmethod
     @once_differentiable
@@ -194,10 +196,10 @@ class RoutedMLP(torch.autograd.Function):
         del a  # what follows reuses its memory
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
         dx_RD = products.input_gradient(left, weights, rows)
-        dx_TD = summed(dx_RD, row_TK, (routing_TE, dprob_PR, dprobs_TE))
+        dx_TD = summed(dx_RD, row_TK, ctx.exact, (routing_TE, dprob_PR, dprobs_TE))
         del dx_RD
         dw1_EFD = _of_weight(ctx.call, x_TD, rows, dh, tokens_left=False) if ctx.needs_input_grad[3] else None
-        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None
+        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None, None
 
 
 def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: bool) -> torch.Tensor | None:
@@ -208,7 +210,7 @@ def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: 
     return gradient if main_grad is None else main_grad.placeholder()
 
 
-def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple[Rows, torch.Tensor]:
+def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int, exact: bool) -> tuple[Rows, torch.Tensor]:
     """Assignment of rows to experts and tokens; also its ``row_TK`` by itself."""
     T, E = routing_TE.shape
     experts = triton.next_power_of_2(E)
@@ -226,7 +228,7 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple
     launch(kernels.count, (blocks,), routing_TE, count_BE, T, E, **shape)
     launch(
         kernels.place, (blocks,), routing_TE, probs_TE.contiguous(), count_BE, *rows, T, E, blocks, K=topk,
-        SLOTS=triton.next_power_of_2(topk), SPAN=tokens, **shape,
+        SLOTS=triton.next_power_of_2(topk), SPAN=tokens, EXACT=exact, **shape,
     )  # fmt: skip
     return rows, row_TK
 
@@ -316,6 +318,7 @@ BF16 = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient
 def summed(
     y_RD: torch.Tensor,
     row_TK: torch.Tensor,
+    exact: bool,
     probabilities: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> torch.Tensor:
     """Each token's sum over its rows; also writes the gradients of all probabilities, given routing and their partial sums."""
@@ -325,7 +328,7 @@ def summed(
         launch(
             kernels.combine, (T,), y_RD, row_TK, y_TD, *probabilities, E, R, D=D, K=K,
             P=0 if dprob_PR is None else dprob_PR.shape[0], BLOCK=min(4096, triton.next_power_of_2(D)),
-            EXPERTS=triton.next_power_of_2(E), num_warps=4,
+            EXPERTS=triton.next_power_of_2(E), EXACT=exact, num_warps=4,
         )  # fmt: skip
     return y_TD
 
@@ -377,18 +380,20 @@ def routed_mlp(
     w2_EDF: torch.Tensor,
     *,
     topk: int,
+    exact: bool = True,
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
     """The reference's function of this name, in bfloat16.
 
-    Products are rounded to bfloat16, and so is each sum over a token's experts, once.
+    Products are rounded to bfloat16, and so is each sum over a token's experts, once. Memory is taken for ``topk`` rows of
+    every token, also where it has fewer; the time is that of the rows there are.
 
     Args:
-        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation, main_grads: as in the reference; copied if not contiguous or not
-            16-byte aligned.
-        routing_TE: as in the reference, but the host reads no value: a token without exactly ``topk`` experts gets NaN as
+        x_TD, probs_TE, w1_EFD, w2_EDF, topk, exact, activation, main_grads: as in the reference; copied if not contiguous or
+            not 16-byte aligned.
+        routing_TE: as in the reference, but the host reads no value: a token with another number of experts gets NaN as
             output and gradient, and may spoil others.
         products: those of another precision or backend.
 
@@ -398,5 +403,5 @@ def routed_mlp(
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     _check_kernels(x_TD, w1_EFD, w2_EDF, products, main_grads)
     call, weights = Call(activation, products, main_grads), products.weights(w1_EFD, w2_EDF)
-    y_TD: torch.Tensor = RoutedMLP.apply(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, call, weights)
+    y_TD: torch.Tensor = RoutedMLP.apply(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, exact, call, weights)
     return y_TD

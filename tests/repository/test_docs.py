@@ -299,6 +299,7 @@ ARMS = {
     "one, [in FP8": ("fp8 experts and current scopes", "bf16"),
     "one": ("micro-batch 2",),
     "two": ("two micro-batch 2",),
+    "four, [in FP8": ("four fp8", "four micro-batch 2"),
     "four": ("four micro-batch 2",),
 }
 """A row's first words; the arms of which its figures are."""

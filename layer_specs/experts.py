@@ -209,22 +209,24 @@ class ExpertsLayer(MoELayer):
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the routing ``[T, E]`` until the experts run."""
+        """Keep the routing ``[T, E]`` until the experts run; of the tokens of all ranks that of this rank's experts."""
         if not self.takes_tokens:
             return super().preprocess(hidden_states, probs, routing_map)
-        self._routing_TE = routing_map
+        if self.ep_group.size() > 1:
+            mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+            routing_map, probs = (self._gathered(one)[:, mine] for one in (routing_map.view(torch.uint8), probs))
+        self._routing_TE = routing_map.bool()
         return hidden_states, probs
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send every token to the ranks of its experts, or to all, if there is another rank."""
         if not self.takes_tokens:
             return super().dispatch(hidden_states, probs)
-        if self.ep_group.size() > 1:
-            gather = partial(gather_from_sequence_parallel_region, group=self.ep_group)
-            mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
-            self._routing_TE = gather(self._routing_TE.view(torch.uint8))[:, mine].bool()
-            hidden_states, probs = gather(hidden_states), gather(probs)[:, mine]
-        return hidden_states, probs
+        return self._gathered(hidden_states), probs
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of all ranks of experts, rank by rank; gradients are summed over the ranks, and scattered."""
+        return rows if self.ep_group.size() == 1 else gather_from_sequence_parallel_region(rows, group=self.ep_group)
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The routed experts' output; of tokens already summed over their experts of this rank."""

@@ -113,6 +113,9 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
         runs, remedy = (
             (f"stock's ({chosen.reason})", "leave one out") if chosen.observed == STOCK else (op, f"name {op}")
         )
+        if config.expert_model_parallel_size > 1 and chosen.observed != STOCK:
+            other = "alltoall" if takes_tokens(config) else "allgather"
+            remedy += f", or pass --moe-token-dispatcher-type {other}"
         raise BackendError(f"backends asks for {' and '.join(named)}, and the experts of this run are {runs}; {remedy}")
     return chosen
 
@@ -124,7 +127,7 @@ def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
         "hidden": config.hidden_size,
         "ffn": config.moe_ffn_hidden_size,
         "experts": config.num_moe_experts // ranks,
-        "ranks": ranks,
+        "expert_ranks": ranks,
     }
     return "routed_mlp" if takes_tokens(config) else "grouped_mlp", sizes | backend_needs(config)
 

@@ -209,7 +209,10 @@ def derive(config: ConfigContainer, machine: launch_flags.Machine, given: Sequen
         "ddp.overlap_param_gather": on[launch_flags.PARAM_GATHER],
         "optimizer.overlap_param_gather": on[launch_flags.PARAM_GATHER],
         "model.moe_token_dispatcher_type": lowering.token_dispatcher(
-            config.model.expert_model_parallel_size, config.model.te_precision_config_file is not None
+            config.model.expert_model_parallel_size,
+            config.model.te_precision_config_file is not None
+            or config.model.moe_shared_expert_overlap
+            or config.model.overlap_moe_expert_parallel_comm,
         ),
         "model.moe_permute_fusion": on[launch_flags.MOE_PERMUTE],
         "train.manual_gc": on[launch_flags.MANUAL_GC],

@@ -239,7 +239,8 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
     words = [word for argument in model_arguments(model, host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
     if "E" in model.layers:
-        words += ["--moe-token-dispatcher-type", token_dispatcher(layout.expert, training.plan.file is not None)]
+        sends = training.plan.file is not None or not NEEDS_SENDING.isdisjoint(training.extra)
+        words += ["--moe-token-dispatcher-type", token_dispatcher(layout.expert, sends)]
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training, machine_of(model, layout, training))
@@ -296,17 +297,24 @@ def _layout_words(model: Model, layout: Layout) -> list[str]:
     return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
 
 
-ONE_HOST = 8
-"""The most ranks of experts whose tokens are gathered."""
+MOST_GATHERED = 8
+"""The most ranks of experts that gather tokens: mostly those of one host. Four were measured."""
+
+NEEDS_SENDING = frozenset(("--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm"))
+"""Flags for which Megatron has to send tokens to their experts alone."""
 
 
-def token_dispatcher(ranks: int, stock_experts: bool) -> str:
+def token_dispatcher(ranks: int, sends: bool) -> str:
     """``--moe-token-dispatcher-type`` of experts divided over so many ranks.
 
-    Gathering sends each token to all ranks, and the host waits for nothing; sending it to its experts alone, the host reads how
-    many rows go to each rank. Within a host the wait takes longer. Stock's experts read the counts in either case.
+    Gathering sends each token to all ranks, and the host waits for nothing. Sending it to its experts alone moves less where
+    there are many ranks, but the host reads how many rows go to each, for which it waits longer within a host.
+
+    Args:
+        ranks: of one group of expert parallelism.
+        sends: whether a feature of the run needs the latter, or experts run that read the counts in any case.
     """
-    return "allgather" if 1 < ranks <= ONE_HOST and not stock_experts else "alltoall"
+    return "allgather" if 1 < ranks <= MOST_GATHERED and not sends else "alltoall"
 
 
 _PADDING = 128  # Megatron's default

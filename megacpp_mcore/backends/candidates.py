@@ -87,7 +87,7 @@ _EXPERTS_FP8 = dataclasses.replace(
     _EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16))
 )
 
-_UNDIVIDED = {"ranks": Dim(one_of=(1,))}
+_UNDIVIDED = {"expert_ranks": Dim(one_of=(1,))}
 """Of ``routed_mlp``: experts that are not divided over ranks, so that every token has as many of them here."""
 
 _EXPERTS_QUACK = dataclasses.replace(_EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | _UNDIVIDED)

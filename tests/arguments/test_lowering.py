@@ -55,16 +55,17 @@ def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, 
 
 
 @pytest.mark.parametrize(
-    ("expert", "precision", "by"),
+    ("expert", "training", "by"),
     [
-        (1, "bf16", "alltoall"),
-        (8, "bf16", "allgather"),
-        (16, "bf16", "alltoall"),
-        (8, "bf16_fp8_experts", "alltoall"),
+        (1, {}, "alltoall"),
+        (8, {}, "allgather"),
+        (16, {}, "alltoall"),
+        (8, {"precision": "bf16_fp8_experts"}, "alltoall"),
+        (8, {"extra": ("--moe-shared-expert-overlap",)}, "alltoall"),
     ],
 )
-def test_tokens_are_gathered_within_a_host(expert: int, precision: str, by: str) -> None:
-    words = lower(preset("nam56r"), Layout(expert=expert), Training(precision=precision))
+def test_few_ranks_of_experts_gather_tokens(expert: int, training: dict[str, Any], by: str) -> None:
+    words = lower(preset("nam56r"), Layout(expert=expert), Training(**training))
     assert words[words.index("--moe-token-dispatcher-type") + 1] == by
 
 

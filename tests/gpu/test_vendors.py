@@ -120,7 +120,7 @@ def test_flash4_takes_no_mask() -> None:
     assert found.fn is flash4.attend
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks == 1])
 def test_quack_experts(name: str) -> None:
     require(quack.probe())
     case = CASES[name]

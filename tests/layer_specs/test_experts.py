@@ -193,12 +193,12 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
         (
             {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
             "routed_mlp",
-            "grouped_mlp; name grouped_mlp",
+            "grouped_mlp; name grouped_mlp, or pass --moe-token-dispatcher-type allgather",
         ),
         (
             {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
             "grouped_mlp",
-            "routed_mlp; name routed_mlp",
+            "routed_mlp; name routed_mlp, or pass --moe-token-dispatcher-type alltoall",
         ),
         ({"moe_shared_expert_overlap": True}, "routed_mlp", "grouped_mlp"),
         ({}, "grouped_mlp", "routed_mlp; name routed_mlp"),

@@ -672,7 +672,7 @@ def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(proce
         stock.build({}, preset("nam56r_tiny"), process)
     (dispatcher,) = made
     ops = {candidate.op for candidate in own_candidates()}
-    divided = {"grouped_mlp"}  # of experts that are divided over ranks
+    divided = {"grouped_mlp"}  # of experts to which rows are sent
     assert {entry["op"] for entry in dispatcher.observed_backends()} == ops - divided
 
 

@@ -93,6 +93,10 @@ def test_experts_products(tmp_path: Path, backward: bool, gathered: bool, tanh: 
     assert made.instructions["HGMMA"], made
 
 
+def test_no_experts_product_reads_rows_that_none_has_written() -> None:
+    assert FORWARD["BM"] % BACKWARD["BM"] == BACKWARD["BM"] % WEIGHTS["BK"] == 0
+
+
 def _tensor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows},{columns}]>"
 

@@ -87,7 +87,7 @@ def _scale(largest):
 def scale_rows(
     x_NW, row_NC, values, scales, N, W: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Quantise ROWS rows, in their own order or each to its COPIES destinations (-1: skipped)."""
+    """Quantise ROWS rows, in their own order or each to its COPIES destinations (negative: skipped)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, W, BLOCK):

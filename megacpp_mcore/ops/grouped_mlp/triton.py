@@ -33,7 +33,11 @@ EXPERTS = 256
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
 WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}
-"""Launch options of the products: among the fastest on an H200 at NAM56R's widths, and checked against float64 there."""
+"""Launch options of the products: among the fastest on an H200 at NAM56R's widths, and checked against float64 there.
+
+The rows of a tile (BM, in WEIGHTS BK) are multiples of one another, in this order: of the unused rows behind the last expert's
+each product reads what the one before has written.
+"""
 
 
 class Rows(NamedTuple):

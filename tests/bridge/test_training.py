@@ -187,6 +187,8 @@ def test_experts_on_two_processes_train_as_on_one(
     two = recipe_run(bridge_python, corpus, tmp_path, *words, "model.expert_model_parallel_size=2", processes=2)
     check_equal(two, losses(one))
     assert len({step["lm loss"] for step in losses(one)}) == 3
+    # Bridge prints the values that are not Megatron's defaults, as allgather is.
+    assert [re.findall(r"moe_token_dispatcher_type: '?(\w+)", log)[:1] for log in (one, two)] == [["alltoall"], []]
 
     assert "compile = regional; warm-up skipped (user-disabled): TORCHDYNAMO_DISABLE=1: torch compiles nothing" in one
     assert "warning: TORCHDYNAMO_DISABLE: compile: regional is asked for, but nothing will be compiled" in one

@@ -113,7 +113,9 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
         runs, remedy = (
             (f"stock's ({chosen.reason})", "leave one out") if chosen.observed == STOCK else (op, f"name {op}")
         )
-        if config.expert_model_parallel_size > 1 and chosen.observed != STOCK:
+        # Tokens cannot be gathered where the dispatcher runs the shared expert.
+        has_choice = config.expert_model_parallel_size > 1 and not config.moe_shared_expert_overlap
+        if has_choice and chosen.observed != STOCK:
             other = "alltoall" if takes_tokens(config) else "allgather"
             remedy += f", or pass --moe-token-dispatcher-type {other}"
         raise BackendError(f"backends asks for {' and '.join(named)}, and the experts of this run are {runs}; {remedy}")

@@ -124,7 +124,6 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
     fields["activation_func"] = torch.nn.functional.gelu
     return NAM56RProvider(
         **fields,
-        moe_token_dispatcher_type=lowering.token_dispatcher(layout.expert, sends=False),
         moe_grouped_gemm=transformer_impl == "transformer_engine",
         transformer_impl=transformer_impl,
         use_cpu_initialization=device == "cpu",

@@ -89,7 +89,7 @@ setup(
         "packaging>=24.2",
         "psutil",  # megatron-core imports it to save a torch_dist checkpoint, and does not ask for it
         "PyYAML>=6",
-        "torch>=2.11",  # what all of this was run with; the recurrent ops need torch.backends.*.fp32_precision (2.9)
+        "torch>=2.11,<2.12",  # what all of this was run with: on 2.14 and 2.15 a training on the CPU dies in its first step
     ],
     extras_require=EXTRAS,
     entry_points={

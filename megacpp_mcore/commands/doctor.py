@@ -38,7 +38,7 @@ WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impo
 TIME_LIMIT_S = 180.0
 # As setup.py has them; a test compares the two.
 PYTHON_VERSIONS = ">=3.12"
-TORCH_VERSIONS = ">=2.11"
+TORCH_VERSIONS = ">=2.11,<2.12"
 MEGATRON_CORE_VERSIONS = ">=0.19,<0.20"
 
 _CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"

@@ -19,6 +19,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "stdlib_train")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    """Give the memory that a test's tensors had back to the card: the other test processes share it."""
+    yield
+    import torch
+
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Megatron's process groups for the tests of a module, on the GPU."""

@@ -220,12 +220,8 @@ def test_peak_memory_on_a_gpu(sparse: bool) -> None:
 
 
 def test_peak_memory_of_the_long_forward_pass_on_a_gpu() -> None:
-    """sq 16384, scores and top-k: twenty times less than stock's two [sq, b, h, sk] tensors in float32."""
-    S, H = 16384, 32
-    torch.cuda.empty_cache()
-    stocks, free = 2 * 4 * S * S * H, torch.cuda.mem_get_info()[0]
-    if free < stocks + 8 * 2**30:
-        pytest.skip(f"stock takes {stocks / 1e9:.1f} GB for itself, and {free / 1e9:.1f} GB are free")
+    """sq 8192, scores and top-k: twenty times less than the 17 GB of stock's two [sq, b, h, sk] tensors in float32."""
+    S, H = 8192, 32
     inputs, bounds = drawn(S), on_gpu(selection("bounds", S, S))
 
     @torch.no_grad()
@@ -235,11 +231,10 @@ def test_peak_memory_of_the_long_forward_pass_on_a_gpu() -> None:
     peak(select)  # cuBLAS takes its workspace
     theirs = peak(select)
     score, expected = select()
-    torch.cuda.empty_cache()
     with patched():
         ours = peak(select)
         found = select()[1]
-    assert theirs >= stocks
+    assert theirs >= 2 * 4 * S * S * H
     assert theirs >= 20 * ours, (theirs, ours)
     assert_same_selection(found, expected, score)
 

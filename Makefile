@@ -13,7 +13,7 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test test-install kernels test-bridge test-exhaustive lint typecheck docs bridge nemo-run clean
+.PHONY: help venv demo test test-install kernels test-bridge test-exhaustive test-upstream lint typecheck docs bridge nemo-run clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
@@ -22,6 +22,7 @@ help:
 	@echo "make kernels    the GPU kernels without a GPU: interpreted, and compiled for an H200 (nothing spilled, tensor cores used)"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
+	@echo "make test-upstream  Megatron's own unit tests with and without patches, on a GPU host"
 	@echo "make lint       ruff, check and format; who imports whom"
 	@echo "make typecheck  mypy"
 	@echo "make docs       the documentation as a site, in build/docs"
@@ -63,6 +64,10 @@ test-bridge:
 
 test-exhaustive:
 	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
+
+# With the host's own Python: the environment of this file has no Transformer Engine.
+test-upstream:
+	exec $(or $(PYTHON),python3) -m tests.upstream.run $(UPSTREAM)
 
 lint:
 	@$(SETUP); "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$(dirname "$$python")"/lint-imports

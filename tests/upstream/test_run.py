@@ -1,0 +1,162 @@
+"""The runner of Megatron's own tests, on a small tree in place of a checkout: outcomes of ranks, patches, hangs, the table."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.upstream import run as upstream
+from tests.upstream.run import STOCK, Run, compare, write
+
+CONFTEST = """
+from tests.test_utils.python_scripts.download_unit_tests_dataset import download_and_extract_asset
+
+download_and_extract_asset(assets_dir=None)
+"""
+TESTS = """
+import os, pathlib, pytest, time
+from megatron.core.transformer.spec_utils import import_module
+
+def test_always():
+    pathlib.Path("left").touch()
+
+def test_on_rank_0():
+    assert os.environ["RANK"] == "0"
+
+@pytest.mark.parametrize("here", [True, False])
+def test_skips(here):
+    if here:
+        pytest.skip("not here")
+
+def test_stock_only():
+    assert not hasattr(import_module, "__wrapped__"), "patched"
+
+def test_patched_only():
+    assert hasattr(import_module, "__wrapped__")
+
+@pytest.fixture
+def torn():
+    yield
+    raise ValueError("in teardown")
+
+def test_fails_late(torn):
+    pass
+"""
+HANGS = """
+import os, time
+
+def test_before():
+    pass
+
+def test_hangs():
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    import torch
+    torch.distributed.init_process_group("gloo")
+
+def test_after():
+    pass
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout" / "tests" / "unit_tests"
+    folder.mkdir(parents=True)
+    (folder.parent / "test_utils" / "python_scripts").mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_some.py").write_text(TESTS)
+    (folder / "test_hangs.py").write_text(HANGS)
+    (folder / "test_broken.py").write_text("import no_such_module\n")
+    return tmp_path / "checkout"
+
+
+def contents(tree: Path) -> list[Path]:
+    return sorted(path for path in tree.rglob("*") if "__pycache__" not in path.parts)
+
+
+def carry_out(arm: str, gpus: int, tree: Path, *files: str, timeout: float = 120) -> Run:
+    return Run(arm, gpus).carry_out(tree, files, tree.parent / "work", "", timeout)
+
+
+@pytest.mark.slow
+def test_outcomes_of_ranks_with_and_without_a_patch(tree: Path) -> None:
+    before = contents(tree)
+    stock, patched = carry_out("stock", 2, tree, "test_some.py"), carry_out("spec-import", 1, tree, "test_some.py")
+    assert (stock.ended, patched.ended) == ("finished", "finished")
+    names = ("always", "on_rank_0", "skips[True]", "skips[False]", "stock_only", "patched_only", "fails_late")
+    outcomes = ("passed", "failed", "skipped", "passed", "passed", "failed", "failed")
+    assert stock.tests == {f"test_some.py::test_{name}": outcome for name, outcome in zip(names, outcomes, strict=True)}
+    assert stock.reasons["test_some.py::test_skips[True]"] == "Skipped: not here"
+    assert stock.reasons["test_some.py::test_fails_late"] == "ValueError: in teardown"
+    runs = [Run(arm, 1, tests=stock.tests) for arm in STOCK]
+    assert compare(runs, patched) == {
+        "lost": ["test_some.py::test_stock_only"],
+        "gained": ["test_some.py::test_on_rank_0", "test_some.py::test_patched_only"],
+    }
+    assert contents(tree) == before, "nothing is written into the checkout"
+
+
+@pytest.mark.slow
+def test_a_hanging_arm_ends_and_what_it_has_not_reached_is_unfinished(tree: Path) -> None:
+    found = carry_out("stock", 2, tree, "test_hangs.py", timeout=20)
+    assert found.ended == "timed out after 20 s"
+    assert found.tests == {"test_hangs.py::test_before": "passed", "test_hangs.py::test_hangs": "unfinished"}
+
+
+def test_what_cannot_be_imported_is_named(tree: Path) -> None:
+    found = carry_out("stock", 1, tree, "test_some.py", "test_broken.py")
+    assert found.ended.startswith("not collected: tests/unit_tests/test_broken.py: ")
+    assert "No module named 'no_such_module'" in found.ended
+
+
+def test_the_table_names_lost_and_gained_and_unsteady(tmp_path: Path) -> None:
+    def run(arm: str, *passed: str, ended: str = "finished") -> Run:
+        return Run(arm, 1, ended, 1.0, dict.fromkeys("abcd", "failed") | dict.fromkeys(passed, "passed"))
+
+    stock = [run("stock", "a", "b", "c"), run("stock 2", "a", "b"), run("stock 3", "a", "b")]
+    table = tmp_path / "table.csv"
+
+    def rows(*runs: Run) -> tuple[bool, list[tuple[str, ...]]]:
+        clean = write(table, runs, {"commit": "1234567"})
+        with table.open(newline="") as file:
+            return clean, [
+                tuple(row[name] for name in ("arm", "passed", "lost", "gained", "unsteady", "tests"))
+                for row in csv.DictReader(file)
+            ]
+
+    assert rows(*stock[:2], run("all", "a")) == (True, []), "nothing is compared before stock's third run"
+    ours = [("stock", "3", "", "", "1", "unsteady c")] + [(name, "2", "", "", "1", "unsteady c") for name in STOCK[1:]]
+    assert rows(*stock, run("all", "a", "b", "d")) == (True, [*ours, ("all", "3", "0", "1", "", "gained d")])
+    assert rows(*stock, run("all", "b", "c")) == (False, [*ours, ("all", "2", "1", "0", "", "lost a")])
+    assert not rows(*stock, run("all", "a", "b", ended="status -9"))[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "checkout", "says"),
+    [
+        ([], None, "expected a checkout of core_v0.19.0"),
+        (["--files", "test_none.py"], "checkout", "test_none.py"),
+        (["--files", "test_some.py", "--gpus", "99"], "checkout", "99 GPUs are needed"),
+        (["--arms", "no-such"], "checkout", "invalid choice: 'no-such'"),
+    ],
+)
+def test_what_is_missing_is_named_first(
+    words: list[str],
+    checkout: str | None,
+    says: str,
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run", *words])
+    monkeypatch.setattr(upstream, "PACKAGES", ("pytest",))
+    monkeypatch.setitem(os.environ, "MEGATRON_LM", str(tree.parent / (checkout or "none")))
+    with pytest.raises(SystemExit, match="2"):
+        upstream.main()
+    assert says in capsys.readouterr().err

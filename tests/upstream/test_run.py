@@ -104,8 +104,8 @@ def test_outcomes_of_ranks_with_and_without_a_patch(tree: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hanging_arm_ends_and_what_it_has_not_reached_is_unfinished(tree: Path) -> None:
-    found = carry_out("stock", 2, tree, "test_hangs.py", timeout=20)
-    assert found.ended == "timed out after 20 s"
+    found = carry_out("stock", 2, tree, "test_hangs.py", timeout=30)
+    assert found.ended == "timed out after 30 s"
     assert found.tests == {"test_hangs.py::test_before": "passed", "test_hangs.py::test_hangs": "unfinished"}
 
 

@@ -35,6 +35,7 @@ from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import Model, hybrid
 from megacpp_mcore.model.training import HYBRID
+from megacpp_mcore.policy import ranks
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
     run = _run(config)
     settings = plugin_config.from_environment()
+    ranks.compare(settings)
     gpt_host.configure_engine(settings)
     if settings is not None:
         model = settings.model

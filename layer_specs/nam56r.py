@@ -50,6 +50,7 @@ from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
+from megacpp_mcore.policy import ranks
 from megacpp_mcore.te import imports
 
 logger = logging.getLogger(__name__)
@@ -92,10 +93,12 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
         ArgumentMismatchError: the run's arguments contradict the model; nothing has been allocated.
         ConfigFileError: the file named by ``MEGACPP_CONFIG`` is invalid.
         ModelError: the layout cannot hold the model.
+        LaunchError: the ranks of the run differ (:func:`megacpp_mcore.policy.ranks.compare`).
     """
     transformer = getattr(config, "transformer", config)
     sources = (transformer, config)
     settings = plugin_config.from_environment()
+    ranks.compare(settings)
     configure_engine(settings)
     if settings is not None:
         model = settings.model

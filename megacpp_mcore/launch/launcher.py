@@ -34,6 +34,7 @@ from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, p
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
+from megacpp_mcore.policy import ranks
 from megacpp_mcore.policy.values import FSDP_CONNECTIONS
 
 _RUN_ID = "megacpp-mcore-"
@@ -195,6 +196,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         for line in observed.describe():
             process.say(line)
         stack.enter_context(observation.observed(observed, launched))
+        stack.enter_context(ranks.compared_early(settings))
         if chosen.spec is not None:
             import_named(*chosen.spec)
         try:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import megacpp_mcore
 
+_DISTRIBUTIONS = (
+    "megatron-core", "torch", "transformer-engine", "triton", "mamba-ssm", "tilelang", "flash-attn", "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)  # fmt: skip
 CPU_FACTS = Path("/proc/cpuinfo")
 """Linux's processor description; :func:`platform.processor` is empty there."""
 
@@ -19,6 +24,20 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a training computes with, by distribution; imports torch."""
+    import torch
+
+    found = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
+    found |= {name: installed for name in _DISTRIBUTIONS if (installed := version(name)) is not None}
+    package = sys.modules.get("megatron.core.package_info")
+    if package is not None:  # a checkout's, if one comes first on the path
+        found["megatron-core"] = package.__version__
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def processor() -> str:

@@ -12,8 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -43,10 +41,6 @@ ENVIRONMENT = (
 )  # fmt: skip
 """The only environment variables whose values a receipt holds: none of them names a path, a person or a secret."""
 
-_DISTRIBUTIONS = (
-    "megatron-core", "torch", "transformer-engine", "triton", "mamba-ssm", "tilelang", "flash-attn", "nvidia-cudnn-cu13",
-    "nvidia-nccl-cu13",
-)  # fmt: skip
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _TE = probes.TRANSFORMER_ENGINE
 _STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -82,7 +76,7 @@ def at_start(launched: LaunchPolicy) -> Facts:
     facts = Facts()
     world_size, local_size = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     facts.put("environment", {name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
-    facts.attempt("versions", lambda found: found.put("versions", _versions()))
+    facts.attempt("versions", lambda found: found.put("versions", host.versions()))
     facts.attempt("commit", _commit)
     facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
     plan = launched.compile
@@ -101,7 +95,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     facts.put("recompute", str(recomputation))
     for path, learn in (
         # again: only now has a checkout's Megatron been imported
-        ("versions", lambda found: found.put("versions", _versions())),
+        ("versions", lambda found: found.put("versions", host.versions())),
         ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
@@ -137,19 +131,6 @@ def cache_files(folders: Mapping[str, Path]) -> dict[str, int]:
 
 
 # --- The software -----------------------------------------------------------------------------------------------------
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    found = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
-    found |= {name: version for name in _DISTRIBUTIONS if (version := host.version(name)) is not None}
-    package = sys.modules.get("megatron.core.package_info")
-    if package is not None:  # a checkout's, if one comes first on the path
-        found["megatron-core"] = package.__version__
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def _commit(facts: Facts) -> None:

@@ -1,0 +1,155 @@
+"""Comparison of a run's processes at the start: arguments, configuration file, code, versions and environment have to be equal.
+
+Each rank parses its own command line and reads its own files, and Megatron trains on whatever it finds there: with another
+learning rate on one rank, replicas drift apart in silence. The comparison is one collective of digests; only if they differ are
+the values exchanged, to name the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.policy.compile import DISABLING
+from megacpp_mcore.policy.overlap import CONNECTIONS
+from megacpp_mcore.settings import VARIABLE, PluginConfig
+from megacpp_mcore.util import host
+from megacpp_mcore.util.stand_in import stand_in
+
+OF_A_RANK = frozenset(("rank", "local_rank", "data_cache_path", "tensorboard_dir", "wandb_save_dir"))
+"""Megatron's arguments (attributes) that may differ: which rank this is, and folders that need not be shared by hosts."""
+
+_OF_A_HOST = frozenset(("path", "cache_root", "given"))
+"""Fields of the configuration file's content that are not compared; ``given`` repeats which of the others were set."""
+
+_ENVIRONMENT = re.compile(
+    f"{CONNECTIONS}|{'|'.join(DISABLING)}|MEGACPP_DISABLE_TE|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    "|NCCL_(ALGO|PROTO)|CUBLAS.*|NVTE_.*"
+)
+"""Variables that change what is computed, or in which order."""
+
+_LISTED = 12
+"""How many differences an error lists."""
+
+
+@contextlib.contextmanager
+def compared_early(settings: PluginConfig | None) -> Iterator[None]:
+    """Within the context, Megatron's set-up of process groups compares the ranks first: with other sizes it would hang."""
+    from megatron.core import parallel_state
+
+    def run(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        compare(settings)
+        return stock(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stand_in(stack, parallel_state, "initialize_model_parallel", run)
+        yield
+
+
+def compare(settings: PluginConfig | None) -> None:
+    """Refuse a run whose ranks differ; every rank has to call this, once torch.distributed is initialized.
+
+    Raises:
+        LaunchError: on all ranks; names what differs, each value, and the ranks that have it.
+    """
+    import torch
+
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1 or distributed.get_backend() == "fake":
+        return
+    facts = collect(settings)
+    if len(set(_gathered(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()))) > 1:
+        differences = _differences(_gathered(facts))
+        more = [f"and {len(differences) - _LISTED} more"] if len(differences) > _LISTED else []
+        raise LaunchError(
+            f"the ranks of this run differ; start all of them with the same arguments, {VARIABLE}, code and environment:\n  "
+            + "\n  ".join([*differences[:_LISTED], *more])
+        )
+
+
+def collect(settings: PluginConfig | None) -> dict[str, str]:
+    """What has to be equal on all ranks, by name; ``settings``: the content of the configuration file, None without one."""
+    from megatron.training import global_vars
+
+    facts = {VARIABLE: "is not used" if settings is None else "is used", "the code of megacpp-mcore": _code()}
+    facts |= {f"version of {name}": version for name, version in host.versions().items()}
+    facts |= {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
+    arguments = (
+        global_vars._GLOBAL_ARGS
+    )  # None under Megatron-Bridge, whose overrides are words; get_args() would assert
+    if arguments is None:
+        facts["command line"] = re.sub(r"--(local|node)[-_]rank[= ]\S+", "", " ".join(sys.argv[1:]))
+    else:
+        given = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
+        facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in given.items()}
+    if settings is not None:
+        facts |= dict(_flat(VARIABLE, settings))
+    return facts
+
+
+def _gathered(value: Any) -> list[Any]:
+    import torch
+
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line for each name whose value is not the same on all ranks: the values, the rarest first, with their ranks."""
+    lines = []
+    for name in dict.fromkeys(name for facts in of_ranks for name in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(of_ranks):
+            holders.setdefault(facts.get(name, "not set"), []).append(rank)
+        if len(holders) > 1:
+            rarest = sorted(holders.items(), key=lambda item: len(item[1]))
+            lines.append(f"{name}: " + "; ".join(f"{value} on {_named(ranks)}" for value, ranks in rarest))
+    return lines
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2`` or ``12 ranks from 4 to 19``."""
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The values in nested dataclasses and mappings, by dotted name."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in _OF_A_HOST:
+                yield from _flat(f"{name} {key}" if name == VARIABLE else f"{name}.{key}", inner)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    """A value's ``repr`` without what differs between equal values of two processes: the order of a set, and addresses."""
+    return re.sub(
+        r" at 0x[0-9a-f]+", "", repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    )
+
+
+@functools.cache
+def _code() -> str:
+    """This package's version and a digest of its files."""
+    root, content = Path(megacpp_mcore.__file__).parent, hashlib.sha256()
+    files = [Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names]
+    for file in sorted(file for file in files if file.suffix == ".py"):
+        content.update(f"{file.relative_to(root)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return f"{megacpp_mcore.__version__}, digest {content.hexdigest()[:16]}"

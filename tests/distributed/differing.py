@@ -1,0 +1,102 @@
+"""One of two processes; the second differs in one way after the other: ``python -m tests.distributed.differing FOLDER``.
+
+FOLDER gets a store and the files; the errors go to FOLDER/RANK.json, by way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+import megacpp_mcore
+from megacpp_mcore import settings
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.model import preset
+from megacpp_mcore.policy import ranks
+from megacpp_mcore.util import host
+from tests import stock
+
+FILE = {"model": "nam56r_tiny", "overrides": {"dsa": {"topk": 32}}, "speed_defaults": {"cache_root": "/a"}}
+
+ARGUMENTS = {
+    "--lr": ("--lr", "0.123"),
+    "--weight-decay": ("--weight-decay", "0.123"),
+    "--seed": ("--seed", "77"),
+    "--clip-grad": ("--clip-grad", "0.5"),
+    "--adam-beta2": ("--adam-beta2", "0.9"),
+    "--train-iters": ("--train-iters", "77"),
+    "--tensor-model-parallel-size": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+}
+FILES: dict[str, dict[str, Any]] = {
+    "MEGACPP_CONFIG model.dsa.topk": {"overrides": {"dsa": {"topk": 16}}},
+    "MEGACPP_CONFIG backends.mamba3": {"backends": {"mamba3": "reference"}},
+    "MEGACPP_CONFIG recompute.m": {"recompute": ["m"]},
+}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0", "MEGACPP_DISABLE_TE": "1"}
+OTHER = ("MEGACPP_CONFIG", "the code of megacpp-mcore", "version of torch")
+WAYS = (*ARGUMENTS, *FILES, *ENVIRONMENT, *OTHER)
+SAME = ("nothing", "another path of the file", "what is a rank's own")
+
+
+@contextlib.contextmanager
+def different(way: str, folder: Path) -> Iterator[settings.PluginConfig | None]:
+    """This process in that way unlike the other, and its file."""
+    from megatron.training import global_vars
+
+    content: dict[str, Any] | None = FILE
+    with contextlib.ExitStack() as stack:
+        words = ARGUMENTS.get(way, ())
+        if way in FILES:
+            content = FILE | FILES[way]
+        elif way in ENVIRONMENT:
+            stack.enter_context(mock.patch.dict(os.environ, {way: ENVIRONMENT[way]}))
+        elif way == "MEGACPP_CONFIG":
+            content = None
+        elif way == "the code of megacpp-mcore":
+            code = folder / "code"
+            shutil.copytree(Path(megacpp_mcore.__file__).parent, code / "megacpp_mcore")
+            with (code / "megacpp_mcore" / "layer_specs" / "mamba.py").open("a") as file:
+                file.write("\n")
+            stack.enter_context(mock.patch.object(megacpp_mcore, "__file__", str(code / "megacpp_mcore/__init__.py")))
+            ranks._code.cache_clear()
+            stack.callback(ranks._code.cache_clear)
+        elif way == "version of torch":
+            known: Callable[[str], str | None] = host.version
+            stack.enter_context(
+                mock.patch.object(host, "version", lambda name: "1.0" if name == "torch" else known(name))
+            )
+        elif way == "another path of the file":
+            content = FILE | {"speed_defaults": {"cache_root": "/b"}}
+        elif way == "what is a rank's own":
+            words = ("--data-cache-path", "/of/this/host", "--tensorboard-dir", "/of/this/host")
+            stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "7", "LOCAL_RANK": "5"}))
+        arguments = stock.parse(stock.words(preset("nam56r_tiny"), *words, processes=2), 2)
+        stack.enter_context(mock.patch.object(global_vars, "_GLOBAL_ARGS", arguments))
+        path = folder / f"{os.environ['RANK']} {way.replace('/', ' ')}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        yield None if content is None else settings.load(path)
+
+
+def main(folder: Path) -> None:
+    rank, found = int(os.environ["RANK"]), {}
+    with stock.one_process(folder / "store", tensor_model_parallel_size=1):
+        for way in (*SAME, *WAYS):
+            with different(way if rank else "nothing", folder) as content:
+                try:
+                    ranks.compare(content)
+                except LaunchError as error:
+                    found[way] = str(error)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""A run whose ranks differ is refused on all of them, and is told what differs; what a rank has of its own is not compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import forks, stock, tiny_run
+from tests.distributed import differing
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two ranks raised, by the way in which the second differed."""
+    folder = tmp_path_factory.mktemp("differing")
+    stock.on_ranks("tests.distributed.differing", 2, str(folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", differing.WAYS)
+def test_a_difference_is_refused_on_every_rank_with_both_values(errors: list[dict[str, str]], way: str) -> None:
+    first, second = (of_rank[way] for of_rank in errors)
+    assert first == second
+    (line,) = re.findall(rf"^  {re.escape(way)}: (.*)$", first, re.MULTILINE)
+    values = re.fullmatch(r"(.+) on rank 0; (.+) on rank 1", line)
+    assert values
+    assert values[1] != values[2]
+
+
+def test_what_is_a_rank_s_own_is_not_compared(errors: list[dict[str, str]]) -> None:
+    assert [set(differing.SAME) & set(of_rank) for of_rank in errors] == [set(), set()]
+
+
+# A training with one argument more on one rank.
+SECOND = """
+import os, runpy, sys
+script, words = sys.argv[1], sys.argv[2:]
+if os.environ["RANK"] == "1":
+    words += ["--weight-decay", "0.25"]
+sys.argv = [script, *words]
+"""
+LAUNCHED = SECOND + "from megacpp_mcore.commands.cli import main\nsys.exit(main([*script.split(), *words]))"
+BARE = SECOND + (
+    "from megacpp_mcore import cpu, patches\n"
+    "cpu.install()\n"
+    "patches.apply(['dataset-helpers'])\n"
+    "sys.path.insert(0, os.path.dirname(script))\n"
+    "runpy.run_path(script, run_name='__main__')"
+)
+DIFFERENCE = "--weight-decay: 0.1 on rank 0; 0.25 on rank 1"
+
+
+def refused(code: str, script: str, data: Path) -> str:
+    words = tiny_run.words(data, 2)
+    env = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "MEGACPP_CONFIG": str(data / "config.yaml")}
+    status, output = forks.run_ranks(["-c", code, script, *words], 2, env=env)
+    assert status != 0
+    assert not re.search(r"iteration +1/", output), output[-3000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.slow
+def test_the_launcher_refuses_before_process_groups_are_made(data: Path) -> None:
+    """Groups of other sizes would wait for each other."""
+    output = refused(LAUNCHED, "launch --device cpu --no-observe --", data)
+    assert output.count(DIFFERENCE) == 2, output[-3000:]
+    assert "initialized tensor model parallel" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.checkout
+def test_the_spec_refuses_under_a_stock_script(data: Path, megatron_lm: Path) -> None:
+    output = refused(BARE, str(megatron_lm / "pretrain_gpt.py"), data)
+    assert DIFFERENCE in output, output[-3000:]

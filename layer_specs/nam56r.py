@@ -63,6 +63,7 @@ PATCHES = (
     "mixed-precision-optimizer",
     "torch-adam-resume",
     "output-layer-fusion",
+    "expert-counts",
     "torch-fsdp",
 )
 """Patches that the model requires; applied by :func:`apply_patches`, never by an import.

@@ -110,6 +110,17 @@ def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
     assert not moe.router.local_tokens_per_expert.any()
 
 
+def test_a_16_bit_model_counts_in_fp32(process: Path) -> None:
+    """By the patch expert-counts, which the spec applies."""
+    from megatron.core.transformer.module import Float16Module
+    from megatron.training.models.dist_utils import _wrap_with_mp_wrapper
+
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, precision="bf16")
+    _wrap_with_mp_wrapper([model], model.config, Float16Module)
+    routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    assert {router.local_tokens_per_expert.dtype for router in routers} == {torch.float32}
+
+
 @pytest.mark.parametrize(("fused", "flagged"), [(True, True), (True, False), (False, True)])
 def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, flagged: bool) -> None:
     """To ``main_grad`` where the run accumulates them fused; the hooks of data parallelism are told, where there are any."""

@@ -193,6 +193,9 @@ def indexer_rows() -> None:
     assert torch.equal(indexer.select(-q.abs(), k.abs(), w, 20), indexer_reference.select(-q.abs(), k.abs(), w, 20))
     k[[30, 31], 0, 0] = torch.tensor([float("nan"), float("inf")], dtype=torch.float16)
     assert torch.equal(indexer.select(q, k, w, 2), indexer_reference.select(q, k, w, 2))
+    k[[33, 36, 39, 61], :, 0] = float("nan")  # more keys of the highest rank than are selected
+    for topk in (1, 2, 4):
+        assert torch.equal(indexer.select(q, k, w, topk, documents), indexer_reference.select(q, k, w, topk, documents))
 
 
 def indexer_pieces() -> None:

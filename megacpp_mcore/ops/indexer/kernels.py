@@ -3,8 +3,9 @@
 Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys of a query, R queries of a chunk,
 W columns of a chunk's rows of scores.
 
-Between the two kernels of the selection, scores are float32: −∞ for keys that a query may not select, +∞, the highest, in
-place of NaN, and finite numbers otherwise. For other callers :func:`score_keys` also writes plain scores of all keys.
+Between the two kernels of the selection, scores are float32: −∞ for keys that a query may not select, the highest finite number
+in place of NaN, and lower finite numbers otherwise. No score is +∞, since the search compares by the sign of a difference, and
+that of ∞ − ∞ depends on the processor. For other callers :func:`score_keys` also writes plain scores of all keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import triton.language as tl
 _HIDDEN = tl.constexpr(float("-inf"))
 
 _HIGHEST = tl.constexpr(3.4028234663852886e38)
-"""The highest finite number in float32, which stands for +∞; −∞ becomes the lowest."""
+"""The highest finite number in float32, which stands for NaN; −∞ becomes the lowest."""
+
+_SECOND = tl.constexpr(3.4028232635611926e38)
+"""The finite number below it, which stands for +∞."""
 
 _LOWEST_RANK = tl.constexpr(-0x7F800000)
 """Rank of the lowest finite number."""
@@ -105,7 +109,7 @@ def score_keys(
         out = score_BRW + b * score_b + r.to(tl.int64)[:, None] * W + j[None, :]
         tl.store(out, score, mask=(r < rows)[:, None] & (j < W)[None, :])
         return
-    score = tl.where(score == score, tl.clamp(score, -_HIGHEST, _HIGHEST), float("inf"))
+    score = tl.where(score == score, tl.clamp(score, -_HIGHEST, _SECOND), _HIGHEST)
     visible = j[None, :] <= i[:, None]
     if seq_BS is not None:
         visible = visible & (tl.load(seq + i)[:, None] == tl.load(seq + at)[None, :])

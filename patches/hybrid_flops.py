@@ -48,14 +48,15 @@ class _Documents:
     def add(self, cu_seqlens: Any) -> None:
         """Add a micro-batch with document boundaries ``cu_seqlens [N + 1]``; without a device sync."""
         import torch
-        from megatron.training import get_args
+        from megatron.training import global_vars, training
 
         if cu_seqlens is None or cu_seqlens.numel() < 2 or not torch.is_grad_enabled():
             return
-        topk = get_args().dsa_indexer_topk
+        # A loop other than Megatron's (Bridge, verl) may have no arguments.
+        topk = getattr(global_vars._GLOBAL_ARGS, "dsa_indexer_topk", None)
         if topk is None:
             return
-        lengths_N = cu_seqlens.diff().double()
+        lengths_N = cu_seqlens.diff().to(training._seqlen_stats_in_iteration)  # float64, where it can be reduced
         kept_N = lengths_N.clamp(max=topk)
         causal, selected = lengths_N * (lengths_N + 1) / 2, kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N
         sums = torch.stack([causal.sum(), selected.sum()])
@@ -71,11 +72,18 @@ class _Documents:
 
         if torch.distributed.is_initialized() and parallel_state.model_parallel_is_initialized():
             torch.distributed.all_reduce(self._sums, group=parallel_state.get_data_parallel_group())
-        self.pairs = _Pairs(*(round(value) for value in self._sums.tolist()))
+        self.pairs = _Pairs(*(round(value / _virtual_stages()) for value in self._sums.tolist()))
         self._sums = None
 
 
 _documents = _Documents()
+
+
+def _virtual_stages() -> int:
+    """Virtual pipeline stages of a rank: each is given the documents of every micro-batch."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
 def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,13 +98,13 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _closed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``consume_seqlen_stats_in_iteration()``."""
+    """Replacement of ``consume_seqlen_stats_in_iteration()``, which divides by every parallel size but that one."""
 
     @functools.wraps(original)
     def consume_seqlen_stats_in_iteration() -> Any:
         found = original()
         _documents.close()
-        return found
+        return tuple(total and total / _virtual_stages() for total in found)
 
     return consume_seqlen_stats_in_iteration
 
@@ -151,7 +159,9 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
         seqlen_squared_sum_in_batch: float | None = None,
         total_real_tokens_in_batch: float | None = None,
     ) -> Any:
-        batch = _Batch(batch_size, args.seq_length, total_real_tokens_in_batch, seqlen_squared_sum_in_batch)
+        batch = _Batch(
+            batch_size, getattr(args, "seq_length", 0), total_real_tokens_in_batch, seqlen_squared_sum_in_batch
+        )
         model = model_of(args)
         if model is not None:
             if batch.packed and batch.pairs is None and "rows" not in warned:
@@ -167,13 +177,18 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
             seqlen_squared_sum_in_batch=seqlen_squared_sum_in_batch,
             total_real_tokens_in_batch=total_real_tokens_in_batch,
         )
-        layers = list(_uncounted_attention(args))
-        if batch.packed and batch.pairs is None and any(symbol == "D" for symbol, _ in layers):
-            if "packed" not in warned:
-                logger.warning("hybrid-flops: top-k of packed sequences cannot be counted; the figure is upstream's")
-                warned.add("packed")
-            return count
-        return count + _correction(args, batch, layers)
+        try:
+            layers = list(_uncounted_attention(args))
+            if batch.packed and batch.pairs is None and any(symbol == "D" for symbol, _ in layers):
+                uncounted = "top-k of packed sequences cannot be counted"
+            else:
+                return count + _correction(args, batch, layers)
+        except AttributeError as error:  # upstream needs fewer arguments
+            uncounted = f"sparse attention cannot be counted ({error})"
+        if uncounted not in warned:
+            logger.warning("hybrid-flops: %s; the figure is upstream's", uncounted)
+            warned.add(uncounted)
+        return count
 
     return num_floating_point_operations
 

@@ -147,6 +147,24 @@ def test_packed_sequences(counts: tuple[Count, Count], caplog: pytest.LogCapture
     ]
 
 
+def test_what_upstream_counts_with_fewer_arguments_it_counts_still(
+    counts: tuple[Count, Count], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a loop other than Megatron's, whose arguments have only what upstream reads."""
+    upstream, ours = counts
+    sums = {"seqlen_squared_sum_in_batch": 4096.0, "total_real_tokens_in_batch": 128.0}
+    args = hybrid("M*")
+    del args.seq_length
+    assert ours(args, None, **sums) == upstream(args, None, **sums) > 0
+    args = hybrid("M+D")
+    del args.dsa_indexer_topk_freq
+    for _ in range(2):
+        assert ours(args, BATCH) == upstream(args, BATCH) > 0
+    lines = [line for line in caplog.messages if "cannot be counted" in line]
+    assert len(lines) == 1
+    assert "has no attribute 'dsa_indexer_topk_freq'); the figure is upstream's" in lines[0]
+
+
 # --- stock GPT ---------------------------------------------------------------------------------------------------------
 
 
@@ -241,15 +259,15 @@ TOPK = 24
 
 
 @pytest.fixture
-def packed(
-    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Namespace], dict[str, float]]]:
-    """Lets the loop's own functions see :data:`ROWS`, and returns what it then tells the count."""
+def packed(counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, float]]]:
+    """Lets the loop's own functions see :data:`ROWS`, in each virtual stage, and returns what it then tells the count."""
+    from megatron.core import parallel_state
     from megatron.training import global_vars, training
 
-    def run(args: Namespace) -> dict[str, float]:
+    def run(args: Namespace | None, virtual: int | None = None) -> dict[str, float]:
         monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
-        for row in ROWS:
+        monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", virtual)
+        for row in ROWS * (virtual or 1):
             training.update_seqlen_stats_from_cu_seqlens(
                 torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32)
             )
@@ -263,7 +281,7 @@ def packed(
 
 def test_packed_documents_of_our_model_count_by_their_lengths(
     counts: tuple[Count, Count],
-    packed: Callable[[Namespace], dict[str, float]],
+    packed: Callable[..., dict[str, float]],
     of_file: Callable[..., tuple[Any, Namespace]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -273,13 +291,14 @@ def test_packed_documents_of_our_model_count_by_their_lengths(
     assert all(length % model.mamba3.chunk == 0 for row in ROWS for length in row)
     alone = sum(flops.step(model, seq_length=n, vocab_size=384).total.training for row in ROWS for n in row)
     whole = flops.step(model, len(ROWS), vocab_size=384).total.training
-    assert ours(args, len(ROWS), **packed(args)) == alone < whole
+    for virtual in (None, 3):
+        assert ours(args, len(ROWS), **packed(args, virtual)) == alone < whole
     assert ours(args, len(ROWS)) == whole
     assert [line for line in caplog.messages if "packed rows" in line] == []
 
 
 def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
-    counts: tuple[Count, Count], packed: Callable[[Namespace], dict[str, float]]
+    counts: tuple[Count, Count], packed: Callable[..., dict[str, float]]
 ) -> None:
     upstream, ours = counts
     args = hybrid("MD", dsa_indexer_topk=TOPK)
@@ -290,6 +309,14 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
     layer += flops.indexer(sum(lengths), causal, selected, hidden=32, q_lora_rank=12, heads=2, head_dim=8)
     sums = packed(args)
     assert ours(args, len(ROWS), **sums) - upstream(args, len(ROWS), **sums) == layer.training
+
+
+def test_a_loop_without_megatrons_arguments_is_told_upstreams_sums(
+    counts: tuple[Count, Count], packed: Callable[..., dict[str, float]]
+) -> None:
+    upstream, ours = counts
+    sums = packed(None)
+    assert ours(hybrid("MD"), len(ROWS), **sums) == upstream(hybrid("MD"), len(ROWS), **sums)
 
 
 @pytest.mark.parametrize("host", [GPT, HYBRID])

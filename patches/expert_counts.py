@@ -38,8 +38,8 @@ def _with_counters(original: Callable[[Any], None]) -> Callable[[Any], None]:
 PATCH = Patch(
     name="expert-counts",
     fixes=(
-        "under --bf16 the router's counts of tokens per expert are bf16: past 256 they are rounded, after 256 micro-batches they "
-        "stop growing, and experts' biases move in the wrong direction; the same in the global auxiliary loss"
+        "under --bf16 a router counts the tokens of its experts in bf16: past 256 rounded, after 256 micro-batches not at all; "
+        "experts' biases move the wrong way, and the global auxiliary loss is off"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/router.py",
     megatron_versions=">=0.19,<0.20",

@@ -3,8 +3,8 @@
 Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model is built. The schedule is set by
     ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, without these, by ``dsa_index_cache`` in the file
     named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}``.
-Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's. The logged indexer
-    loss becomes the mean over the layers that have one, for every model.
+Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's, as are DSA layers
+    elsewhere (HybridModel). The logged indexer loss becomes the mean over the layers that have one, for every model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
 
 Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute passes a layer copies of
@@ -30,7 +30,7 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
-"""Attribute of a DSAttention in a sharing block: the block's IndexCache."""
+"""Attribute of a DSAttention: the IndexCache of its sharing block, or None outside of one, where stock's holders are used."""
 _HOLDERS = "_megacpp_index_holders"
 """Attribute of a DSAttention during its forward pass: the dicts of indices and lengths by layer that stock reads and writes."""
 SAVED_LOSSES = "megacpp_saved_losses"
@@ -52,7 +52,7 @@ _BUILDING: ContextVar[_Block | None] = ContextVar("megacpp_dsa_block", default=N
 
 
 def _periodic(config: Any) -> bool:
-    return (config.dsa_indexer_topk_freq or 1) > 1
+    return (getattr(config, "dsa_indexer_topk_freq", None) or 1) > 1
 
 
 def _periodic_roles(config: Any, layers: int) -> str:
@@ -81,7 +81,7 @@ def _asked(config: Any) -> plugin_config.IndexSchedule | None:
 
 def _trunk_roles(config: Any) -> str | None:
     """``F`` or ``S`` for every layer of a DSA model's decoder; None without a schedule, and for other models."""
-    if config.experimental_attention_variant != "dsa":
+    if getattr(config, "experimental_attention_variant", None) != "dsa":
         return None
     schedule = _asked(config)
     if schedule is not None:
@@ -149,7 +149,7 @@ def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _validate_dsa_index_share_pipeline_split(config: Any, local_layer_ids: Any) -> None:
-        roles = _trunk_roles(config)
+        roles = _trunk_roles(config) if hasattr(config, "num_layers") else None  # more than stock reads
         if roles is not None:
             _refuse_split(config, roles)
         original(config, local_layer_ids)
@@ -167,12 +167,14 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
         config, layer = bound.arguments["config"], bound.arguments["layer_number"]
         block = _BUILDING.get()
         if block is None:
-            if _periodic(config) or _asked(config) is not None:
+            if (schedule := _asked(config)) is not None:
                 raise ModelError(
-                    f"DSA layer {layer} is to share indices, but is built outside of a GPT model's decoder and MTP blocks "
-                    "(HybridModel's, say), where the patch dsa-index-cache knows no schedule; build it without one"
+                    f"DSA layer {layer} is built outside of a GPT model's decoder and MTP blocks (HybridModel's, say), where "
+                    f"the schedule {schedule.schedule!r} of {schedule.path} is not followed; leave dsa_index_cache out, or "
+                    "share by --dsa-indexer-topk-freq"
                 )
             original(self, *args, **kwargs)
+            setattr(self, _CACHE, None)
             return
         shared = block.roles[layer - 1] == SHARED_INDEX
         if shared:
@@ -201,13 +203,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.index_share:
-            return original(self, *args, **kwargs)
-        cache: IndexCache | None = getattr(self, _CACHE, None)
-        if cache is None:
+        if self.index_share and not hasattr(self, _CACHE):
             raise ModelError(
                 f"DSA layer {self.layer_number} was built before the patch dsa-index-cache was applied; apply it first"
             )
+        cache: IndexCache | None = getattr(self, _CACHE, None)
+        if not self.index_share or cache is None:
+            return original(self, *args, **kwargs)
         index: dict[int, Any] = {}
         length: dict[int, Any] = {}
         if self.skip_topk:
@@ -226,12 +228,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _holder(which: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Factory for the replacement of stock's holder of indices (0) or lengths (1): returns the current forward pass's."""
+    """Factory for the replacement of stock's holder of indices (0) or lengths (1): the current forward pass's, or stock's."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def holder(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self, _HOLDERS)[which]
+            holders = getattr(self, _HOLDERS, None)
+            return original(self, *args, **kwargs) if holders is None else holders[which]
 
         return holder
 
@@ -380,8 +383,9 @@ PATCH = Patch(
         "others, are made; the function given to a checkpoint is the one thing that is of one micro-batch and meets both runs"
     ),
     leaves_alone=(
-        "what the indexer computes and its loss; models without a schedule; HybridModel, where a schedule is refused; the "
-        "logged loss per layer number, in which MTP layers count with the trunk's layers of their number"
+        "what the indexer computes and its loss; models without a schedule; HybridModel, where stock shares as before and a "
+        "schedule of a file is refused; the logged loss per layer number, in which MTP layers count with the trunk's layers of "
+        "their number"
     ),
     cost="8 × top-k bytes a token for each Full layer and micro-batch in flight, while layers are recomputed",
     gain=(

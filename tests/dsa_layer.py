@@ -42,7 +42,7 @@ def dsa_config(**overrides: Any) -> Any:
     return MLATransformerConfig(**(settings | overrides))
 
 
-def dsa_attention(config: Any) -> Any:
+def dsa_attention(config: Any, layer_number: int = 1) -> Any:
     """Stock's DSAttention with its indexer, as an absorbed MLA layer builds it; needs process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
@@ -62,7 +62,7 @@ def dsa_attention(config: Any) -> Any:
     return DSAttention(
         config,
         DSAttentionSubmodules(indexer=indexer),
-        layer_number=1,
+        layer_number=layer_number,
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
         softmax_scale=20**-0.5,

@@ -57,6 +57,14 @@ _LOCK = threading.RLock()
 """Held while Megatron's modules are being changed, by any registry."""
 
 
+def _renew_lock() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # a thread that held it is not in the child; what it was changing is whole
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def fingerprint(target: str) -> str:
     """The SHA-256 (hex) of the source text of ``target`` (``module:attr`` or ``module:Class.attr``) as installed.
 
@@ -144,9 +152,10 @@ class Registry:
             changes, refusals = self._plan(fresh)
             if problems := [problem for patch in wanted for problem in self._drift(patch.name)] + refusals:
                 raise PatchError(listing("no patch was applied", problems))
-            exchange(changes)
+            after = {name: dict(there) for name, there in self._changes.items()}
             for change in changes:
-                self._changes.setdefault(change.patch, {})[change.slot.target] = change
+                after.setdefault(change.patch, {})[change.slot.target] = change
+            exchange(changes, self, {"_changes": after})
             for name, edits in fresh.items():  # after all are recorded: a log handler may raise
                 targets = ", ".join(edit.target for edit in edits)
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
@@ -194,10 +203,11 @@ class Registry:
             if problems := [problem for name in applied for problem in self._drift(name)]:
                 raise PatchError(listing("no patch was reverted", problems))
             changes = [change for name in applied for change in self._changes[name].values()]
-            exchange(changes, back=True)
-            for name in wanted:
-                self._armed.pop(name, None)
-                self._changes.pop(name, None)
+            left = {
+                field: {name: value for name, value in getattr(self, field).items() if name not in wanted}
+                for field in ("_changes", "_armed")
+            }
+            exchange(changes, self, left, back=True)
             for name in applied:
                 announce(f"patch {name} reverted")
             return tuple(applied)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import collections
 import hashlib
 import importlib
 import inspect
+import itertools
+import operator
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -136,22 +139,28 @@ def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> 
     return Change(patch, slot, replacement, fingerprint, version)
 
 
-def exchange(changes: Sequence[Change], *, back: bool = False) -> None:
-    """Put all replacements (``back``: all originals) in place, also in imports by name."""
+def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *, back: bool = False) -> None:
+    """Put all replacements (``back``: all originals) in place, also in imports by name, and set ``state`` on ``owner``.
+
+    All writes are one call into C: neither a signal's handler (Ctrl-C) nor another thread, nor its fork, comes between two.
+    """
     new: dict[int, tuple[Any, Any]] = {}
+    writes: list[tuple[Any, ...]] = [(vars(owner).update, state)]
     for change in changes:
         old_raw, new_raw = change.slot.raw, change.replacement
         if back:
             old_raw, new_raw = new_raw, old_raw
-        _put(change.slot.owners[-1], change.slot.attribute, new_raw)
+        writes.append(_put(change.slot.owners[-1], change.slot.attribute, new_raw))
         new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
-    for module, attribute, key in list(holders(new)):
-        _put(module, attribute, new[key][1])
+    for _ in range(2):  # the second time for what another thread has imported since the first search
+        writes += [_put(module, attribute, new[key][1]) for module, attribute, key in holders(new)]
+        collections.deque(itertools.starmap(operator.call, writes), maxlen=0)
+        writes = []
 
 
 def holders(wanted: Collection[int]) -> Iterator[tuple[Any, str, int]]:
     """Every ``(module, attribute, id)`` in ``sys.modules`` that holds one of the objects with the ``wanted`` ids."""
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()) if wanted else ():
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, Mapping):
             yield from ((module, name, id(value)) for name, value in list(namespace.items()) if id(value) in wanted)
@@ -165,8 +174,8 @@ def _label(owner: Any) -> str:
     return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
 
 
-def _put(owner: Any, attribute: str, value: Any) -> None:
+def _put(owner: Any, attribute: str, value: Any) -> tuple[Any, ...]:
+    """A write, as a call of C; neither a metaclass nor a lazy module type may act on it."""
     if isinstance(owner, type):
-        setattr(owner, attribute, value)
-    else:
-        vars(owner)[attribute] = value  # not setattr: a lazy module type may act on it
+        return type.__setattr__, owner, attribute, value
+    return vars(owner).__setitem__, attribute, value

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
+import os
 import re
+import sys
+import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.registry import fingerprint
+from megacpp_mcore.patches.machinery import symbols
+from megacpp_mcore.patches.machinery.registry import Registry, fingerprint
+from megacpp_mcore.patches.machinery.symbols import exchange
+from tests import forks
 from tests.patches.throwaway import ONE, VERSION, Modules, adding, patch, registry, states
 
 HOST = """
@@ -253,3 +261,100 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
         patch("one", f"{a}:f", f"{a}:g"),
     ]
     assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 5
+
+
+# --- interrupted and forked ----------------------------------------------------------------------------------------------
+
+
+def interrupted(call: Callable[[], object], number: int) -> bool:
+    """Ctrl-C before the ``number``-th instruction of :func:`exchange` and of what calls it; False: there are fewer.
+
+    Entry and exit of ``with`` are left out, where Python itself calls no signal handler.
+    """
+    codes = {function.__code__: function for function in (Registry.apply, Registry.revert, exchange, symbols._put)}
+    guarded = {}
+    for code, function in codes.items():
+        lines, first = inspect.getsourcelines(function)
+        guarded[code] = next((first + at for at, line in enumerate(lines) if "with _LOCK" in line), None)
+    seen = 0
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        nonlocal seen
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and frame.f_lineno != guarded[frame.f_code]:
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame when tracing starts
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_ctrl_c_at_every_instruction_leaves_all_patches_or_none(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, user = hosts
+    targets = ("double", "Host.static")
+    reg = registry(*(patch(target, f"{host.__name__}:{target}") for target in targets))
+    monkeypatch.setattr(symbols, "sys", types.SimpleNamespace(modules={module.__name__: module for module in hosts}))
+
+    def patched() -> set[bool]:
+        found = (host.double, user.renamed, host.Host.static)
+        return {symbols.MARK in vars(value) for value in found}
+
+    for change, back in ((reg.apply, reg.revert), (reg.revert, reg.apply)):
+        ends: list[set[bool]] = []
+        while interrupted(lambda change=change: change(targets), len(ends) + 1):  # type: ignore[misc]
+            ends.append(patched())
+            assert set(states(reg).values()) == ({"applied"} if ends[-1] == {True} else {"not applied"})
+            reg.verify()
+            if ends[-1] == {change == reg.apply}:
+                back(targets)
+        assert len(ends) > 100
+        assert sorted({tuple(end) for end in ends}) == [(False,), (True,)], "before the exchange, and after it"
+    reg.revert()
+
+
+FORK = """
+    import os, sys, threading, time
+    from tests.patches.throwaway import patch, registry
+
+    begun, end = threading.Event(), threading.Event()
+
+    def make(original):
+        begun.set()
+        end.wait(60)
+        return lambda: original()
+
+    reg = registry(patch("slow", "throwaway_module:f", make=make))
+    thread = threading.Thread(target=reg.apply, args=(["slow"],))
+    thread.start()
+    assert begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(7 if reg.status()[0]["state"] == "not applied" else 1)
+    until = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, 9)
+    end.set()
+    thread.join()
+    print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", reg.status()[0]["state"])
+"""
+
+
+def test_a_fork_while_another_thread_patches_does_not_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "throwaway_module.py").write_text(ONE)
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = forks.run(["-c", textwrap.dedent(FORK)], env=os.environ | {"PYTHONPATH": paths}, timeout=120)
+    assert done.stdout.split() == ["7", "applied"], done.stderr

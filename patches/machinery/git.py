@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ class GitUnavailable(Exception):
 def modified(root: Path, file: str) -> list[str]:
     """Tracked files below ``root`` that differ from the last commit, as paths relative to it.
 
+    Contents are compared here, byte for byte except for line ends: git itself would run the filters of ``.git/config``.
+
     Args:
         root: the checkout; it may be a folder of a larger repository.
         file: a file that must be tracked for the answer to mean anything.
@@ -26,11 +30,31 @@ def modified(root: Path, file: str) -> list[str]:
         GitUnavailable: git cannot answer.
     """
     _git(root, "ls-files", "--error-unmatch", "--", file)
-    # Not `git diff`, which rewrites the index.
-    words = ("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", "--ignore-submodules", "--", ".")
-    prefix = len(_git(root, "rev-parse", "--show-prefix").rstrip(b"\n"))
-    _git(root, "rev-parse", "--verify", "HEAD")
-    return [os.fsdecode(entry[len("XY ") + prefix :]) for entry in _git(root, *words).split(b"\0") if entry]
+    staged = _git(root, "diff-index", "--cached", "--name-only", "--no-renames", "--relative", "-z", "HEAD", "--", ".")
+    names = {name for name in staged.split(b"\0") if name}
+    for entry in _git(root, "ls-files", "--stage", "-t", "-z", "--", ".").split(b"\0")[:-1]:
+        (tag, mode, blob, _), name = entry.partition(b"\t")[0].split(), entry.partition(b"\t")[2]
+        # Not what a sparse checkout leaves out (S), and not submodules.
+        if tag != b"S" and mode != b"160000" and not _holds(root / os.fsdecode(name), mode, blob.decode()):
+            names.add(name)
+    return sorted(map(os.fsdecode, names))
+
+
+def _holds(path: Path, mode: bytes, blob: str) -> bool:
+    """Whether a file's content, or a symbolic link's target, is that of git's ``blob``."""
+    try:
+        kind = path.lstat().st_mode
+        if mode == b"120000":
+            content = os.fsencode(path.readlink())
+        elif stat.S_ISREG(kind):
+            content = path.read_bytes()
+        else:
+            return False
+    except OSError:
+        return False
+    function = hashlib.sha1 if len(blob) == 40 else hashlib.sha256
+    contents = (content, content.replace(b"\r\n", b"\n"))
+    return blob in [function(b"blob %d\0" % len(it) + it, usedforsecurity=False).hexdigest() for it in contents]
 
 
 def difference(root: Path, file: Path) -> str:
@@ -39,8 +63,11 @@ def difference(root: Path, file: Path) -> str:
     Raises:
         GitUnavailable: git cannot answer.
     """
-    _git(root, "ls-files", "--error-unmatch", "--", str(file))
-    return _git(root, "diff", *_PLAIN, "HEAD", "--", str(file)).decode(errors="replace")
+    if not file.is_relative_to(root):
+        raise GitUnavailable(f"{file} is outside of {root}")
+    name = str(file.relative_to(root))
+    before = _git(root, "cat-file", "blob", f"HEAD:./{name}")
+    return patch_between(before, file.read_bytes(), name).decode(errors="replace")
 
 
 def patch_between(before: bytes, after: bytes, file: str) -> bytes:
@@ -69,6 +96,8 @@ def _git(root: Path, *words: str, good: Sequence[int] = (0,)) -> bytes:
     # Variables such as GIT_DIR, which git sets for its hooks, would select another repository; and nothing is written.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    # Nor does anything run that a checkout's configuration names, to watch files or to fetch what a partial clone lacks.
+    environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(root), *words]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, check=False)

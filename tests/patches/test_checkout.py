@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,77 @@ def test_dirty(lm: Checkout) -> None:
     assert outcome.notices == (elsewhere, "patched as it is, with modified files: megatron/core/timers.py")
     lm.revert()
     assert set(git(lm.root, "diff", "HEAD", "--name-only").split()) == {"megatron/core/timers.py", "pretrain_gpt.py"}
+
+
+@pytest.mark.parametrize("trap", ["filter", "process", "textconv", "external", "fsmonitor", "hooks", "promisor"])
+def test_no_command_of_a_checkouts_own_configuration_runs(trap: str, lm: Checkout, tmp_path: Path) -> None:
+    """Of a checkout from a stranger; the same commands by git alone spring each trap."""
+    timers, sprung = lm.root / "megatron/core/timers.py", tmp_path / "sprung"
+    command = f"touch {sprung}; cat"
+    settings = {
+        "filter": {"filter.x.clean": command, "filter.x.smudge": command, "filter.x.required": "false"},
+        "process": {"filter.x.process": command},
+        "textconv": {"diff.x.textconv": f"touch {sprung}; cat <"},
+        "external": {"diff.external": f"touch {sprung}; true", "diff.x.command": f"touch {sprung}; true"},
+        "fsmonitor": {"core.fsmonitor": f"touch {sprung}; false", "core.fsmonitorHookVersion": "2"},
+        "hooks": {"core.hooksPath": str(tmp_path / "hooks")},
+        "promisor": {
+            **{
+                "core.repositoryFormatVersion": "1",
+                "extensions.partialClone": "origin",
+                "remote.origin.promisor": "true",
+            },
+            **{"remote.origin.url": f"ext::sh -c touch% {sprung}", "protocol.ext.allow": "always"},
+        },
+    }[trap]
+    for name, value in settings.items():
+        git(lm.root, "config", name, value)
+    (lm.root / ".git/info").mkdir(exist_ok=True)
+    (lm.root / ".git/info/attributes").write_text("* filter=x diff=x\n")
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks/post-index-change").write_text(f"#!/bin/sh\ntouch {sprung}\n")
+    (tmp_path / "hooks/post-index-change").chmod(0o755)
+    os.utime(lm.file)
+    os.utime(timers)
+    source = timers.read_bytes().replace(b"def log(", b"def log(  # an edit\n")
+    lm.status()
+    for change in (lambda: lm.apply(["identity"]), lm.verify, lm.export, lambda: lm.apply(["builder"]), lm.revert):
+        change()
+    edit(timers, source)
+    if trap == "promisor":
+        blob = git(lm.root, "rev-parse", "HEAD:megatron/core/timers.py").strip()
+        (lm.root / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    (row,) = [row for row in Checkout(lm.root, lm.registry).status() if row["name"] == "timers"]
+    (target,) = row["targets"]
+    assert row["state"] == "target changed"
+    assert (target["diff"] is None) == (trap == "promisor")
+    refuses(lm.root, r"is dirty: megatron/core/timers.py", lambda: lm.apply(["identity"]))
+    lm.apply(["identity"], allow_dirty=True)
+    assert not sprung.exists()
+    with contextlib.suppress(subprocess.CalledProcessError):
+        git(lm.root, "diff", "HEAD")
+    with contextlib.suppress(subprocess.CalledProcessError):
+        git(lm.root, "status")
+    assert sprung.exists(), "the trap is none"
+
+
+@pytest.mark.parametrize("change", ["line ends", "sparse", "link", "removed", "mode"])
+def test_what_counts_as_modified(change: str, lm: Checkout) -> None:
+    timers = lm.root / "megatron/core/timers.py"
+    if change == "line ends":
+        edit(timers, timers.read_bytes().replace(b"\n", b"\r\n"))
+    elif change == "sparse":
+        git(lm.root, "update-index", "--skip-worktree", "megatron/core/timers.py")
+        timers.unlink()
+    elif change == "link":
+        timers.rename(timers.with_name("elsewhere.py"))
+        timers.symlink_to("elsewhere.py")
+    elif change == "removed":
+        timers.unlink()
+    else:
+        timers.chmod(0o755)
+    found = git_module.modified(lm.root, HOOKED)
+    assert found == (["megatron/core/timers.py"] if change in ("link", "removed") else [])
 
 
 @pytest.mark.parametrize("by_git", [True, False])

@@ -210,3 +210,27 @@ def test_a_missing_python_is_said_plainly() -> None:
     )
     assert done.returncode != 0
     assert "Python 3.12 or later was not found as 'no-such-python'" in done.stderr
+
+
+def test_a_clone_without_symbolic_links_is_refused_by_name_and_mended_as_said(tmp_path: Path) -> None:
+    """Where git writes no links, each is a file of one line; a wheel without three folders would be made of them."""
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT, clone, symlinks=True, ignore=LEFT_OUT)
+    git = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "core.symlinks=false")
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "all")):
+        call(*git, *words, cwd=clone, GIT_CONFIG_GLOBAL=os.devnull)
+    call("git", "config", "core.symlinks", "false", cwd=clone)
+    links = [clone / "megacpp_mcore" / name for name in MOUNTED]
+    for link in links:
+        link.unlink()
+    call("git", "checkout", "--", "megacpp_mcore", cwd=clone)
+    assert all(link.is_file() and not link.is_symlink() for link in links)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=clone, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    for name in MOUNTED:
+        assert f"megacpp_mcore/{name}" in done.stderr
+    remedy = done.stderr.partition("`")[2].partition("`")[0]
+    call("bash", "-c", remedy, cwd=clone)
+    assert call(sys.executable, "setup.py", "--version", cwd=clone).strip().endswith(megacpp_mcore.__version__)

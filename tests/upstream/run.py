@@ -97,6 +97,8 @@ class Run:
                 "TMPDIR": folder,  # Megatron's tests save below one fixed name in it
                 "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
                 "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in place of a process per core
+                "TRITON_CACHE_AUTOTUNING": "1",  # two thirds of an arm's time is the search for MLA's rope kernels
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
             }

@@ -70,13 +70,11 @@ def version() -> str:
     return found[1]
 
 
-if lost := [
-    name for name in ("layer_specs", "nemo_recipes", "patches") if not (ROOT / "megacpp_mcore" / name).is_dir()
-]:
+MOUNTED = [f"megacpp_mcore/{name}" for name in ("layer_specs", "nemo_recipes", "patches")]
+if lost := [name for name in MOUNTED if not (ROOT / name).is_dir()]:
     raise RuntimeError(
-        f"megacpp_mcore/{', megacpp_mcore/'.join(lost)}: expected symbolic links to folders, found none; this copy was made where "
-        "git or an archive tool writes no symbolic links. In a clone on Linux or WSL: "
-        "`git config core.symlinks true && git checkout -- megacpp_mcore`, then install again"
+        f"{', '.join(lost)}: expected symbolic links to folders; git or an archive tool that writes no links made this copy. "
+        "In a clone on Linux or WSL: `git config core.symlinks true && git checkout -- megacpp_mcore`, then install again"
     )
 
 setup(

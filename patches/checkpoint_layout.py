@@ -3,18 +3,22 @@
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["checkpoint-layout"])``.
 Scope: distributed checkpoints of GPTModels with our spec (our stack on HybridModel does the same itself). Upstream handles
-others; only their content metadata gets, when read, a note of the folder.
+others; only their content metadata gets, when read in a process with our specs, a note of the folder.
 Provenance: megatron-core 0.19.2 ``core/dist_checkpointing/serialization.py`` and ``core/models/gpt/gpt_model.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+_SPECS = "megacpp_mcore.layer_specs"
+"""Without it no model of this process is ours, and nobody would read the note."""
 
 
 def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,7 +32,7 @@ def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_common_state_dict(checkpoint_dir: Any) -> Any:
         state = original(checkpoint_dir)
         content = state.get("content_metadata")
-        if content is not None:
+        if content is not None and _SPECS in sys.modules:
             content[checkpoint_layout.LOADED_FROM] = str(checkpoint_dir)
         return state
 

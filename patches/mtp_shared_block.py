@@ -78,6 +78,8 @@ def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
         on_last = dims in (-1, tensor.dim() - 1)
         if shifts != -1 or not on_last or cu_seqlens is None or (cp_group is not None and cp_group.size() > 1):
             return original(*args, **kwargs)
+        if cu_seqlens.device != tensor.device:  # bounds on the host, which stock reads without a wait
+            return original(*args, **kwargs)
         from megacpp_mcore.ops.packed.documents import roll_left
 
         rolled = roll_left(tensor, cu_seqlens)

@@ -9,7 +9,7 @@ Optimizer state can be loaded: torch_dcp loads into existing tensors, and before
 Megatron's ``torch`` format, saved by unsharded replicas, is copied into the model: stock reads it, but does not apply it.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["torch-fsdp"])``.
-Scope: models wrapped by TorchFullyShardedDataParallel.
+Scope: models wrapped by TorchFullyShardedDataParallel; only of ours other runs are refused, and other modules are wrapped.
 Provenance: megatron-core 0.19.2 ``core/distributed/torch_fully_sharded_data_parallel.py``, ``core/optimizer/optimizer.py``;
 PyTorch 2.11 ``distributed/fsdp``.
 """
@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.arguments.launch_flags import check_torch_fsdp
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
@@ -33,30 +34,21 @@ def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        import torch
         from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
         from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
         from megatron.core.transformer.transformer_layer import TransformerLayer
-        from megatron.training import global_vars
         from torch.distributed.fsdp import FSDPModule
 
-        run = {
-            "pipeline parallelism": config.pipeline_model_parallel_size,
-            "expert parallelism": config.expert_model_parallel_size,
-            "tensor parallelism": config.tensor_model_parallel_size,
-            "calculate_per_token_loss": config.calculate_per_token_loss,
-            "cuda_graph_impl": config.cuda_graph_impl,
-            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
-        }
-        if config.recompute_granularity == "full":
-            run["MTP depths under --recompute-granularity full"] = config.mtp_num_layers or 1
-        arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
-        if arguments is not None and (arguments.save or arguments.load):
-            run["ckpt_format"] = arguments.ckpt_format
-        check_torch_fsdp(run)
+        ours = hasattr(config, checkpoint_layout.KEY)  # what other models are given is stock's affair
+        if ours:
+            _check(config, ddp_config)
         stock = importlib.import_module(_STOCK)
-        whole = [parameter for parameter in module.parameters() if parameter.dtype != config.params_dtype]
+        parameters = list(module.parameters())
+        is_mixed = len({parameter.dtype for parameter in parameters}) > 1
+        whole = [parameter for parameter in parameters if is_mixed and parameter.dtype == torch.float32]
         shard = functools.partial(stock.fully_shard, ignored_params=set(whole))
-        if not args:
+        if ours and not args:
             kwargs.setdefault("sub_modules_to_wrap", {TransformerLayer, LanguageModelEmbedding})
         with mock.patch.object(stock, "fully_shard", shard):
             original(self, config, ddp_config, module, *args, **kwargs)
@@ -76,6 +68,26 @@ def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
+def _check(config: Any, ddp_config: Any) -> None:
+    """Refuse a run of our model that FSDP2 would train wrongly, or not at all."""
+    from megatron.training import global_vars
+
+    run = {
+        "pipeline parallelism": config.pipeline_model_parallel_size,
+        "expert parallelism": config.expert_model_parallel_size,
+        "tensor parallelism": config.tensor_model_parallel_size,
+        "calculate_per_token_loss": config.calculate_per_token_loss,
+        "cuda_graph_impl": config.cuda_graph_impl,
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+    }
+    if config.recompute_granularity == "full":
+        run["MTP depths under --recompute-granularity full"] = config.mtp_num_layers or 1
+    arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
+    if arguments is not None and (arguments.save or arguments.load):
+        run["ckpt_format"] = arguments.ckpt_format
+    check_torch_fsdp(run)
+
+
 def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``TorchFullyShardedDataParallel.finish_grad_sync``, called once a step."""
 
@@ -84,7 +96,7 @@ def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         original(self, force_all_reduce)
-        trained = [parameter for parameter in self.whole_parameters if parameter.grad is not None]
+        trained = [parameter for parameter in getattr(self, "whole_parameters", ()) if parameter.grad is not None]
         if trained:
             flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
             torch.distributed.all_reduce(flat, group=self.process_group)

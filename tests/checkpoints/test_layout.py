@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,8 @@ def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
         checkpoint_layout.mark_or_check(flat, of("megacpp_mcore"))
 
 
-def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path) -> None:
+def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process with our specs; in any other, metadata is what was saved."""
     from megatron.core import dist_checkpointing
 
     from megacpp_mcore.patches import checkpoint_layout as patch
@@ -71,6 +73,9 @@ def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path) -> None:
     folder, content = tmp_path / "old", {"singleton_local_shards": False}
     write(folder, {"weight": torch.ones(2)}, common={"content_metadata": content})
     with stock.patched(patch.PATCH):
+        monkeypatch.delitem(sys.modules, "megacpp_mcore.layer_specs", raising=False)
+        assert dist_checkpointing.load_content_metadata(str(folder)) == content
+        monkeypatch.setitem(sys.modules, "megacpp_mcore.layer_specs", patch)
         state = dist_checkpointing.load_common_state_dict(str(folder))
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=state)
     assert metadata == {**content, "megacpp_loaded_from": str(folder)}

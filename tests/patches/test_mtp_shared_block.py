@@ -19,6 +19,7 @@ from megacpp_mcore import patches
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.patches.mtp_shared_block import _roll
 from tests import micro_batch, stock
 from tests.lanes import exhaustive_but
 
@@ -174,6 +175,21 @@ def test_megatron_fsdp_is_refused_where_it_would_lose_a_depth(
     with wanted if is_refused else contextlib.nullcontext():
         check_gradients(config, SimpleNamespace(use_megatron_fsdp=fsdp))
     check_gradients(config, None)
+
+
+def test_bounds_on_the_host_are_left_to_stock() -> None:
+    """The kernel-side shift reads bounds where the tokens are."""
+    calls = []
+
+    def stocks(tensor: Any, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None) -> None:
+        calls.append(tensor.device.type)
+
+    bounds = SimpleNamespace(cu_seqlens_q=torch.tensor([0, S]))
+    _roll(stocks)(torch.ones(1, S, device="meta"), -1, -1, bounds)
+    assert calls == ["meta"]
+    rolled, _ = _roll(stocks)(torch.ones(1, S), -1, -1, bounds)
+    assert rolled.sum() == S - 1
+    assert calls == ["meta"]
 
 
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp_mcore import patches
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, preset, with_overrides
@@ -62,6 +63,33 @@ def test_runs_that_it_would_train_wrongly_are_refused(changes: dict[str, Any], s
         setattr(model.config, name, value)
     with pytest.raises(ModelError, match=f"{says} .*; change that, or leave --use-torch-fsdp2 out"):
         wrap(model)
+
+
+class Stock(torch.nn.Module):
+    """A model without our spec: one plain layer, and one that stock shards by itself."""
+
+    def __init__(self, config: Any) -> None:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        super().__init__()
+        self.config, self.plain = config, torch.nn.Linear(4, 4)
+        self.column = ColumnParallelLinear(4, 4, config=config, init_method=torch.nn.init.ones_)
+
+
+def test_other_models_are_sharded_as_by_stock() -> None:
+    """In 16 bits without ``params_dtype``, and where a run of ours would be refused."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True, calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+    )  # fmt: skip
+    patches.apply(["torch-fsdp"])
+    root = wrap(Stock(config)).module
+    assert {name for name, one in root.named_modules() if isinstance(one, FSDPModule)} == {"", "module.column"}
+    assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
 def test_lowering() -> None:

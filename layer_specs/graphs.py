@@ -39,7 +39,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.experts import choose_experts, takes_tokens
 from megacpp_mcore.layer_specs.parts import compute_device, implementation
-from megacpp_mcore.layer_specs.regions import RegionLayer, RegionPlan, with_inner_layer
+from megacpp_mcore.layer_specs.regions import RegionLayer, with_inner_layer
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.settings import PluginConfig
@@ -133,10 +133,10 @@ class GraphPlan:
         """Return the spec of layer ``key`` under this plan, or ``layer`` itself without graphs; regions stay as planned."""
         if not self:
             return layer
-        letter = self.letters[key]
-        regions = layer.params if layer.module is RegionLayer else {"family": letter, "plan": RegionPlan()}
-        module = GraphExpertLayer if letter == "E" else GraphLayer
-        return dataclasses.replace(layer, module=module, params={**regions, "not_captured": self.eager.get(key, "")})
+        module = GraphExpertLayer if self.letters[key] == "E" else GraphLayer
+        return dataclasses.replace(
+            layer, module=module, params={**layer.params, "not_captured": self.eager.get(key, "")}
+        )
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer under this plan."""

@@ -65,6 +65,7 @@ PATCHES = (
     "output-layer-fusion",
     "expert-counts",
     "torch-fsdp",
+    "non-finite-origin",
 )
 """Patches that the model requires; applied by :func:`apply_patches`, never by an import.
 

@@ -57,6 +57,7 @@ from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.indexer.reference import score_block, select
 from megacpp_mcore.ops.mamba3.reference import mamba3, mix_segment
+from megacpp_mcore.patches.non_finite_origin import hold
 from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te import linear as te_linear
@@ -198,25 +199,18 @@ class RegionPlan:
     fp8: Scopes | None = None
     linear: bool = False
 
-    def __bool__(self) -> bool:
-        return self.backend is not None or bool(self.recompute.on) or self.fp8 is not None or self.linear
-
     def spec(self, layer: ModuleSpec, letter: str) -> ModuleSpec:
-        """Return the spec of a layer of family ``letter`` under this plan, or ``layer`` itself if nothing is planned.
+        """Return the spec of a layer of family ``letter`` under this plan.
 
         Raises:
             ModelError: the layer is not a TransformerLayer.
         """
-        if not self:
-            return layer
         if layer.module is not TransformerLayer:
             raise ModelError(f"a layer of family {letter} is a {layer.module}; expected TransformerLayer")
         return ModuleSpec(module=RegionLayer, params={"family": letter, "plan": self}, submodules=layer.submodules)
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer, of family A, under this plan."""
-        if not self:
-            return block
         outside = dataclasses.replace(self, fp8=None)  # MTP, an auxiliary head, has no FP8 scope
         return with_inner_layer(block, lambda layer: outside.spec(layer, "A"))
 
@@ -277,7 +271,7 @@ def _has_indexer(core: Any) -> bool:
 
 
 class RegionLayer(TransformerLayer):
-    """A stock layer modified by its plan after construction; parameters, their names and checkpoints stay stock's."""
+    """A stock layer that knows its family, modified by its plan; parameters, their names and checkpoints stay stock's."""
 
     def __init__(
         self,
@@ -291,6 +285,12 @@ class RegionLayer(TransformerLayer):
         super().__init__(config, submodules, *args, **kwargs)
         self.family = family
         plan.apply(self, family)
+
+    def __call__(self, *, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        """As the stock method; leaves what names this layer if a value is not finite."""
+        output = super().__call__(hidden_states=hidden_states, **kwargs)
+        hold(self, hidden_states, output[0])
+        return output
 
 
 def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> RegionPlan:

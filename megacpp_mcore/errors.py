@@ -53,3 +53,7 @@ class BackendError(MegacppError, RuntimeError):
 
 class BenchmarkError(MegacppError, ValueError):
     """A benchmark cannot be run as requested, or its rows cannot be compared with those of a file."""
+
+
+class NonFiniteError(MegacppError, RuntimeError):
+    """A loss or a gradient is NaN or infinite; the run stops before the update."""

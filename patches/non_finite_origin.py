@@ -1,0 +1,289 @@
+"""non-finite-origin: a NaN or infinite loss or gradient stops the run before the update, and rank, layer and family are named.
+
+Upstream checks the loss of every micro-batch and the norm of every gradient bucket (``--check-for-nan-in-loss-and-grad``, on
+by default), and names the rank. In its default ``--rerun-mode validate_results`` it checks nothing in the first step of a
+process, which then fills the parameters with NaN.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["non-finite-origin"])``.
+Scope: NaN and infinity, found by upstream's own checks; those of the first step raise. Without the checks, the gradient norm.
+Provenance: megatron-core 0.19.2 ``core/rerun_state_machine.py``, ``core/optimizer/optimizer.py``.
+
+Nothing is computed while values are finite. A layer (:func:`hold`) leaves weak references to its input and output, which live
+as long as the backward pass needs them: when the loss is checked, they tell the first layer whose output is not finite. When
+gradients are checked they are gone, and the gradients themselves tell where the backward pass, which goes from the last layer
+to the first, went wrong. No collective is needed: other ranks may wait elsewhere. Where upstream runs the step again, layers
+are examined as they run.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megacpp_mcore.errors import NonFiniteError
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+logger = logging.getLogger(__name__)
+
+HELD = "held"
+"""Attribute of a layer: weak references to its last input and output."""
+
+_PARTS = {"embedding": "the embedding", "output_layer": "the output layer", "mtp": "the MTP block"}
+
+_examining = False
+"""Whether the step is run again to find where a value became non-finite."""
+
+
+def hold(layer: Any, given: Any, made: Any) -> None:
+    """Leave weak references to a layer's input and output; called by the layers after each forward pass."""
+    from torch.utils.weak import TensorWeakRef
+
+    global _examining
+    vars(layer)[HELD] = (TensorWeakRef(given), TensorWeakRef(made))
+    if _examining and not _finite(made):
+        _examining = False
+        began = "is the first that is not finite" if _finite(given) else "is not finite, and neither is its input"
+        logger.error("megacpp-mcore: %s: as the step is run again, the output of %s %s", _rank(), _label(layer), began)
+
+
+def _chunks() -> list[Any]:
+    """The model chunks of this process in forward order."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
+    return sorted(found, key=lambda chunk: getattr(chunk, "vp_stage", None) or 0)
+
+
+def _layers(chunk: Any) -> list[tuple[str, Any]]:
+    """The layers of a chunk in forward order, each with its label."""
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+    return [(_label(module), module) for module in chunk.modules() if isinstance(module, BaseTransformerLayer)]
+
+
+def _label(layer: Any) -> str:
+    """What messages call a layer."""
+    where = _PARTS["mtp"] if layer.is_mtp_layer else f"layer {layer.layer_number}"
+    return f"{where} ({getattr(layer, 'family', type(layer).__name__)})"
+
+
+def _finite(tensor: Any) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _rank() -> str:
+    """This rank and its pipeline stage."""
+    import torch
+    from megatron.core import parallel_state
+
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = (
+        f", pipeline stage {parallel_state.get_pipeline_model_parallel_rank() + 1} of {stages}" if stages > 1 else ""
+    )
+    return f"rank {torch.distributed.get_rank()}{stage}"
+
+
+def origin(*, of_loss: bool) -> str:
+    """Where on this rank a value first became NaN or infinite, in words.
+
+    Args:
+        of_loss: whether the loss is not finite; otherwise a gradient.
+    """
+    import torch
+
+    chunks = _chunks()
+    with torch.no_grad():
+        return (
+            f"{_rank()}: {_activation(chunks) or (_behind(chunks) if of_loss else _mtp_losses() or _gradient(chunks))}"
+        )
+
+
+def _activation(chunks: Sequence[Any]) -> str:
+    """The first layer whose output is not finite, of those still held; empty without one."""
+    unknown: list[str] = []
+    for chunk in chunks:
+        layers = [(label, layer, vars(layer)[HELD]) for label, layer in _layers(chunk) if HELD in vars(layer)]
+        for place, (label, layer, held) in enumerate(layers):
+            given, made = (reference() for reference in held)
+            if place == 0 and given is not None and not _finite(given):
+                if chunk.pre_process:
+                    return f"the output of {_PARTS['embedding']} is not finite"
+                before = f"the pipeline stage before it, which ends with layer {layer.layer_number - 1}"
+                return f"the input of {label} is not finite: it comes from {before}"
+            if made is None:
+                unknown.append(label)
+            elif _finite(made):
+                unknown.clear()
+            else:
+                also = f" (those of {', '.join(unknown)} before it are no longer in memory)" if unknown else ""
+                return f"the first layer whose output is not finite is {label}{also}"
+    return ""
+
+
+def _behind(chunks: Sequence[Any]) -> str:
+    """What can be said of a loss that is not finite where no output of a layer is found to be."""
+    held = [(label, layer) for chunk in chunks for label, layer in _layers(chunk) if HELD in vars(layer)]
+    if unknown := [label for label, layer in held if vars(layer)[HELD][1]() is None]:
+        return f"the outputs of {', '.join(unknown)} are no longer in memory, those of the other layers are finite"
+    return "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
+
+
+def _gradients(chunks: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """The gradients of this rank by part of the model, in forward order, and by parameter."""
+    from megatron.core.utils import to_local_if_dtensor
+
+    parts: dict[str, dict[str, Any]] = {}
+    for chunk in chunks:
+        owners = {id(one): label for label, layer in _layers(chunk) for one in layer.parameters()}
+        for name, parameter in chunk.named_parameters():
+            holders = (parameter, getattr(parameter, "main_param", None))
+            found = (getattr(one, kind, None) for kind in ("main_grad", "grad") for one in holders)
+            gradient = next((one for one in found if one is not None), None)
+            if gradient is not None:
+                part = owners.get(id(parameter)) or _PARTS.get(name.partition(".")[0], "the final norm")
+                parts.setdefault(part, {})[name] = to_local_if_dtensor(gradient)
+    return parts
+
+
+def _gradient(chunks: Sequence[Any]) -> str:
+    """Where the backward pass went wrong, by the gradients of this rank."""
+    parts = _gradients(chunks)
+    wrong = {part: [name for name, one in held.items() if not _finite(one)] for part, held in parts.items()}
+    if not any(wrong.values()):
+        sizes = {
+            part: max(float(one.abs().max()) for one in held.values() if one.numel()) for part, held in parts.items()
+        }
+        largest = max(sizes, key=lambda part: sizes[part], default=None)
+        size = "" if largest is None else f"; the largest value is {sizes[largest]:.3g}, in {largest}"
+        return f"every gradient on this rank is finite{size}"
+    first = [part for part in parts if wrong[part]][-1]
+    after = next(iter(list(parts)[list(parts).index(first) + 1 :]), None)
+    text = f"the backward pass, which goes from the last layer to the first, went wrong in {first}: the gradients of "
+    text += (
+        f"{len(wrong[first])} of its {len(parts[first])} parameters are not finite, such as that of {wrong[first][0]}"
+    )
+    if after is not None:
+        text += f", those of {after} are"
+    elif not chunks[-1].post_process:
+        text += ", if it was not given such a gradient by the next pipeline stage"
+    else:
+        text += ", if the loss was finite"
+    return text
+
+
+def _mtp_losses() -> str:
+    """Which of MTP's losses, which upstream does not check, are not finite; empty if all are."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    values = MTPLossLoggingHelper.tracker.get("loss_values")
+    losses = [] if values is None else values.tolist()
+    if depths := [str(depth) for depth, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
+        where = f"the forward pass of {_PARTS['mtp']} (A) or of the output layer behind it"
+        return f"the loss of MTP depth {', '.join(depths)} is not finite; if the main loss is, it began in {where}"
+    return ""
+
+
+def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``RerunStateMachine.validate_result``."""
+
+    @functools.wraps(original)
+    def validate_result(
+        self: Any,
+        result: Any,
+        rejection_func: Callable[[Any], bool],
+        message: str,
+        comparison_func: Any = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        import torch
+
+        global _examining
+        if rejection_func not in (torch.isnan, torch.isinf) or not fatal:
+            original(self, result, rejection_func, message, comparison_func, tolerance, fatal)
+            return
+        of_loss = "grad" not in message
+        validates = self.mode.value == "validate_results"
+        if (
+            validates
+            and self.state.name == "INITIAL_RUN"
+            and not self.first_iteration_complete
+            and rejection_func(result)
+        ):
+            where = f"no parameter was updated; {origin(of_loss=of_loss)}"
+            raise NonFiniteError(f"step {self.current_iteration}: {message} ({float(result)}); {where}")
+        before = self.rerun_requested
+        try:
+            original(self, result, rejection_func, message, comparison_func, tolerance, fatal)
+        except RuntimeError as error:
+            if "Unexpected result" not in str(error):
+                raise
+            raise NonFiniteError(f"{error}; no parameter was updated; {origin(of_loss=of_loss)}") from error
+        if self.rerun_requested and not before:
+            logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, origin(of_loss=of_loss))
+            _examining = True
+        if not of_loss and self.mode.value != "report_stats":
+            self.has_checked_gradients = True
+
+    return validate_result
+
+
+def _finite_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``ChainedOptimizer.get_grad_norm``: raises where nothing has checked the gradients before.
+
+    A norm in the device's memory is read only then: the host would wait.
+    """
+
+    @functools.wraps(original)
+    def get_grad_norm(self: Any) -> Any:
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        norm = original(self)
+        in_memory = hasattr(norm, "item")
+        if norm is None or (in_memory and getattr(get_rerun_state_machine(), "has_checked_gradients", False)):
+            return norm
+        value = float(norm)
+        skips = any(math.isfinite(one.config.grad_norm_skip_threshold) for one in self.chained_optimizers)
+        if math.isnan(value) or (math.isinf(value) and not skips):
+            raise NonFiniteError(f"the gradient norm is {value}; no parameter was updated; {origin(of_loss=False)}")
+        return norm
+
+    return get_grad_norm
+
+
+PATCH = Patch(
+    name="non-finite-origin",
+    fixes=(
+        "a NaN stops the run without its layer; in the first step of a process, or with --no-check-for-nan-in-loss-and-grad, "
+        "it reaches every parameter, and the next checkpoint"
+    ),
+    source="megatron-core 0.19.2, megatron/core/rerun_state_machine.py, megatron/core/optimizer/optimizer.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
+            "d62c830f2a335bd9b34d23db394ce3bf8776282fcf0e46c65758ca899a0e39df",
+            _naming,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+            "de6fc1395f560bcde36a1bd5001cd4802ee4672b810987b7d3f7142dcd8fc754",
+            _finite_norm,
+        ),
+    ),
+    seam=(
+        "every check of a loss or of gradients ends in validate_result; every step of every optimizer asks for the gradient "
+        "norm first"
+    ),
+    leaves_alone=(
+        "other checks (spiky losses, large gradients); the second run of a step whose values are not finite, its checkpoint "
+        "and exit status; fp16, whose loss scaler skips such steps; the threshold above which steps are skipped"
+    ),
+    retire_when="upstream checks the first step, and names the layer",
+    cost="a microsecond of the host for a layer; under FSDP2, or without the checks, the host reads the gradient norm",
+)

@@ -1,0 +1,150 @@
+"""A training one of whose values is NaN or infinite: ``python -m tests.patches.non_finite HOW FILE ARGUMENTS``.
+
+HOW is ``every``: the first step is tried with all of :data:`TRIED` before, and what each raised goes to FILE. Or it is a case
+that spoils steps from the second on, after ``first`` from the first on; FILE.RANK gets whether no parameter has changed. The
+launcher's device is DEVICE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp_mcore.errors import NonFiniteError
+
+PLACES = (*"AMER", "embedding", "MTP", "output layer")
+KINDS = ("activation", "gradient")
+VALUES = ("nan", "inf")
+CASES = [f"{place}, {kind}, {value}" for place in PLACES for kind in KINDS for value in VALUES]
+FIRST, DISABLED, UNCHECKED = "first step", "rerun disabled", "unchecked"
+TRIED = (
+    [(FIRST, case) for case in CASES]
+    + [(DISABLED, case) for case in CASES if case.startswith(("M", "E")) and case.endswith("nan")]
+    + [(UNCHECKED, case) for case in ("R, gradient, nan", "embedding, gradient, inf", "A, activation, nan")]
+)
+
+
+def unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def target(chunks: list[Any], place: str) -> tuple[Any, int]:
+    """The module whose output is spoilt, and its layer's number."""
+    for chunk in map(unwrapped, chunks):
+        if place == "embedding" and chunk.pre_process:
+            return chunk.embedding, 0
+        if place == "output layer" and chunk.post_process:
+            return chunk.output_layer, 0
+        if place == "MTP" and getattr(chunk, "mtp", None) is not None:
+            return chunk.mtp.layers[0].mtp_model_layer.self_attention, 0
+        for layer in reversed(chunk.decoder.layers):
+            if getattr(layer, "family", "") == place:
+                return layer.mlp if place == "E" else layer.self_attention, layer.layer_number
+    return None, 0
+
+
+@contextlib.contextmanager
+def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
+    """Within, one number of the output of a module, of its gradient or of its weights is not finite."""
+    place, kind, value = case.split(", ")
+    module, number = target(chunks, place)
+    if module is not None and kind == "weight":
+        next(module.parameters()).detach().view(-1)[0] = float(value)
+
+    def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+        poison = torch.zeros_like(tensor)
+        poison.view(-1)[0] = float(value)
+        return tensor + poison
+
+    def hook(_: Any, __: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        if kind == "activation":
+            first = poisoned(first)
+        elif kind == "gradient" and first.requires_grad:
+            first.register_hook(poisoned)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+    handle = module.register_forward_hook(hook) if module is not None else contextlib.nullcontext()
+    with handle:
+        yield number
+
+
+def parameters(chunks: list[Any]) -> list[torch.Tensor]:
+    return [parameter.detach().nan_to_num() for chunk in chunks for parameter in chunk.parameters()]
+
+
+def unchanged(before: list[torch.Tensor], chunks: list[Any]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(before, parameters(chunks), strict=True))
+
+
+def try_every(step: Callable[[], Any], chunks: list[Any]) -> dict[str, Any]:
+    """What the step raised in each mode and case, the spoilt layer's number, and whether no parameter has changed."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.training import get_args
+
+    machine, found = get_rerun_state_machine(), {}
+    for mode, case in TRIED:
+        machine.mode = RerunMode.DISABLED if mode == DISABLED else RerunMode.VALIDATE_RESULTS
+        get_args().check_for_nan_in_loss_and_grad = mode != UNCHECKED
+        machine.has_checked_gradients = False
+        for chunk in chunks:
+            chunk.ddp_config.check_for_nan_in_grad = mode != UNCHECKED
+        before = parameters(chunks)
+        said = "nothing"
+        with spoilt(chunks, case) as number:
+            try:
+                step()
+            except NonFiniteError as error:
+                said = str(error)
+        found[f"{mode}: {case}"] = {"said": said, "layer": number, "unchanged": unchanged(before, chunks)}
+        machine.state, machine.first_iteration_complete = RerunState.NOT_RUNNING_YET, False
+        MTPLossLoggingHelper.tracker.clear()
+    machine.mode, get_args().check_for_nan_in_loss_and_grad = RerunMode.VALIDATE_RESULTS, True
+    return found
+
+
+def main(how: str, file: Path, words: list[str]) -> None:
+    from megatron.training import training
+
+    from megacpp_mcore.commands.cli import main as launch
+
+    stock, calls = training.train_step, []
+
+    def train_step(forward_step: Any, iterator: Any, chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+
+        def step() -> Any:
+            return stock(forward_step, iterator, chunks, *args, **kwargs)
+
+        if how == "every":
+            if len(calls) == 1:
+                file.write_text(json.dumps(try_every(step, chunks)))
+            loss = step()
+            assert math.isfinite(float(next(iter(loss[0].values()))))
+            return loss
+        if len(calls) == 1 and "first" not in how:
+            return step()
+        with spoilt(chunks, how.removeprefix("first ")):
+            before = parameters(chunks)
+            try:
+                return step()
+            finally:
+                file.with_name(f"{file.name}.{os.environ['RANK']}").write_text(str(unchanged(before, chunks)))
+
+    training.train_step = train_step
+    sys.exit(launch(["launch", "--device", os.environ.get("DEVICE", "cpu"), "--no-observe", "--", *words]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,220 @@
+"""The patch non-finite-origin: a NaN or an infinity stops the run before the update, and rank, layer and family are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+from megacpp_mcore.errors import NonFiniteError
+from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.patches import non_finite_origin
+from tests import forks, stock
+from tests.micro_batch import causal_mask, draw_tokens, losses_of
+from tests.patches import non_finite
+from tests.tiny_run import ROOT
+
+OVERRIDES = {"seq_length": 32, "dsa": {"schedule": "-FF", "topk": 8}}
+NAMED = [(mode, case) for mode, case in non_finite.TRIED if mode != non_finite.UNCHECKED or "gradient" in case]
+EXIT_FOR_ANOTHER_GPU = 16
+"""Megatron's status after it has run a step again and saved a checkpoint."""
+
+
+def train(
+    folder: Path,
+    how: str,
+    *words: str,
+    processes: int = 1,
+    layout: Layout | None = None,
+    host: str = GPT,
+    path: str = "",
+) -> tuple[int, str, Path]:
+    """Status and output of a training, and where it leaves what it found."""
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
+    model = with_overrides(preset("nam56r_tiny"), OVERRIDES)
+    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "train_iters": 3}
+    arguments = stock.words(model, *words, layout=layout, host=host, **sizes)
+    script = [f"{path}/pretrain_gpt.py"] if path else []
+    env = os.environ | {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
+    command = ["-m", "tests.patches.non_finite", how, str(folder / "found"), *script, *arguments]
+    return *forks.run_ranks(command, processes, env=env), folder / "found"
+
+
+def check_unchanged(found: Path, processes: int = 1) -> None:
+    for rank in range(processes):
+        assert found.with_name(f"found.{rank}").read_text() == "True"
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    status, output, found = train(tmp_path_factory.mktemp("tried"), "every")
+    assert status == 0, output[-4000:]
+    return dict(json.loads(found.read_text()))
+
+
+def expected(case: str, layer: int) -> str:
+    place, kind, _ = case.split(", ")
+    name = {"MTP": "the MTP block (A)"}.get(place, f"layer {layer} ({place})" if place in "AMER" else f"the {place}")
+    if kind == "gradient":
+        return f"went wrong in {name}: the gradients of "
+    if place == "MTP":
+        return f"the loss of MTP depth 1 is not finite; if the main loss is, it began in the forward pass of {name} or"
+    behind = (
+        "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
+    )
+    others = {"embedding": "the output of the embedding is not finite", "output layer": behind}
+    return others.get(place, f"the first layer whose output is not finite is {name}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"), [one for one in non_finite.TRIED if "activation" not in one[1] or one[0] != non_finite.UNCHECKED]
+)
+def test_the_run_stops_before_the_update_and_names_rank_layer_and_family(
+    tried: dict[str, Any], mode: str, case: str
+) -> None:
+    found = tried[f"{mode}: {case}"]
+    assert found["unchanged"]
+    assert "no parameter was updated; rank 0: " in found["said"]
+    assert expected(case, found["layer"]) in found["said"]
+
+
+def test_without_checks_a_loss_that_is_not_finite_stops_the_run_and_is_thought_of(tried: dict[str, Any]) -> None:
+    found = tried[f"{non_finite.UNCHECKED}: A, activation, nan"]
+    assert found["unchanged"]
+    assert "the gradient norm is nan; no parameter was updated; rank 0: " in found["said"]
+    assert "if the main loss is" in found["said"]
+
+
+@pytest.mark.slow
+def test_a_later_step_is_run_again_as_stock_does_and_examined(tmp_path: Path) -> None:
+    status, output, found = train(
+        tmp_path, "M, activation, nan", "--save", str(tmp_path / "saved"), "--save-interval", "9"
+    )
+    assert status == EXIT_FOR_ANOTHER_GPU, output[-4000:]
+    check_unchanged(found)
+    assert (
+        "step 2: the loss of the local forward pass is NaN; rank 0: the first layer whose output is not finite is layer 11 (M)"
+        in output
+    )
+    assert "rank 0: as the step is run again, the output of layer 11 (M) is the first that is not finite" in output
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+@pytest.mark.slow
+def test_pipeline_stages_tell_whose_value_it_was(tmp_path: Path) -> None:
+    status, output, found = train(tmp_path, "embedding, activation, nan", processes=2, layout=Layout(pipeline=2))
+    assert status != 0
+    check_unchanged(found, 2)
+    came = "the input of layer 7 (M) is not finite: it comes from the pipeline stage before it, which ends with layer 6"
+    assert f"rank 1, pipeline stage 2 of 2: {came}" in output
+    again = "as the step is run again, the output of layer 1 (A) is not finite, and neither is its input"
+    assert f"rank 0, pipeline stage 1 of 2: {again}" in output
+
+
+@pytest.mark.slow
+def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
+    words = (
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-bucket-size",
+        "100000",
+    )
+    status, output, found = train(
+        tmp_path, "first E, gradient, inf", *words, "--bf16", processes=2, layout=Layout(expert=2)
+    )
+    assert status != 0
+    check_unchanged(found, 2)
+    assert re.search(r"error: step 1: .* rank [01]: .* went wrong in layer 10 \(E\)", output), output[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["recomputed", "HybridModel"])
+def test_recompute_and_the_other_host(tmp_path: Path, how: str) -> None:
+    words, host = (stock.full_recompute(), GPT) if how == "recomputed" else ((), HYBRID)
+    status, output, found = train(tmp_path, "first R, activation, nan", *words, host=host)
+    assert status != 0
+    check_unchanged(found)
+    assert "the first layer whose output is not finite is layer 12 (R)" in output, output[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.checkout
+def test_the_stock_script_of_a_checkout(tmp_path: Path, megatron_lm: Path) -> None:
+    status, output, found = train(tmp_path, "first M, activation, nan", path=str(megatron_lm))
+    assert status != 0
+    check_unchanged(found)
+    assert "the first layer whose output is not finite is layer 11 (M)" in output, output[-4000:]
+
+
+def test_layers_keep_no_activation_alive(process: Path) -> None:
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+    loss = losses_of(model, draw_tokens(2, 32, 1), attention_mask=causal_mask(32)).mean()
+    held = [
+        vars(layer)[non_finite_origin.HELD] for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer)
+    ]
+    assert all(reference() is not None for given, made in held for reference in (given, made))
+    loss.backward()
+    del loss
+    assert not any(reference() is not None for given, made in held for reference in (given, made))
+
+
+class OnDevice:
+    """A gradient norm that counts how often the host reads it."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.read = value, 0
+
+    def item(self) -> float:
+        return float(self)
+
+    def __float__(self) -> float:
+        self.read += 1
+        return self.value
+
+
+def norm_of(value: Any, *, checked: bool, threshold: float = float("inf")) -> Any:
+    """What a step's optimizer has for the gradient norm."""
+    replaced: Callable[..., Any] = non_finite_origin._finite_norm(lambda self: value)
+    optimizer = SimpleNamespace(config=SimpleNamespace(grad_norm_skip_threshold=threshold))
+    machine = SimpleNamespace(has_checked_gradients=checked)
+    with mock.patch("megatron.core.rerun_state_machine.get_rerun_state_machine", return_value=machine):
+        return replaced(SimpleNamespace(chained_optimizers=[optimizer]))
+
+
+def test_the_host_reads_a_norm_on_the_device_only_if_nothing_has_checked_the_gradients(process: Path) -> None:
+    checked, unchecked = OnDevice(1.0), OnDevice(1.0)
+    assert norm_of(checked, checked=True) is checked
+    assert norm_of(unchecked, checked=False) is unchecked
+    assert (checked.read, unchecked.read) == (0, 1)
+    with pytest.raises(NonFiniteError, match="the gradient norm is nan"):
+        norm_of(OnDevice(float("nan")), checked=False)
+
+
+def test_an_infinite_norm_is_left_to_the_threshold_above_which_stock_skips(process: Path) -> None:
+    assert norm_of(float("inf"), checked=True, threshold=10.0) == float("inf")
+    with pytest.raises(NonFiniteError):
+        norm_of(float("nan"), checked=True, threshold=10.0)
+    with pytest.raises(NonFiniteError):
+        norm_of(float("inf"), checked=True)
+
+
+def test_a_norm_that_overflows_names_the_largest_gradient(process: Path) -> None:
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.full_like(parameter, 1e30 if name.startswith("decoder.layers.4.") else 1.0)
+    with mock.patch.object(non_finite_origin, "_chunks", return_value=[model]):
+        assert (
+            "every gradient on this rank is finite; the largest value is 1e+30, in layer 5 (A)"
+            in non_finite_origin.origin(of_loss=False)
+        )

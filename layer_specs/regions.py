@@ -286,10 +286,10 @@ class RegionLayer(TransformerLayer):
         self.family = family
         plan.apply(self, family)
 
-    def __call__(self, *, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock method; leaves what names this layer if a value is not finite."""
-        output = super().__call__(hidden_states=hidden_states, **kwargs)
-        hold(self, hidden_states, output[0])
+        output = super().__call__(*args, **kwargs)
+        hold(self, args[0] if args else kwargs["hidden_states"], output[0])
         return output
 
 

@@ -22,6 +22,7 @@ import functools
 import gc
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,10 +42,8 @@ _examining = False
 
 def hold(layer: Any, given: Any, made: Any) -> None:
     """Leave weak references to a layer's input and output; called by the layers after each forward pass."""
-    from torch.utils.weak import TensorWeakRef
-
     global _examining
-    vars(layer)[HELD] = (TensorWeakRef(given), TensorWeakRef(made))
+    vars(layer)[HELD] = (weakref.ref(given), weakref.ref(made))
     if _examining and not _finite(made):
         _examining = False
         began = "is the first that is not finite" if _finite(given) else "is not finite, and neither is its input"
@@ -74,6 +73,13 @@ def _label(layer: Any) -> str:
 
 def _finite(tensor: Any) -> bool:
     return bool(tensor.isfinite().all())
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    """The tensor of a weak reference, None if it is gone; as torch.utils.weak.TensorWeakRef, which takes longer to make."""
+    if (tensor := reference()) is not None:
+        tensor._fix_weakref()
+    return tensor
 
 
 def _rank() -> str:
@@ -109,7 +115,7 @@ def _activation(chunks: Sequence[Any]) -> str:
     for chunk in chunks:
         layers = [(label, layer, vars(layer)[HELD]) for label, layer in _layers(chunk) if HELD in vars(layer)]
         for place, (label, layer, held) in enumerate(layers):
-            given, made = (reference() for reference in held)
+            given, made = map(_alive, held)
             if place == 0 and given is not None and not _finite(given):
                 if chunk.pre_process:
                     return f"the output of {_PARTS['embedding']} is not finite"
@@ -128,7 +134,7 @@ def _activation(chunks: Sequence[Any]) -> str:
 def _behind(chunks: Sequence[Any]) -> str:
     """What can be said of a loss that is not finite where no output of a layer is found to be."""
     held = [(label, layer) for chunk in chunks for label, layer in _layers(chunk) if HELD in vars(layer)]
-    if unknown := [label for label, layer in held if vars(layer)[HELD][1]() is None]:
+    if unknown := [label for label, layer in held if _alive(vars(layer)[HELD][1]) is None]:
         return f"the outputs of {', '.join(unknown)} are no longer in memory, those of the other layers are finite"
     return "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
 

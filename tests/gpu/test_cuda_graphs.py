@@ -234,3 +234,38 @@ def test_a_backend_that_no_graph_can_hold_ends_the_run_before_its_first_step(cor
     assert "reference" in log
     assert "a CUDA graph cannot hold it" in log
     assert not read_steps(tmp_path / "run" / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("weight", "the first layer whose output is not finite is layer 6 (M)"),
+        ("layer gradient", "went wrong in layer 6 (M): the gradients of "),
+    ],
+)
+def test_a_replay_that_is_not_finite_stops_the_run_before_the_update_and_names_the_layer(
+    corpus: str, tmp_path: Path, kind: str, says: str
+) -> None:
+    """From step 2 on, the first of replays."""
+    overrides, words = CASES["packed"]
+    model = with_overrides(preset("nam56r_tiny"), overrides)
+    arguments = runs.words_of(
+        model, *words, *GRAPHS, "--rerun-mode", "disabled", corpus=corpus, train_iters=STEPS, learning_rate=1e-3,
+        global_batch_size=4, micro_batch_size=1, layout=runs.ALONE, processes=1,
+    )  # fmt: skip
+    (tmp_path / "megacpp.json").write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides}))
+    ended = subprocess.run(
+        [*runs.PYTHON, "tests.patches.non_finite", f"M, {kind}, nan", str(tmp_path / "found"), *arguments],
+        cwd=runs.ROOT,
+        env=os.environ | {"MEGACPP_CONFIG": str(tmp_path / "megacpp.json"), "DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    assert "CUDA graphs (local) of layers" in said
+    assert "no parameter was updated; rank 0: " in said, said[-6000:]
+    assert says in said, said[-6000:]
+    assert (tmp_path / "found.0").read_text() == "True"

@@ -15,10 +15,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megacpp_mcore.errors import NonFiniteError
+from megacpp_mcore.patches import non_finite_origin
 
 PLACES = (*"AMER", "embedding", "MTP", "output layer")
 KINDS = ("activation", "gradient")
@@ -28,6 +30,7 @@ FIRST, DISABLED, UNCHECKED = "first step", "rerun disabled", "unchecked"
 TRIED = (
     [(FIRST, case) for case in CASES]
     + [(DISABLED, case) for case in CASES if case.startswith(("M", "E")) and case.endswith("nan")]
+    + [(DISABLED, f"{place}, layer gradient, nan") for place in "AM"]
     + [(UNCHECKED, case) for case in ("R, gradient, nan", "embedding, gradient, inf", "A, activation, nan")]
 )
 
@@ -55,11 +58,16 @@ def target(chunks: list[Any], place: str) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
-    """Within, one number of the output of a module, of its gradient or of its weights is not finite."""
+    """Within, one number of the output of a module, of its gradient or of its weights is not finite.
+
+    Of a ``layer gradient`` it is one of the gradient of the layer's output, and of a weight it stays.
+    """
     place, kind, value = case.split(", ")
     module, number = target(chunks, place)
     if module is not None and kind == "weight":
         next(module.parameters()).detach().view(-1)[0] = float(value)
+
+    from megacpp_mcore.layer_specs import regions
 
     def poisoned(tensor: torch.Tensor) -> torch.Tensor:
         poison = torch.zeros_like(tensor)
@@ -74,8 +82,13 @@ def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
             first.register_hook(poisoned)
         return (first, *output[1:]) if isinstance(output, tuple) else first
 
+    def hold(layer: Any, given: torch.Tensor, made: torch.Tensor) -> None:
+        if layer.layer_number == number and kind == "layer gradient":
+            made.register_hook(poisoned)
+        non_finite_origin.hold(layer, given, made)
+
     handle = module.register_forward_hook(hook) if module is not None else contextlib.nullcontext()
-    with handle:
+    with handle, mock.patch.object(regions, "hold", hold):
         yield number
 
 
@@ -140,7 +153,7 @@ def main(how: str, file: Path, words: list[str]) -> None:
             try:
                 return step()
             finally:
-                file.with_name(f"{file.name}.{os.environ['RANK']}").write_text(str(unchanged(before, chunks)))
+                file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}").write_text(str(unchanged(before, chunks)))
 
     training.train_step = train_step
     sys.exit(launch(["launch", "--device", os.environ.get("DEVICE", "cpu"), "--no-observe", "--", *words]))

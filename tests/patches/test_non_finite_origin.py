@@ -65,7 +65,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def expected(case: str, layer: int) -> str:
     place, kind, _ = case.split(", ")
     name = {"MTP": "the MTP block (A)"}.get(place, f"layer {layer} ({place})" if place in "AMER" else f"the {place}")
-    if kind == "gradient":
+    if "gradient" in kind:
         return f"went wrong in {name}: the gradients of "
     if place == "MTP":
         return f"the loss of MTP depth 1 is not finite; if the main loss is, it began in the forward pass of {name} or"

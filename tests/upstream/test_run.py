@@ -137,6 +137,19 @@ def test_the_table_names_lost_and_gained_and_unsteady(tmp_path: Path) -> None:
     assert not rows(*stock, run("all", "a", "b", ended="status -9"))[0]
 
 
+@pytest.mark.checkout
+@pytest.mark.slow
+def test_with_all_patches_no_test_that_needs_no_gpu_is_lost(megatron_lm: Path, tmp_path: Path) -> None:
+    """Of the files that can be imported without Transformer Engine and pytest-mock."""
+    others = {f"transformer/test_{name}.py" for name in ("multi_latent_attention", "spec_customization")}
+    others |= {"pipeline_parallel/test_schedules.py", "dist_checkpointing/test_optimizer.py"}
+    files = [file for file in upstream.FILES if file not in others]
+    stock, patched = (Run(arm, 1).carry_out(megatron_lm, files, tmp_path, "", 300) for arm in ("stock", "all"))
+    assert (stock.ended, patched.ended) == ("finished", "finished")
+    assert len(stock.passed) > 120
+    assert compare([Run(arm, 1, tests=stock.tests) for arm in STOCK], patched) == {"lost": [], "gained": []}
+
+
 @pytest.mark.parametrize(
     ("words", "checkout", "says"),
     [

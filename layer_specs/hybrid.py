@@ -191,6 +191,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     _check_symbols(model, chunks, layers, symbols)
     gpt_host.apply_patches(settings)
     gpt_host.announce_policy(model, config, settings)
+    gpt_host.claim_save_folder(settings)
     gpt_host.prepare(model, config, run.sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size

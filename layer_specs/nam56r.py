@@ -33,6 +33,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
 from megacpp_mcore.backends import Dispatcher, vendors
+from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention, sparse_attention
@@ -59,6 +60,7 @@ PATCHES = (
     "mtp-shared-block",
     "dsa-index-cache",
     "checkpoint-hosts",
+    "checkpoint-integrity",
     "checkpoint-layout",
     "mixed-precision-optimizer",
     "torch-adam-resume",
@@ -111,6 +113,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     check_layout(model, transformer, chunks)
     apply_patches(settings)
     announce_policy(model, transformer, settings)
+    claim_save_folder(settings)
     prepare(model, transformer, sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
@@ -212,6 +215,18 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         environment=os.environ,
         say=lambda line: print_rank_0(f"megacpp-mcore: {line}"),
     )
+
+
+def claim_save_folder(settings: plugin_config.PluginConfig | None) -> None:
+    """Refuse a stock script's run whose ``--save`` folder another run writes to, or has checkpoints that it would overwrite.
+
+    Raises:
+        CheckpointError: as :func:`megacpp_mcore.checkpoints.folder.claim`.
+    """
+    checkpoint_folder.load_newest_whole = settings is not None and settings.checkpoints.load_newest_whole
+    arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs
+    if arguments is not None and arguments.save and not arguments.skip_train:
+        checkpoint_folder.claim(arguments.save, arguments.load, arguments.ckpt_step, finetune=arguments.finetune)
 
 
 def apply_patches(settings: plugin_config.PluginConfig | None) -> None:

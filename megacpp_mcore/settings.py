@@ -15,6 +15,7 @@ Its keys::
     observability: {policy: json}                    # see Observability
     transformer_engine: {attention: false}           # which features may be used (megacpp_mcore.te.imports.Features)
     vendors: {flash4: false}                         # other packages' kernels (megacpp_mcore.backends.vendors.Vendors)
+    checkpoints: {load_newest_whole: true}           # see Checkpoints
     fp8: {recipe: block}                             # dense GEMMs in FP8 (megacpp_mcore.te.precision.FP8)
 
 or, for a stock DSA model with the patch dsa-index-cache, only this key::
@@ -124,6 +125,18 @@ class Observability:
     console: str = "progress"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """How checkpoints are loaded; set under ``checkpoints``.
+
+    Attributes:
+        load_newest_whole: whether a run loads the newest whole checkpoint where the one to be loaded, or its tracker file, is
+            damaged; otherwise it ends with an error that names both.
+    """
+
+    load_newest_whole: bool = False
+
+
 _GROUPS: Mapping[str, type] = MappingProxyType(
     {
         "speed_defaults": SpeedDefaults,
@@ -131,6 +144,7 @@ _GROUPS: Mapping[str, type] = MappingProxyType(
         "observability": Observability,
         "transformer_engine": Features,
         "vendors": Vendors,
+        "checkpoints": Checkpoints,
         "fp8": FP8,
     }
 )
@@ -149,7 +163,8 @@ class PluginConfig:
         compile: one of :data:`COMPILE_MODES`.
         recompute: what is recomputed in the backward pass.
         max_documents: the most documents that a packed row may hold; None: a default from its length.
-        speed_defaults, experimental_taxes, observability, transformer_engine, vendors, fp8: the groups of those names.
+        speed_defaults, experimental_taxes, observability, transformer_engine, vendors, checkpoints, fp8: the groups of
+            those names.
         given: the options set in the file, as ``group.key``, or ``compile`` and ``recompute``.
     """
 
@@ -165,6 +180,7 @@ class PluginConfig:
     observability: Observability = Observability()
     transformer_engine: Features = field(default_factory=Features)
     vendors: Vendors = field(default_factory=Vendors)
+    checkpoints: Checkpoints = Checkpoints()
     fp8: FP8 = field(default_factory=FP8)
     given: frozenset[str] = frozenset()
 

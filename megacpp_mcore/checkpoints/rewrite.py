@@ -12,22 +12,15 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.validation import (
-    INTEGRITY_FNAME,
-    save_integrity_manifest,
-    verify_integrity_manifest,
-)
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megacpp_mcore.checkpoints.folder import TRACKER, iteration_folder, read_tracker
+from megacpp_mcore.checkpoints.integrity import MANIFEST, METADATA, damages, read_metadata, write_manifest
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.files import flush_to_disk
 
-TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"
 """Megatron-Bridge's file in an iteration's folder and, as ``latest_train_state.pt``, next to that folder."""
-_METADATA = ".metadata"
 
 _BUCKETS = ".distributed.dp_group_idx_"
 """Substring of the names of optimizer state that is saved in the memory layout of Megatron's flat parameter buckets."""
@@ -57,9 +50,12 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
         raise CheckpointError(
             f"{folder} is called {folder.name!r}, which no tracker file can name; expected iter_NUMBER or release: rename it"
         )
-    metadata = _read(folder)
+    if found := damages(folder):
+        raise CheckpointError(
+            f"{folder} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
+        )
+    metadata = read_metadata(folder)
     _refuse_flat_buckets(folder, metadata)
-    _refuse_damage(folder, metadata)
     renamed = _renamed(metadata, plan(folder, tuple(metadata.state_dict_metadata)))
     unfinished = new.with_name(f"{new.name}.partial")
     for path in (new, unfinished):
@@ -68,12 +64,12 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
     target = unfinished / folder.name
     try:
         # Without modes: what cannot be written in the old folder can be in the new one.
-        skipped = shutil.ignore_patterns(_METADATA, INTEGRITY_FNAME)
+        skipped = shutil.ignore_patterns(METADATA, MANIFEST)
         shutil.copytree(folder, target, copy_function=shutil.copyfile, ignore=skipped)
         target.chmod(0o755)
-        (target / _METADATA).write_bytes(pickle.dumps(renamed))
-        if (folder / INTEGRITY_FNAME).exists():
-            save_integrity_manifest(str(target))
+        (target / METADATA).write_bytes(pickle.dumps(renamed))
+        if (folder / MANIFEST).exists():
+            write_manifest(target)
         if (target / TRAIN_STATE).exists():
             shutil.copy2(target / TRAIN_STATE, unfinished / f"latest_{TRAIN_STATE}")
         iteration = folder.name.removeprefix("iter_")
@@ -91,32 +87,17 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
 
 
 def _iteration_folder(old: Path) -> Path:
-    if (old / _METADATA).is_file():
+    if (old / METADATA).is_file():
         return old.absolute()
-    tracker = old / TRACKER
-    try:
-        text = tracker.read_text(encoding="utf-8").strip()
-    except OSError as error:
+    named = read_tracker(old)
+    if named is None:
         raise CheckpointError(
-            f"{old} is no checkpoint: it has neither {_METADATA} nor {TRACKER}; name the folder of --save, or one iter_… in it"
-        ) from error
-    folder = old / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+            f"{old} is no checkpoint: it has neither {METADATA} nor {TRACKER}; name the folder of --save, or one iter_… in it"
+        )
+    folder = iteration_folder(old, named)
     if any(folder.glob("mp_rank_*")):
         raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {_RESAVE}")
-    if not (folder / _METADATA).is_file():
-        raise CheckpointError(
-            f"{folder}, which {tracker} names, has no {_METADATA}; restore it, or name another iteration"
-        )
     return folder.absolute()
-
-
-def _read(folder: Path) -> Metadata:
-    try:
-        return checkpoint.FileSystemReader(folder).read_metadata()
-    except Exception as error:  # torch unpickles the metadata, which can raise anything
-        raise CheckpointError(
-            f"{folder / _METADATA} cannot be read ({error!r}); restore it from a copy, or name another iteration"
-        ) from error
 
 
 def _renamed(metadata: Metadata, changes: Changes) -> Metadata:
@@ -133,19 +114,6 @@ def _renamed(metadata: Metadata, changes: Changes) -> Metadata:
             for new in changes.get(index.fqn, [index.fqn])
         },
     )
-
-
-def _refuse_damage(folder: Path, metadata: Metadata) -> None:
-    """Refuse files that the manifest does not have, or that are shorter than the metadata says."""
-    try:
-        if (folder / INTEGRITY_FNAME).exists():
-            verify_integrity_manifest(str(folder))
-        for place in metadata.storage_data.values():
-            file, end = folder / place.relative_path, place.offset + place.length
-            if (size := file.stat().st_size) < end:
-                raise CheckpointError(f"{file} has {size} bytes, of at least {end}; restore it from a copy")
-    except (CheckpointingException, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error!r}; restore it, or name another iteration") from error
 
 
 def _refuse_flat_buckets(folder: Path, metadata: Metadata) -> None:

@@ -157,6 +157,8 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
 
 def _run_here(chosen: Plan, recording: Recording) -> None:
     """Run the script in this process; its exit passes through the recording, which thereby learns of a failure."""
+    from megacpp_mcore.checkpoints.folder import release as release_folder  # imports torch
+
     entry = str(chosen.script) if chosen.script else STOCK_LOOP
     with contextlib.ExitStack() as stack:
         stack.enter_context(process.process_environment())
@@ -181,6 +183,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
             queues = {"connections": FSDP_CONNECTIONS} if TORCH_FSDP in chosen.arguments else {}
             stack.enter_context(process.cpu_lane(**queues))
         stack.enter_context(process.patches_of_the_run())
+        stack.callback(release_folder)
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
         names = [name for name, is_needed in needed.items() if is_needed]
         applied = registry.default().apply([*names, *chosen.patches])

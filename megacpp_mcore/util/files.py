@@ -1,4 +1,4 @@
-"""Atomically replaced files."""
+"""Atomically replaced files, and where files cannot be reached as such."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 StrPath = str | os.PathLike[str]
 TEMPORARY = ".megacpp-"
 """Infix of temporary file names: the target's name, this, the process id, ``~``."""
+
+
+def is_remote(path: object) -> bool:
+    """Whether ``path`` is in object storage, which Megatron reaches through its multi-storage client."""
+    return str(path).startswith("msc://")
 
 
 def flush_to_disk(path: StrPath) -> None:

@@ -1,0 +1,266 @@
+"""The folder of ``--save`` and ``--load``: who saves in it, what its tracker file names, and which checkpoint is whole.
+
+All functions here are collective: every rank calls them, and all of them raise what one of them finds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch import distributed
+
+from megacpp_mcore.checkpoints.integrity import CONFIG, MANIFEST, METADATA, damages
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.util.files import is_remote
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LOCK = "training.lock"
+RELEASE = "release"
+"""What a tracker file says in place of a number, of a checkpoint without optimizer state."""
+
+load_newest_whole = False
+"""Whether the newest whole checkpoint replaces a damaged one; set by the spec, from the file of ``MEGACPP_CONFIG``."""
+
+_lock_file: IO[str] | None = None
+"""Locked on rank 0 while the run lasts."""
+_claimed: str | None = None
+"""The folder that this process's run saves in."""
+
+
+def read_tracker(folder: Path) -> str | None:
+    """What the tracker file in ``folder`` names: the digits of a number or :data:`RELEASE`; None if there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read or says something else, or it or the folder is a link to nothing.
+    """
+    tracker = folder / TRACKER
+    for path in (folder, tracker):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist; correct or remove it"
+            )
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{tracker} cannot be read: {error}") from error
+    if not re.fullmatch(f"[0-9]{{1,12}}|{RELEASE}", text):
+        raise CheckpointError(f"{tracker} contains {text[:40]!r}, expected the number of an iteration or {RELEASE!r}")
+    return text
+
+
+def _refuse_dangling(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path} is a link to {os.readlink(path)}, which does not exist; correct or remove it")
+
+
+def iteration_folder(folder: Path, name: str) -> Path:
+    """The folder of the checkpoint that a tracker file calls ``name``."""
+    return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
+
+
+def claim(save: str, load: str | None, step: int | None, *, finetune: bool) -> None:
+    """Make this the only run that saves in ``save``, until :func:`release` or the end of rank 0's process.
+
+    Args:
+        save, load: as in ``--save`` and ``--load``.
+        step: ``--ckpt-step``, if it was passed.
+        finetune: whether the run counts iterations from 0 whatever it loads.
+
+    Raises:
+        CheckpointError: another process saves there; the folder has a checkpoint later than where the run starts, and the run
+            does not continue from it; the folder cannot be written; a tracker file is damaged.
+    """
+    global _claimed
+    if _claimed == save or is_remote(save):
+        return
+    release()
+    _on_rank_0(lambda: _lock(Path(save)))
+    _claimed = save
+    _on_rank_0(lambda: _refuse_to_overwrite(Path(save), None if finetune or not load else Path(load), step))
+
+
+def release() -> None:
+    """Let other runs save in the folder of :func:`claim`."""
+    global _claimed, _lock_file
+    if _lock_file is not None:
+        _lock_file.close()
+    _claimed = _lock_file = None
+
+
+def _lock(save: Path) -> None:
+    global _lock_file
+    _refuse_dangling(save)
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        stream = open(save / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (open while the run lasts)
+    except OSError as error:
+        raise CheckpointError(f"--save {save} cannot be written ({error}); name another folder") from error
+    try:
+        # Not flock(), whose lock would outlive a killed process in the children that it has forked.
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        stream.seek(0)
+        holder = stream.read().strip() or "another process"
+        stream.close()
+        raise CheckpointError(
+            f"{holder} is training and saves in {save}; wait for its end, or name another --save folder"
+        ) from error
+    except OSError as error:
+        _say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+    stream.flush()
+    _lock_file = stream
+
+
+def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> None:
+    """Refuse a run, with ``load`` where its iterations start from, that would replace later checkpoints than that."""
+    if load is not None and os.path.realpath(load) == os.path.realpath(save):
+        return
+    newest = read_tracker(save)
+    if newest is None or newest == RELEASE:
+        return
+    named = None if load is None else str(step) if step else read_tracker(load)
+    start = 0 if named in (None, RELEASE) else int(named)
+    if start < int(newest):
+        raise CheckpointError(
+            f"{save} has a checkpoint of iteration {newest}, and this run, which starts at iteration {start}, would replace "
+            f"it without having loaded it; to continue from it, add --load {save} (without --finetune); otherwise name another "
+            "--save folder"
+        )
+
+
+@dataclass(frozen=True)
+class _View:
+    """What rank 0 sees in a folder of ``--load``.
+
+    Attributes:
+        named: the checkpoint to load, as in a tracker file.
+        problem: why none is named.
+        numbers: the iterations of all complete distributed checkpoints, latest first.
+        passed_over: those of them that were complete before the tracker file was last written, and are later than ``named``.
+    """
+
+    named: str | None
+    problem: str | None
+    numbers: list[int]
+    passed_over: list[int]
+
+
+def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
+    """Check the checkpoint that is about to be loaded.
+
+    Args:
+        load: as in ``--load``.
+        step: ``--ckpt-step``, if it was passed.
+        saves_here: whether the run saves in the same folder.
+
+    Returns:
+        The iteration to load, as in ``--ckpt-step``; None for what the tracker file names.
+
+    Raises:
+        CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.
+    """
+    seen = _on_rank_0(lambda: _look(load, step))
+    problem, numbers = seen.problem, seen.numbers
+    if seen.named is not None:
+        folder = iteration_folder(load, seen.named)
+        if found := _damages(folder):
+            problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
+            numbers = [number for number in numbers if seen.named == RELEASE or number < int(seen.named)]
+        elif saves_here and (passed := _first_whole(load, seen.passed_over)) is not None:
+            problem = (
+                f"{load / TRACKER} names iteration {seen.named}, but was written after the whole checkpoint of {passed}"
+            )
+        elif not _on_rank_0((folder / MANIFEST).exists):
+            _say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
+    if problem is None:
+        return step
+    whole = _first_whole(load, numbers)
+    is_lost = seen.named is None and not _on_rank_0(lambda: os.path.lexists(load / TRACKER))
+    if whole is not None and (load_newest_whole or is_lost):
+        _say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
+        return whole
+    if is_lost:
+        _say(f"{problem}, and none of them is whole")
+        return None
+    remedy = (
+        "no whole checkpoint is there: restore the file from a copy"
+        if whole is None
+        else (
+            f"the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} to "
+            f"{load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG"
+        )
+    )
+    raise CheckpointError(f"{problem}; {remedy}")
+
+
+def _look(load: Path, step: int | None) -> _View:
+    found = {int(path.name.removeprefix("iter_")): path for path in load.glob("iter_*") if path.name[5:].isdecimal()}
+    times = {number: (path / METADATA).stat().st_mtime for number, path in found.items() if _is_complete(path)}
+    numbers = sorted(times, reverse=True)
+    if step:
+        return _View(str(step), None, numbers, [])
+    try:
+        named = read_tracker(load)
+    except CheckpointError as error:
+        return _View(None, str(error), numbers, [])
+    if named is None:
+        return _View(None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers, [])
+    passed_over = []
+    if named != RELEASE and int(named) in times:
+        until = (load / TRACKER).stat().st_mtime
+        passed_over = [one for one in numbers if one > int(named) and times[int(named)] < times[one] <= until]
+    return _View(named, None, numbers, passed_over)
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / METADATA).exists() and (folder / CONFIG).exists()
+
+
+def _first_whole(load: Path, numbers: list[int]) -> int | None:
+    return next((number for number in numbers if not _damages(iteration_folder(load, str(number)))), None)
+
+
+def _damages(folder: Path) -> list[str]:
+    """As :func:`damages`, by all ranks together."""
+    if _world_size() == 1:
+        return damages(folder)
+    found: list[list[str]] = [[]] * _world_size()
+    distributed.all_gather_object(found, damages(folder, distributed.get_rank(), _world_size()))
+    return list(dict.fromkeys(one for each in found for one in each))
+
+
+def _on_rank_0[T](compute: Callable[[], T]) -> T:
+    """The result of ``compute()`` on rank 0, on every rank; its CheckpointError is raised on every rank."""
+    if _world_size() == 1:
+        return compute()
+    outcome: list[Any] = [None, None]
+    if distributed.get_rank() == 0:
+        try:
+            outcome[0] = compute()
+        except CheckpointError as error:
+            outcome[1] = str(error)
+    distributed.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
+    result: T = outcome[0]
+    return result
+
+
+def _world_size() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _say(message: str) -> None:
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        print(f"megacpp-mcore: {message}", flush=True)

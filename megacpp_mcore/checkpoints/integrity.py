@@ -1,0 +1,262 @@
+"""Digests of a checkpoint's files, and the check of a checkpoint before anything in it is loaded.
+
+The manifest is the ``integrity.json`` of Megatron's ``--verify-integrity`` (megatron-core 0.19.2,
+``core/dist_checkpointing/validation.py``), which can check ours, too. Ours also has a seal, the digest of its own content, and
+is announced in ``metadata.json``, so that a damaged or missing manifest is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pickle
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.util.files import TEMPORARY, replace
+
+MANIFEST = "integrity.json"
+CONFIG = "metadata.json"
+METADATA = ".metadata"
+
+_ID = "manifest_id"
+"""Key in the manifest and in ``metadata.json``, where Megatron ignores keys that it does not know."""
+_SUFFIX = ".sha256"
+"""Of the file with the digest of a file of this checkpoint, until the manifest has been written."""
+_CHUNK = 1 << 23
+_POLL_S = 0.005
+
+_METADATA_CLASSES = frozenset(
+    {
+        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+        ),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+        ),
+        *(
+            ("torch.distributed.checkpoint.planner", name)
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+"""What a ``.metadata`` file of Megatron or torch consists of, besides plain values."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler of ``.metadata`` files that looks up nothing but :data:`_METADATA_CLASSES`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class ``name`` of ``module``; UnpicklingError if it is not on the list."""
+        if (module, name) not in _METADATA_CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read the ``.metadata`` file in ``folder`` without running code from it.
+
+    Raises:
+        CheckpointError: it cannot be read, or is something else.
+    """
+    path = folder / METADATA
+    try:
+        with open(path, "rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}); restore it from a copy, or name another iteration"
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} holds {type(metadata).__name__}, expected Metadata; name another iteration")
+    return metadata
+
+
+@contextlib.contextmanager
+def digested(path: Path) -> Iterator[None]:
+    """Compute the digest of the file that is written to ``path`` in the context, in a thread that reads what has been written.
+
+    The digest goes to a file next to it, for :func:`write_manifest`.
+    """
+    path.unlink(missing_ok=True)  # left by an interrupted save: the thread would read that
+    written = threading.Event()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        following = pool.submit(_follow, path, written)
+        try:
+            yield
+        finally:
+            written.set()
+    if (digest := following.result()) is not None:
+        replace(path.with_name(path.name + _SUFFIX), f"{digest} {_stamp(path)}".encode())
+
+
+def _follow(path: Path, written: threading.Event) -> str | None:
+    """The digest of a file that grows until ``written`` is set; None if it does not exist then."""
+    while not path.exists():
+        if written.wait(_POLL_S) and not path.exists():
+            return None
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as stream:
+        while True:
+            is_last = written.is_set()  # before the read
+            if size := stream.readinto(chunk):
+                digest.update(chunk[:size])
+            elif is_last:
+                return digest.hexdigest()
+            else:
+                written.wait(_POLL_S)
+
+
+def _stamp(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of the checkpoint in ``folder``; on one rank, once all other files have been written.
+
+    Digests left by :func:`digested` are used, and those of other files computed.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    config, manifest_id = folder / CONFIG, uuid.uuid4().hex
+    replace(config, json.dumps({**json.loads(config.read_bytes()), _ID: manifest_id}).encode())
+    sidecars = list(folder.glob(f"*{_SUFFIX}"))
+    known = dict(zip((one.name.removesuffix(_SUFFIX) for one in sidecars), map(Path.read_text, sidecars), strict=True))
+
+    def digest_of(path: Path) -> str:
+        digest, _, stamp = known.get(path.name, "").partition(" ")
+        return digest if stamp == _stamp(path) else _digest(path)
+
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST]
+    paths = [path for path in paths if path not in sidecars and TEMPORARY not in path.name]
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(digest_of, paths))
+    files = dict(zip((path.name for path in paths), digests, strict=True))
+    replace(folder / MANIFEST, _manifest_text(files, manifest_id).encode())
+    for path in sidecars:
+        path.unlink()
+
+
+def _manifest_text(files: dict[str, str], manifest_id: str) -> str:
+    content = {"algorithm": "sha256", "files": files, _ID: manifest_id}
+    return json.dumps({**content, "seal": hashlib.sha256(json.dumps(content).encode()).hexdigest()}, indent=2)
+
+
+def _announced_id(folder: Path) -> str | None:
+    """The manifest's identity according to ``metadata.json``; None if that names none, or cannot be read."""
+    try:
+        found = json.loads((folder / CONFIG).read_bytes()).get(_ID)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    """What is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
+
+    Without a manifest (a checkpoint of stock Megatron, or of an earlier version) only ``.metadata``, ``metadata.json`` and the
+    sizes of files are checked. Checkpoints in the format ``torch`` are not checked.
+
+    Args:
+        folder: of the iteration.
+        rank, world_size: the ``rank``-th of ``world_size`` shares of the files is checked.
+    """
+    try:
+        if not any((folder / name).exists() for name in (CONFIG, METADATA, MANIFEST)):
+            is_torch = folder.is_dir() and any(folder.glob("mp_rank_*"))
+            return [] if is_torch else [f"{METADATA}: not found, and no other file of a checkpoint is there"]
+        files = _manifest(folder)
+        if files is None:
+            return _structural_damages(folder) if rank == 0 else []
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            names = sorted(files)[rank::world_size]
+            found = [one for one in pool.map(lambda name: _damage(folder / name, files[name]), names) if one]
+        if METADATA in names and not found:
+            read_metadata(folder)  # refuses code, also with a matching digest
+        return found
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+
+
+def _manifest(folder: Path) -> dict[str, str] | None:
+    """The digests in the manifest; None if the checkpoint was saved without one.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another checkpoint.
+    """
+    path, announced = folder / MANIFEST, _announced_id(folder)
+    if not path.exists():
+        if announced is not None:
+            raise CheckpointError(f"{MANIFEST}: not found, though {CONFIG} names it")
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        files: dict[str, str] = content["files"]
+        is_ours = announced is not None or _ID in content
+        is_whole = text == _manifest_text(files, content[_ID]) if is_ours else content["algorithm"] == "sha256"
+        if not (is_whole and all(isinstance(name, str) for name in files.values())):
+            raise ValueError("it does not match its own digest")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST}: damaged ({error!r})") from error
+    if announced is not None and content[_ID] != announced:
+        raise CheckpointError(f"{CONFIG}, {MANIFEST}: one of them is damaged, or of another checkpoint")
+    return files
+
+
+def _damage(path: Path, digest: str) -> str | None:
+    try:
+        return None if _digest(path) == digest else f"{path.name}: its content is not what was saved"
+    except FileNotFoundError:
+        return f"{path.name}: not found"
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error})"
+
+
+def _structural_damages(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint without a manifest, by what its metadata says."""
+    config = folder / CONFIG
+    if config.exists():
+        try:
+            if "sharded_backend" not in json.loads(config.read_bytes()):
+                raise ValueError("it names no sharded_backend")
+        except (ValueError, TypeError) as error:
+            return [f"{CONFIG}: damaged ({error})"]
+    ends: dict[str, int] = {}
+    for place in read_metadata(folder).storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    found = []
+    for name, end in ends.items():
+        path = folder / name
+        size = path.stat().st_size if path.exists() else None
+        if size is None or size < end:
+            found.append(f"{name}: not found" if size is None else f"{name}: has {size} bytes, of at least {end}")
+    return found

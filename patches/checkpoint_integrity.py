@@ -1,0 +1,166 @@
+"""checkpoint-integrity: a damaged checkpoint is refused by the name of the file, and no checkpoint's code is run.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["checkpoint-integrity"])``.
+Scope: manifests: distributed checkpoints in the format torch_dist. Tracker files and unpickling: every load of Megatron's loop.
+Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/dist_checkpointing/serialization.py``,
+``core/dist_checkpointing/validation.py`` and ``core/dist_checkpointing/strategies/filesystem_async.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.util.files import is_remote
+
+_PLAIN_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+"""Read by every ``torch.load``: objects are restored by torch's allow-list, to which Megatron adds its own classes."""
+
+_checked: tuple[str, int | None] | None = None
+"""The folder of ``--load`` that was checked last, and the iteration that was chosen in place of what its tracker file says."""
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_load_base_checkpoint(load_dir, args, rank0, …)``, which a load calls with ``rank0``, then without."""
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
+        global _checked
+        step, save = getattr(args, "ckpt_step", None), getattr(args, "save", None)
+        if load_dir is not None and not is_remote(load_dir) and (rank0 or _checked != (load_dir, step)):
+            from megacpp_mcore.checkpoints.folder import choose
+
+            saves_here = save is not None and os.path.realpath(save) == os.path.realpath(load_dir)
+            args.ckpt_step = step = choose(Path(load_dir), step, saves_here=saves_here)
+            _checked = load_dir, step
+        try:
+            with mock.patch.dict(os.environ, _PLAIN_DATA):
+                return original(load_dir, args, rank0, *rest, **kwargs)
+        except SystemExit as end:  # Megatron's, with status 0
+            raise CheckpointError(
+                f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above"
+            ) from end
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            error.add_note(f"while loading the checkpoint in {load_dir}")
+            raise
+        finally:
+            if not rank0:
+                _checked = None
+
+    return _load_base_checkpoint
+
+
+def _as_chosen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``read_metadata(tracker_filename)``: (iteration, whether it is a release)."""
+
+    @functools.wraps(original)
+    def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+        folder, step = _checked or (None, None)
+        if step is not None and os.path.dirname(tracker_filename) == os.path.normpath(str(folder)):
+            return step, False  # Megatron would read it nevertheless, and end the run if it is damaged
+        read: tuple[int, bool] = original(tracker_filename)
+        return read
+
+    return read_metadata
+
+
+def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``save(…, verify_integrity)``: always with a manifest."""
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs | {"verify_integrity": True})
+
+    return save
+
+
+def _by_digests_of_writers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``save_integrity_manifest(checkpoint_dir)``, which hashes all files, one after the other."""
+
+    @functools.wraps(original)
+    def save_integrity_manifest(checkpoint_dir: str) -> None:
+        from megacpp_mcore.checkpoints.integrity import write_manifest
+
+        if is_remote(checkpoint_dir):
+            original(checkpoint_dir)
+        else:
+            write_manifest(Path(checkpoint_dir))
+
+    return save_integrity_manifest
+
+
+def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``write_preloaded_data(transform_list, local_proc_idx, write_bucket, …)``, which writes one file."""
+
+    @functools.wraps(original)
+    def write_preloaded_data(
+        transform_list: Any, local_proc_idx: int, write_bucket: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from megacpp_mcore.checkpoints.integrity import digested
+
+        if is_remote(write_bucket[0]):
+            return original(transform_list, local_proc_idx, write_bucket, *args, **kwargs)
+        with digested(Path(write_bucket[0])):
+            return original(transform_list, local_proc_idx, write_bucket, *args, **kwargs)
+
+    return write_preloaded_data
+
+
+PATCH = Patch(
+    name="checkpoint-integrity",
+    fixes=(
+        "damaged checkpoints and tracker files: some train on with other values, some end the run with status 0, most end it "
+        "with a traceback that names no file; code in a checkpoint's metadata or objects is run"
+    ),
+    source=(
+        "megatron-core 0.19.2, megatron/training/checkpointing.py, megatron/core/dist_checkpointing/serialization.py and "
+        "validation.py (--verify-integrity, by which rank 0 alone hashes all files after a save and before a load), and "
+        "torch's FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes"
+    ),
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
+            _checking,
+        ),
+        Edit.of(
+            "megatron.training.checkpointing:read_metadata",
+            "4097e86b47f78c9b221320e3bfc91470cc0360e9e9d04d246471f1015b63cb13",
+            _as_chosen,
+        ),
+        Edit.of(
+            "megatron.core.dist_checkpointing.serialization:save",
+            "e9626ecdf679a00130eb10820d769ee90e0168d8c7ff3298d981f98f6998c4e3",
+            _with_manifest,
+        ),
+        Edit.of(
+            "megatron.core.dist_checkpointing.validation:save_integrity_manifest",
+            "a3a6bf7ad7a66b8eb7011d756b2287555064f376d9db6dc8b8297ede408a84ad",
+            _by_digests_of_writers,
+        ),
+        Edit.of(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
+            "d6182c03ee672d1a8751c7dc6d27fee22e2bce89be41cbffa9bf4b3c84eedbd6",
+            _digested,
+        ),
+    ),
+    seam=(
+        "_load_base_checkpoint is where Megatron's loop reads the tracker file and everything in a checkpoint, on all ranks; "
+        "write_preloaded_data writes every file of tensors, also in the process of an async save, and save_integrity_manifest "
+        "runs once all files are there, before the tracker file names them"
+    ),
+    leaves_alone=(
+        "what is saved and loaded; other formats' files; checkpoints in object storage; Megatron's own --verify-integrity, "
+        "which checks the same manifest"
+    ),
+    retire_when="upstream checks every file on all ranks before it unpickles any, and names the newest whole checkpoint",
+    cost="not measured",
+)

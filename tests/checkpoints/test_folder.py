@@ -1,0 +1,282 @@
+"""A folder of checkpoints: every damage is named, the newest whole checkpoint is found, and one run at a time saves there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_mcore.checkpoints import folder as checkpoint_folder
+from megacpp_mcore.checkpoints import rewrite
+from megacpp_mcore.checkpoints.folder import LOCK, TRACKER, choose, claim, read_tracker
+from megacpp_mcore.checkpoints.integrity import damages, digested, write_manifest
+from megacpp_mcore.errors import CheckpointError
+from tests.saved import write
+
+NEWEST, OLDER = "iter_0000006", "iter_0000003"
+SHARD = "__0_0.distcp"
+FILES = (".metadata", SHARD, "metadata.json", "integrity.json")
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    yield
+    checkpoint_folder.release()
+    checkpoint_folder.load_newest_whole = False
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder of ``--save`` with the checkpoints of iterations 3 and 6, of different values."""
+    for iteration in (3, 6):
+        made = tmp_path / "saved" / f"iter_{iteration:07d}"
+        write(
+            made,
+            {"weight": torch.full((64,), float(iteration))},
+            {"rng_state/shard_0_1": [iteration]},
+            {"iteration": iteration},
+        )
+        write_manifest(made)
+    (tmp_path / "saved" / TRACKER).write_text("6")
+    return tmp_path / "saved"
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"a bit at {at}": lambda path, at=at: flip(path, at) for at in (0, 7, 100, -9, -1)},  # type: ignore[misc]
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": Path.unlink,
+    "another's": lambda path: shutil.copyfile(path.parents[1] / OLDER / path.name, path),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_and_the_newest_whole_checkpoint_are_named(saved: Path, name: str, damage: str) -> None:
+    path = saved / NEWEST / name
+    before = path.read_bytes()
+    DAMAGES[damage](path)
+    if path.exists() and path.read_bytes() == before:
+        pytest.fail(f"{damage} changes nothing in {name}")
+    with pytest.raises(CheckpointError) as refused:
+        choose(saved, None, saves_here=True)
+    assert f"the checkpoint {saved / NEWEST} is damaged: " in str(refused.value)
+    named = str(refused.value).partition("is damaged: ")[2].partition(";")[0]
+    assert name in named
+    assert not any(
+        other in named for other in FILES if other != name and {name, other} != {"metadata.json", "integrity.json"}
+    )
+    assert f"the newest whole checkpoint is {saved / OLDER}" in str(refused.value)
+
+
+TRACKERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "emptied": (lambda path: path.write_bytes(b""), f"{TRACKER} contains ''"),
+    "garbage": (lambda path: path.write_bytes(b"\0\xff\x80"), f"{TRACKER} cannot be read"),
+    "negative": (lambda path: path.write_text("-6"), f"{TRACKER} contains '-6'"),
+    "words": (lambda path: path.write_text("6 or so"), f"{TRACKER} contains '6 or so'"),
+    "huge": (lambda path: path.write_text("6" * 5000), f"{TRACKER} contains '666"),
+    "of nothing": (lambda path: path.write_text("60"), "iter_0000060 is damaged"),
+    "cut": (lambda path: path.write_text("3"), f"{TRACKER} names iteration 3, but was written after"),
+    "a link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), f"{TRACKER} is a link to nowhere"),
+}
+
+
+@pytest.mark.parametrize("damage", TRACKERS)
+def test_a_damaged_tracker_file_is_named(saved: Path, damage: str) -> None:
+    do, says = TRACKERS[damage]
+    do(saved / TRACKER)
+    with pytest.raises(CheckpointError) as refused:
+        choose(saved, None, saves_here=True)
+    assert says in str(refused.value)
+    assert f"the newest whole checkpoint is {saved / NEWEST}" in str(refused.value)
+    checkpoint_folder.load_newest_whole = True
+    assert choose(saved, None, saves_here=True) == 6
+
+
+def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved / TRACKER).unlink()
+    flip(saved / NEWEST / SHARD, 100)
+    assert choose(saved, None, saves_here=True) == 3
+    assert f"has checkpoints, but no {TRACKER}; loading the newest whole checkpoint" in capsys.readouterr().out
+    (saved / OLDER / SHARD).unlink()
+    assert choose(saved, None, saves_here=True) is None
+    assert choose(saved / "nothing", None, saves_here=True) is None
+
+
+def test_what_is_whole_is_left_to_the_tracker_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose(saved, None, saves_here=True) is None
+    assert choose(saved, 3, saves_here=True) == 3
+    (saved / TRACKER).write_text("3")
+    assert choose(saved, None, saves_here=False) is None  # an older one, of a folder that stays as it is
+    assert not capsys.readouterr().out
+
+
+def test_a_tracker_file_written_back_before_later_checkpoints_were_lost(saved: Path) -> None:
+    """After a damage the run goes on from iteration 3; that its tracker file names an older one is right."""
+    flip(saved / NEWEST / ".metadata", 100)
+    (saved / TRACKER).write_text("3")
+    assert choose(saved, None, saves_here=True) is None
+    again = saved / "iter_0000004"
+    shutil.copytree(saved / OLDER, again)
+    os.utime(again / ".metadata")
+    (saved / TRACKER).write_text("4")
+    assert choose(saved, None, saves_here=True) is None
+
+
+def test_a_save_killed_before_the_tracker_file_is_no_damage(saved: Path) -> None:
+    (saved / TRACKER).write_text("3")
+    os.utime(saved / TRACKER, (1, 1))
+    assert choose(saved, None, saves_here=True) is None
+
+
+def test_the_newest_whole_one_is_loaded_where_that_is_set(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint_folder.load_newest_whole = True
+    flip(saved / NEWEST / SHARD, 100)
+    assert choose(saved, None, saves_here=True) == 3
+    assert f"{SHARD}: its content is not what was saved; loading the newest whole" in capsys.readouterr().out
+    (saved / OLDER / "integrity.json").unlink()
+    with pytest.raises(CheckpointError, match="no whole checkpoint is there"):
+        choose(saved, None, saves_here=True)
+
+
+def test_checkpoints_without_a_manifest_still_load(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (OLDER, NEWEST):
+        (saved / name / "integrity.json").unlink()
+        (saved / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert choose(saved, None, saves_here=True) is None
+    assert f"{saved / NEWEST} has no integrity.json: its files are not checked" in capsys.readouterr().out
+    for name, damage in (("metadata.json", "emptied"), (SHARD, "cut"), (SHARD, "deleted"), (".metadata", "a bit at 7")):
+        before = (saved / NEWEST / name).read_bytes()
+        DAMAGES[damage](saved / NEWEST / name)
+        with pytest.raises(CheckpointError, match=f"{name}.*the newest whole checkpoint is {saved / OLDER}"):
+            choose(saved, None, saves_here=True)
+        (saved / NEWEST / name).write_bytes(before)
+
+
+def test_every_share_of_the_files_is_checked_by_one_rank(saved: Path) -> None:
+    for name in FILES[:2]:
+        flip(saved / NEWEST / name, 100)
+    found = [damages(saved / NEWEST, rank, 2) for rank in range(2)]
+    assert [len(one) for one in found] == [1, 1]
+    assert sorted(found[0] + found[1]) == sorted(damages(saved / NEWEST))
+
+
+def test_a_digest_follows_the_writer(saved: Path) -> None:
+    """Also over a file that an interrupted save has left, in pieces, and where the file was changed after it was written."""
+    made, shard = saved / NEWEST, saved / NEWEST / SHARD
+    content = shard.read_bytes()
+    with digested(shard), shard.open("wb") as stream:
+        for at in range(0, len(content), 1000):
+            stream.write(content[at : at + 1000])
+            stream.flush()
+    assert (made / f"{SHARD}.sha256").read_text().split()[0] == hashlib.sha256(content).hexdigest()
+    write_manifest(made)
+    assert sorted(path.name for path in made.iterdir()) == sorted(FILES)
+    assert not damages(made)
+    with digested(shard):
+        shard.write_bytes(content)
+    shard.write_bytes(content + b"more")
+    write_manifest(made)
+    assert not damages(made)
+
+
+class Code:
+    """What a pickle can do."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.made),)
+
+
+def test_no_code_of_the_metadata_is_run(saved: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made by the checkpoint"
+    (saved / NEWEST / ".metadata").write_bytes(pickle.dumps(Code(made)))
+    write_manifest(saved / NEWEST)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read .*it names posix\.mkdir.*newest whole"):
+        choose(saved, None, saves_here=True)
+    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
+        rewrite.rewrite(saved / NEWEST, tmp_path / "new", lambda *_: {})
+    assert not made.exists()
+
+
+# --- Who saves in it ---------------------------------------------------------------------------------------------------
+
+
+HOLDER = """
+import os, sys, time
+from megacpp_mcore.checkpoints.folder import claim
+claim(sys.argv[1], sys.argv[1], None, finetune=False)
+if not os.fork():
+    time.sleep(600)
+print("claimed", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
+    """The lock of a killed run does not hold, though a process that it has forked lives on."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, saved], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"claimed\n"
+        with pytest.raises(CheckpointError, match=f"process {holder.pid} on .* is training and saves in {saved}"):
+            claim(str(saved), str(saved), None, finetune=False)
+        holder.kill()
+        holder.wait(60)
+        claim(str(saved), str(saved), None, finetune=False)
+        assert (saved / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("load", "step", "finetune"), [(None, None, False), ("saved", None, True), ("older", None, False)]
+)
+def test_a_run_that_starts_before_the_newest_checkpoint_is_refused(
+    saved: Path, load: str | None, step: int | None, finetune: bool
+) -> None:
+    (saved.parent / "older").mkdir()
+    (saved.parent / "older" / TRACKER).write_text("5")
+    start = 5 if load == "older" else 0
+    says = f"has a checkpoint of iteration 6, and this run, which starts at iteration {start}, .* add --load {saved}"
+    with pytest.raises(CheckpointError, match=says):
+        claim(str(saved), load and str(saved.parent / load), step, finetune=finetune)
+    assert read_tracker(saved) == "6"
+
+
+def test_a_run_that_replaces_nothing_is_not_refused(saved: Path) -> None:
+    (saved.parent / "link").symlink_to(saved)
+    other = saved.parent / "other"
+    other.mkdir()
+    (other / TRACKER).write_text("9")
+    for save, load in ((saved, saved), (saved, saved.parent / "link"), (saved, other), (saved.parent / "new", None)):
+        claim(str(save), load and str(load), None, finetune=False)
+        checkpoint_folder.release()
+    claim(str(saved.parent / "newer"), str(saved), None, finetune=True)
+
+
+def test_a_folder_that_cannot_be_saved_in_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/link is a link to nowhere, which does not exist"):
+        claim(str(tmp_path / "link"), None, None, finetune=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"--save {tmp_path}/file cannot be written"):
+        claim(str(tmp_path / "file"), None, None, finetune=False)

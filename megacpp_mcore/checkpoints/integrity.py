@@ -191,6 +191,8 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     """
     try:
         if not any((folder / name).exists() for name in (CONFIG, METADATA, MANIFEST)):
+            if folder.is_symlink() and not folder.exists():
+                return [f"it is a link to {folder.readlink()}, which does not exist"]
             is_torch = folder.is_dir() and any(folder.glob("mp_rank_*"))
             return [] if is_torch else [f"{METADATA}: not found, and no other file of a checkpoint is there"]
         files = _manifest(folder)

@@ -105,7 +105,15 @@ def test_a_damaged_tracker_file_is_named(saved: Path, damage: str) -> None:
     assert says in str(refused.value)
     assert f"the newest whole checkpoint is {saved / NEWEST}" in str(refused.value)
     checkpoint_folder.load_newest_whole = True
+    claim(str(saved), str(saved), None, finetune=False)
     assert choose(saved, None, saves_here=True) == 6
+
+
+def test_a_checkpoint_that_is_a_link_to_nothing_is_named(saved: Path) -> None:
+    shutil.rmtree(saved / NEWEST)
+    (saved / NEWEST).symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=f"{NEWEST} is damaged: it is a link to nowhere, .* whole .*{OLDER}"):
+        choose(saved, None, saves_here=True)
 
 
 def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_no_code_in_a_checkpoint_is_run(checkpointing: ModuleType, tmp_path: Pat
     if where == "metadata":
         (folder / "iter_0000003" / ".metadata").write_bytes(pickle.dumps(evil))
         integrity.write_manifest(folder / "iter_0000003")
-    # Megatron's own call is weights_only=False, and this variable would have torch take no notice of its default.
+    # Megatron's own call asks for everything, and with this variable torch would, too, where nobody says.
     with (
         mock.patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"),
         pytest.raises(BaseException, match=r"posix\.mkdir") as refused,

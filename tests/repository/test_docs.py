@@ -208,7 +208,6 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
         "speed_defaults": plugin_config.SpeedDefaults,
         "experimental_taxes": plugin_config.ExperimentalTaxes,
         "checkpoints": plugin_config.Checkpoints,
-        "checkpoints": plugin_config.Checkpoints,
         "observability": plugin_config.Observability,
     }
     assert shown == {

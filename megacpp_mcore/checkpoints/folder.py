@@ -10,7 +10,6 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,8 +83,8 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool) -> N
         return
     release()
     _on_rank_0(lambda: _lock(Path(save)))
-    _claimed = save
     _on_rank_0(lambda: _refuse_to_overwrite(Path(save), None if finetune or not load else Path(load), step))
+    _claimed = save
 
 
 def release() -> None:
@@ -139,23 +138,6 @@ def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> Non
         )
 
 
-@dataclass(frozen=True)
-class _View:
-    """What rank 0 sees in a folder of ``--load``.
-
-    Attributes:
-        named: the checkpoint to load, as in a tracker file.
-        problem: why none is named.
-        numbers: the iterations of all complete distributed checkpoints, latest first.
-        passed_over: those of them that were complete before the tracker file was last written, and are later than ``named``.
-    """
-
-    named: str | None
-    problem: str | None
-    numbers: list[int]
-    passed_over: list[int]
-
-
 def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
     """Check the checkpoint that is about to be loaded.
 
@@ -170,61 +152,61 @@ def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
     Raises:
         CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.
     """
-    seen = _on_rank_0(lambda: _look(load, step))
-    problem, numbers = seen.problem, seen.numbers
-    if seen.named is not None:
-        folder = iteration_folder(load, seen.named)
+    named, problem, numbers, passed_over = _on_rank_0(lambda: _look(load, step))
+    if named is not None:
+        folder = iteration_folder(load, named)
         if found := _damages(folder):
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
-            numbers = [number for number in numbers if seen.named == RELEASE or number < int(seen.named)]
-        elif saves_here and (passed := _first_whole(load, seen.passed_over)) is not None:
+            numbers = [number for number in numbers if named == RELEASE or number < int(named)]
+        elif saves_here and (passed := _first_whole(load, passed_over)) is not None:
             problem = (
-                f"{load / TRACKER} names iteration {seen.named}, but was written after the whole checkpoint of {passed}"
+                f"{load / TRACKER} names iteration {named}, but was written after the whole checkpoint of {passed}"
             )
         elif not _on_rank_0((folder / MANIFEST).exists):
             _say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
     whole = _first_whole(load, numbers)
-    is_lost = seen.named is None and not _on_rank_0(lambda: os.path.lexists(load / TRACKER))
+    is_lost = named is None and not _on_rank_0(lambda: os.path.lexists(load / TRACKER))
     if whole is not None and (load_newest_whole or is_lost):
         _say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
         return whole
     if is_lost:
         _say(f"{problem}, and none of them is whole")
         return None
-    remedy = (
-        "no whole checkpoint is there: restore the file from a copy"
-        if whole is None
-        else (
+    remedy = "no whole checkpoint is there: restore the file from a copy"
+    if whole is not None:
+        remedy = (
             f"the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} to "
             f"{load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG"
         )
-    )
     raise CheckpointError(f"{problem}; {remedy}")
 
 
-def _look(load: Path, step: int | None) -> _View:
-    found = {int(path.name.removeprefix("iter_")): path for path in load.glob("iter_*") if path.name[5:].isdecimal()}
-    times = {number: (path / METADATA).stat().st_mtime for number, path in found.items() if _is_complete(path)}
+def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], list[int]]:
+    """What rank 0 sees in a folder.
+
+    Returns:
+        The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed checkpoints,
+        latest first; and those of them after the named one that were complete before the tracker file was last written.
+    """
+    found = {path: int(path.name[5:]) for path in load.glob("iter_*") if path.name[5:].isdecimal()}
+    complete = {
+        path: number for path, number in found.items() if all((path / one).exists() for one in (METADATA, CONFIG))
+    }
+    times = {number: (path / METADATA).stat().st_mtime for path, number in complete.items()}
     numbers = sorted(times, reverse=True)
     if step:
-        return _View(str(step), None, numbers, [])
+        return str(step), None, numbers, []
     try:
         named = read_tracker(load)
     except CheckpointError as error:
-        return _View(None, str(error), numbers, [])
+        return None, str(error), numbers, []
     if named is None:
-        return _View(None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers, [])
-    passed_over = []
-    if named != RELEASE and int(named) in times:
-        until = (load / TRACKER).stat().st_mtime
-        passed_over = [one for one in numbers if one > int(named) and times[int(named)] < times[one] <= until]
-    return _View(named, None, numbers, passed_over)
-
-
-def _is_complete(folder: Path) -> bool:
-    return (folder / METADATA).exists() and (folder / CONFIG).exists()
+        return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers, []
+    since, until = None if named == RELEASE else times.get(int(named)), (load / TRACKER).stat().st_mtime
+    passed_over = [one for one in numbers if since is not None and one > int(named) and since < times[one] <= until]
+    return named, None, numbers, passed_over
 
 
 def _first_whole(load: Path, numbers: list[int]) -> int | None:

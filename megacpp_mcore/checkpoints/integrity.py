@@ -35,33 +35,20 @@ _SUFFIX = ".sha256"
 _CHUNK = 1 << 23
 _POLL_S = 0.005
 
-_METADATA_CLASSES = frozenset(
-    {
-        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
-        ),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
-        ),
-        *(
-            ("torch.distributed.checkpoint.planner", name)
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-        ),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-    }
-)
-"""What a ``.metadata`` file of Megatron or torch consists of, besides plain values."""
+_CHECKPOINT = "torch.distributed.checkpoint"
+_METADATA_CLASSES = {
+    "torch": "Size " + " ".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    "torch.serialization": "_get_layout",
+    f"{_CHECKPOINT}.filesystem": "_StorageInfo _StoragePrefix",
+    f"{_CHECKPOINT}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    f"{_CHECKPOINT}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",  # before 0.16
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+}
+"""What a ``.metadata`` file of Megatron or torch consists of besides plain values: names, by module."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -69,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class ``name`` of ``module``; UnpicklingError if it is not on the list."""
-        if (module, name) not in _METADATA_CLASSES:
+        if name not in _METADATA_CLASSES.get(module, "").split():
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
         return super().find_class(module, name)
 

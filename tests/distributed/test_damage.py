@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore import settings
+from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.model import Layout
 from tests import forks, tiny_run
 from tests.distributed.comparing import assert_same_bytes
@@ -20,15 +21,22 @@ STEPS = 6
 ASYNC = ("--async-save", "--async-strategy", "mcore")
 
 
-def train(data: Path, saved: Path, *words: str, whole: bool = False) -> tuple[int, str]:
-    """Two processes that save to, and continue from, ``saved``; ``whole``: by the file that asks for the newest whole one."""
+def train(data: Path, saved: Path, *words: str, load: bool = True, whole: bool = False) -> tuple[int, str]:
+    """Two processes that save to ``saved``.
+
+    Args:
+        data, saved: the dataset's folder, that of the checkpoints.
+        words: what is added to Megatron's.
+        load: whether they continue from there.
+        whole: whether their file asks for the newest whole checkpoint.
+    """
     options = data / "config.yaml"
     if whole:
         options = data / "whole.yaml"
         options.write_text((data / "config.yaml").read_text() + "checkpoints: {load_newest_whole: true}\n")
     stock = tiny_run.words(data, STEPS, "--save-interval", "2", *words, "--deterministic-mode", layout=Layout(expert=2))
     launch = ["-m", "megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--", *stock]
-    launch += ["--save", str(saved), "--load", str(saved)]
+    launch += ["--save", str(saved), *(["--load", str(saved)] if load else [])]
     env = {"PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", settings.VARIABLE: str(options)}
     return forks.run_ranks(launch, 2, env=os.environ | env)
 
@@ -54,3 +62,16 @@ def test_the_file_is_named_and_the_newest_whole_one_continues_bit_for_bit(tmp_pa
     assert status == 0, output[-4000:]
     assert f"loading the newest whole checkpoint, {saved}/iter_0000002" in output
     assert_same_bytes(last, tensors_in(saved / "iter_0000006"))
+
+    status, output = train(data, saved, load=False)
+    assert (
+        status,
+        f"error: {saved} has a checkpoint of iteration 6, and this run, which starts at iteration 0" in output,
+    ) == (2, True)
+
+    checkpoint_folder.claim(str(saved), str(saved), None, finetune=False)
+    try:
+        status, output = train(data, saved)
+    finally:
+        checkpoint_folder.release()
+    assert (status, f"error: process {os.getpid()} on " in output) == (2, True)

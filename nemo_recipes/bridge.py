@@ -21,6 +21,7 @@ from unittest import mock
 from packaging.version import InvalidVersion, Version
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.patches.exit_signal import answer_a_step_later
 from megacpp_mcore.util import host
 
 BRIDGE_VERSION = "0.6.2"
@@ -112,6 +113,12 @@ def warm_up_off_the_generator() -> Iterator[str]:
     warm_up = without_moving_the_generator(initialize._warmup_jit_function)
     with mock.patch.object(initialize, "_warmup_jit_function", warm_up):
         yield f"{initialize.__name__}._warmup_jit_function does not move the generator (weights do not depend on batches)"
+
+
+def signals_a_step_later() -> contextlib.AbstractContextManager[Any]:
+    """Context manager with the patch ``exit-signal`` for Bridge's copy of Megatron's class."""
+    handler = importlib.import_module("megatron.bridge.training.utils.sig_utils").DistributedSignalHandler
+    return mock.patch.object(handler, "signals_received", answer_a_step_later(handler.signals_received))
 
 
 class _Refusing(types.ModuleType):

@@ -149,6 +149,7 @@ def container(chosen: Recipe) -> ConfigContainer:
             train_iters=training.train_iters,
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
+            exit_signal_handler=True,
         ),
         validation=ValidationConfig(eval_iters=0),
         optimizer=OptimizerConfig(

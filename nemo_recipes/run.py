@@ -31,7 +31,7 @@ from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
 
-PATCHES = ("dataset-helpers",)
+PATCHES = ("dataset-helpers", "sample-indices")
 """Patches for every run. The spec applies its own."""
 
 
@@ -83,9 +83,11 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         on_cpu = chosen.training.device == "cpu"
         if on_cpu:
             stack.enter_context(process.cpu_lane())
+        stack.enter_context(process.children_end_with_it())
         stack.enter_context(process.patches_of_the_run())
         process.say(f"patches: {', '.join(registry.default().apply(PATCHES)) or 'applied already'}")
         bridge.prepare()
+        stack.enter_context(bridge.signals_a_step_later())
         if on_cpu:
             process.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
         config = configured(chosen, overrides)
@@ -449,7 +451,7 @@ def data_words(config: Any) -> list[str]:
 
 
 def verify_data(config: Any) -> str:
-    """Check the run's datasets against their manifests, on rank 0, and give Megatron an index cache specific to these.
+    """Check the run's datasets against their manifests, once per host, and give Megatron an index cache specific to these.
 
     Returns:
         A line that says what was checked.
@@ -457,7 +459,7 @@ def verify_data(config: Any) -> str:
     from megacpp_mcore.data.arguments import cache_words, verify_arguments
 
     words, given = data_words(config), config.dataset.path_to_cache
-    line = verify_arguments(words) if os.environ["RANK"] == "0" else ""
+    line = verify_arguments(words) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
     config.dataset.path_to_cache = cache[1] if cache else None
     return f"{line}; its indices are cached in {config.dataset.path_to_cache}"

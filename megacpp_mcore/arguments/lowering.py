@@ -357,6 +357,7 @@ def _training_words(training: Training, machine: launch_flags.Machine) -> list[s
         "--clip-grad", "1.0",
         "--seed", str(training.seed),
         "--transformer-impl", training.transformer_impl,
+        "--exit-signal-handler",
         "--log-interval", str(launch_flags.log_interval(machine)),
         "--eval-iters", "0",
         "--eval-interval", str(training.train_iters),

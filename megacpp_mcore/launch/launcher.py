@@ -95,7 +95,7 @@ def launch(
         nproc: processes to start on this host. Under torchrun, which has started them already, it must be 1.
         allowed_spec_prefixes: packages that a ``--spec`` may be imported from.
         patches: names of patches to apply, besides ``dataset-helpers``, ``spec-import`` where there is a spec, and
-            ``hybrid-flops`` where it is one of ours.
+            ``hybrid-flops`` where it is one of ours; ``exit-signal`` with ``--exit-signal-handler``.
         recording: what is recorded of the run, and where.
 
     Raises:
@@ -182,9 +182,12 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         if chosen.device == "cpu":
             queues = {"connections": FSDP_CONNECTIONS} if TORCH_FSDP in chosen.arguments else {}
             stack.enter_context(process.cpu_lane(**queues))
+        stack.enter_context(process.children_end_with_it())
         stack.enter_context(process.patches_of_the_run())
         stack.callback(release_folder)
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
+        needed["exit-signal"] = "--exit-signal-handler" in chosen.arguments
+        needed["sample-indices"] = chosen.has_own_spec
         names = [name for name, is_needed in needed.items() if is_needed]
         applied = registry.default().apply([*names, *chosen.patches])
         process.say(f"patches: {', '.join(applied) or 'applied already'}")
@@ -228,10 +231,10 @@ def _run(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.Ru
 
 
 def _verified_data(arguments: Sequence[str]) -> list[str]:
-    """Check the named datasets on rank 0; return the words that give Megatron a cache folder for exactly these."""
+    """Check the datasets once per host, for copies of its own; return the words that give Megatron a cache folder for these."""
     from megacpp_mcore.data.arguments import cache_words, verify_arguments  # imports numpy, which --help does without
 
-    line = verify_arguments(arguments) if os.environ["RANK"] == "0" else ""
+    line = verify_arguments(arguments) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     words = cache_words(arguments)
     process.say(f"{line}; its indices are cached in {words[1]}" if words else line)
     return words

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.managers import BaseManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.util.graphs import reset_graphs
+from megacpp_mcore.util.stand_in import stand_in
 
 
 @contextlib.contextmanager
@@ -111,3 +117,37 @@ def end_with_the_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it was already gone
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def children_end_with_it() -> Iterator[None]:
+    """For the duration, all processes started by ``multiprocessing`` here end with this process, even after a SIGKILL.
+
+    Megatron's first save starts a process for its writers' results, and asynchronous saves start writers; only a parent that
+    ends in order ends them.
+    """
+
+    def start(stock: Callable[[BaseProcess], None], child: Any) -> None:
+        if child._target is not None:  # else a subclass overrides run()
+            child._target = functools.partial(_run_until_orphaned, child._target)
+        stock(child)
+
+    with contextlib.ExitStack() as stack:
+        stand_in(stack, BaseProcess, "start", start)
+        yield
+
+
+def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """In a child process, call ``target``; SIGKILL the process when its parent is gone."""
+
+    def watch() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+    server = getattr(target, "__self__", None)
+    if isinstance(server, type) and issubclass(server, BaseManager):
+        # A scheduler sends SIGTERM to all processes of a job: the save before the end still needs this one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    target(*args, **kwargs)

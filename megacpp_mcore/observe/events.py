@@ -27,8 +27,10 @@ from megacpp_mcore.util import files
 
 logger = logging.getLogger(__name__)
 
-FINISHED = "finished"
-"""``how`` of a process whose training completed; otherwise it is the name of the error that ended it."""
+FINISHED, STOPPED = "finished", "stopped"
+"""``how`` of a process whose training completed, or was ended in order before its last step (by SIGTERM, ``--exit-interval``
+and the like); otherwise it is the name of the error that ended it."""
+IN_ORDER = (FINISHED, STOPPED)
 OVERLAP_NS = 1_000_000_000
 """How long two starts of a rank may overlap before it is reported: the clocks of two hosts differ by some milliseconds."""
 
@@ -86,6 +88,9 @@ class Listener:
 
     def on_step(self, step: Step) -> None:
         """``step`` has ended and was logged; only the last pipeline stage knows its losses."""
+
+    def on_stop(self, reason: str) -> None:
+        """The loop ends in order before its last step; ``reason`` is its own line about it."""
 
     def on_failure(self, what: str) -> None:
         """Another listener failed: ``what`` says which, in which step (0: before the first), and why."""

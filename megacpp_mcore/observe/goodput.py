@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.clock import Phase
-from megacpp_mcore.observe.events import FINISHED, Listener, Log, Start, Step
+from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Listener, Log, Start, Step
 from megacpp_mcore.observe.steps import standing
 
 PRODUCTIVE = "productive"
@@ -76,15 +76,21 @@ class Recorder(Listener):
         self._spent: Counter[tuple[str, bool]] = Counter()
         """Nanoseconds of this start by phase, and whether they belong to a step that ended."""
         self._before: tuple[Goodput, bool] | None = None
+        self._how = FINISHED
         self._note()
 
     def on_step(self, step: Step) -> None:
         """Write the line of ``step``."""
         self._note(**(vars(step) if self._with_losses else {"step": step.step, "resumed_at": step.resumed_at}))
 
+    def on_stop(self, reason: str) -> None:
+        """Write the reason."""
+        self._how = STOPPED
+        self._note(facts={"stopped": reason})
+
     def on_end(self, error: BaseException | None) -> None:
         """Write how it ended."""
-        self._note(how=FINISHED if error is None else type(error).__name__)
+        self._note(how=self._how if error is None else type(error).__name__)
 
     def so_far(self, resumed_at: int) -> Goodput:
         """Goodput up to the last line, earlier starts included, of a start that resumed at step ``resumed_at``.
@@ -162,7 +168,9 @@ def _goes_on(starts: Sequence[Start]) -> bool:
 
     A start that an error ended before its first step is skipped: it does not undo the death before it.
     """
-    return next((one.how != FINISHED for one in reversed(starts) if one.how in (FINISHED, None) or one.done), False)
+    return next(
+        (one.how not in IN_ORDER for one in reversed(starts) if one.how in (*IN_ORDER, None) or one.done), False
+    )
 
 
 def of_rank(starts: Sequence[Start]) -> Goodput:

@@ -210,6 +210,13 @@ def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwarg
         return stock(*args, **kwargs)
 
 
+def note_stop(notifier: Notifier, stock: Callable[..., Any], line: str, *args: Any, **kwargs: Any) -> Any:
+    """Notify of an end before the last step, about which the loop logs a line on every rank."""
+    if line.startswith("exiting program"):
+        notifier.notify(lambda listener: listener.on_stop(line))
+    return stock(line, *args, **kwargs)
+
+
 def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Notify of the step; auxiliary losses are not among the arguments but go to TensorBoard's writer, which is tapped."""
     from megatron.training import get_args, training
@@ -236,6 +243,7 @@ STOCK = (
     Seam(_TRAINING, "save_checkpoint_and_time", timed(Phase.SAVE)),
     Seam(_TRAINING, "maybe_finalize_async_save", _finalize),
     Seam(_TRAINING, "evaluate_and_print_results", timed(Phase.EVALUATION)),
+    Seam(_TRAINING, "print_datetime", note_stop),
     BATCH,
 )
 """The functions of Megatron's own loop."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
-from megacpp_mcore.observe.loop import BATCH, Loop, Notifier, Seam, replaced, timed
+from megacpp_mcore.observe.loop import BATCH, Loop, Notifier, Seam, note_stop, replaced, timed
 
 _BRIDGE = "megatron.bridge.training"
 _ALIKE = {
@@ -75,6 +75,7 @@ SEAMS = (
     Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", timed(Phase.SAVE)),
     Seam(f"{_BRIDGE}.checkpointing", "maybe_finalize_async_save", _finalize),
     Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", timed(Phase.EVALUATION)),
+    Seam(f"{_BRIDGE}.train", "barrier_and_log", note_stop),
     Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", timed(Phase.EVALUATION)),
     BATCH,
 )

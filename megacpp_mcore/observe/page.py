@@ -149,7 +149,7 @@ class Run:
     @property
     def failed(self) -> bool:
         """Whether an error ended it."""
-        return self.values["status"] not in (events.FINISHED, schema.RUNNING)
+        return self.values["status"] not in (*events.IN_ORDER, schema.RUNNING)
 
     def why(self, path: str) -> str:
         """Why a field is not known."""

@@ -248,6 +248,19 @@ def test_exit_status_passes_through_and_is_recorded(statement: str, status: int,
     assert [start.how for start in events.read(tmp_path / "run")[0]] == [how]
 
 
+def test_data_is_checked_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 9 is the first of the second host, which may have a damaged copy of what rank 0 sees."""
+    (tmp_path / "text.txt").write_text("some text")
+    (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"))
+    Path(prefix + ".bin").write_bytes(bytes(Path(prefix + ".bin").stat().st_size))
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launcher._verified_data(["--data-path", prefix])[0] == "--data-cache-path"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(DataError, match=re.escape(prefix + ".bin")):
+        launcher._verified_data(["--data-path", prefix])
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path, suffix: str) -> None:
     script = tmp_path / "train.py"

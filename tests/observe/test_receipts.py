@@ -71,6 +71,17 @@ def test_the_window_is_of_one_start_without_its_warm_up_and_checkpoints(tmp_path
     assert window_of(tmp_path, 1, 7).seconds == {}
 
 
+def test_a_run_that_was_stopped_is_not_finished(tmp_path: Path) -> None:
+    line = "exiting program at iteration 1"
+    for rank, how in ((0, "finished"), (1, "stopped")):
+        write_start(tmp_path, 1, rank, stepped(1, 1), at(2, facts={"stopped": line}), at(3, {}, how=how), world_size=2)
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["notes"]) == ("stopped", [f"stopped: {line}"])
+    for rank in range(2):  # a start after it recovers from nothing
+        write_start(tmp_path, 2, rank, stepped(6, 2, resumed_at=1, startup=1), began=4, world_size=2)
+    assert receipts.read(tmp_path)["goodput"]["seconds"]["recovery"] == 0
+
+
 def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(number) for number in range(1, 101)]
     assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]

@@ -15,7 +15,7 @@ import pytest
 from megacpp_mcore import policy
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import loop, loop_bridge, run
+from megacpp_mcore.observe import events, goodput, loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
@@ -191,6 +191,26 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
     seam.handler(loop.Notifier(clock, []), finalize, global_state=None, ckpt_cfg=settings)
     assert found == [phase, phase]
     assert clock.phase is Phase.IDLE
+
+
+STOPS = ("exiting program after receiving SIGTERM.", "exiting program after 3.1 minutes", "exiting program at iteration 3")
+
+
+@pytest.mark.parametrize("where", [(loop.STOCK, "print_datetime"), (loop_bridge.SEAMS, "barrier_and_log")])
+def test_an_end_before_the_last_step_is_noted_in_the_words_of_the_loop(
+    tmp_path: Path, where: tuple[Sequence[loop.Seam], str]
+) -> None:
+    seams, name = where
+    (seam,) = (seam for seam in seams if seam.name == name)
+    for number, line in enumerate(["after training is done", *STOPS]):
+        log = events.Log(tmp_path / str(number), 0, 1, Clock())
+        notifier, printed = loop.Notifier(log.clock, [goodput.Recorder(log, with_losses=False)]), []
+        seam.handler(notifier, printed.append, line)
+        notifier.end(SystemExit, SystemExit(0), None)
+        log.close()
+        ((start,),) = events.read(tmp_path / str(number)).values()
+        assert printed == [line]
+        assert (start.how, start.facts) == (("stopped", {"stopped": line}) if number else ("finished", {}))
 
 
 class Writer:

@@ -23,7 +23,7 @@ from megacpp_mcore.model.flops.peaks import peak
 from megacpp_mcore.model.flops.report import Utilisation
 from megacpp_mcore.observe import events, goodput, routing
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
-from megacpp_mcore.observe.events import FINISHED, Start, Step
+from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Start, Step
 from megacpp_mcore.observe.profile.table import FOLDER as PROFILES
 from megacpp_mcore.observe.profile.table import read as read_table
 from megacpp_mcore.observe.receipts import schema
@@ -58,9 +58,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     spent = goodput.of_starts(ranks)
     slowest, *_ = goodput.slowest_first(spent)
     window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
+    status = _status(processes, later)
     found.values |= {
         "schema": SCHEMA,
-        "status": _status(processes, later),
+        "status": status,
         "written_at": schema.utc(time.time_ns()),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
@@ -75,6 +76,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     _shares(found, _read_profile(found, Path(run)))
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, events.overlap(ranks)))
     notes = [f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())]
+    if status == STOPPED:
+        notes += [f"stopped: {one.facts['stopped']}" for one in processes if "stopped" in one.facts][:1]
     if later:
         notes.append(_note_of_later(later))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
@@ -97,9 +100,9 @@ def _ending(processes: Sequence[Start]) -> str | None:
 
 
 def _status(processes: Sequence[Start], later: Sequence[Sequence[Start]]) -> str:
-    """An error's name if there was one; ``finished`` if all processes and later starts have ended; otherwise ``running``."""
+    """An error's name if there was one; ``stopped``, or ``finished`` if all processes and later starts have; or ``running``."""
     how = _ending(processes)
-    goes_on = how == FINISHED and later and _ending(later[-1]) is None
+    goes_on = how in IN_ORDER and later and _ending(later[-1]) is None
     return RUNNING if how is None or goes_on else how
 
 

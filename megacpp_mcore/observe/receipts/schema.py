@@ -88,8 +88,8 @@ _FLOPS = {
 _F = Field
 FIELDS: tuple[Field, ...] = (
     _F("schema", "count", f"version of this schema, {SCHEMA}", always=True),
-    _F("status", "text", "`running` (or killed), `finished`, or the name of the error that ended it", "status", shown=True,
-       always=True),
+    _F("status", "text", "`running` (or killed), `finished`, `stopped` (in order, before its last step), or the name of the "
+       "error that ended it", "status", shown=True, always=True),
     _F("written_at", "text", "when it was put together, UTC", always=True),
     _F("ranks.expected", "size", "processes of the run"),
     _F("ranks.found", "list of count", "ranks that left what they know", always=True),

@@ -1,0 +1,69 @@
+"""exit-signal: ``--exit-signal-handler`` costs a step no wait for the GPU, and no read per rank.
+
+Activate: applied by the launcher with ``--exit-signal-handler``; or ``megacpp_mcore.patches.apply(["exit-signal"])``.
+Scope: the question after each step whether any rank has received the signal; it is answered one step later.
+Provenance: megatron-core 0.19.2 ``training/dist_signal_handler.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+
+def answer_a_step_later(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DistributedSignalHandler.signals_received()``; Megatron-Bridge has a copy of the class."""
+
+    @functools.wraps(original)
+    def signals_received(self: Any) -> Any:
+        import torch
+
+        if not torch.distributed.is_initialized():
+            return original(self)
+        before, self._answer = getattr(self, "_answer", None), _ask(self._signal_received)
+        return [] if before is None else [before()]
+
+    return signals_received
+
+
+def _ask(received: bool) -> Callable[[], bool]:
+    """Start to find out whether any rank has ``received`` the signal; the result waits for the answer."""
+    import torch
+
+    on_gpu = "nccl" in torch.distributed.get_backend()
+    flag = torch.tensor([received], dtype=torch.int32, pin_memory=on_gpu)
+    on_device = flag.to("cuda", non_blocking=True) if on_gpu else flag
+    torch.distributed.all_reduce(on_device, torch.distributed.ReduceOp.MAX)
+    if not on_gpu:
+        return lambda: bool(flag)
+    flag.copy_(on_device, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> bool:
+        copied.synchronize()
+        return bool(flag)
+
+    return wait
+
+
+PATCH = Patch(
+    name="exit-signal",
+    fixes="with --exit-signal-handler the host waits in each step for the GPU, and then for one copy per rank",
+    source="megatron-core 0.19.2, megatron/training/dist_signal_handler.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
+            "bb02726f1cdcd43ea2deb1ceef6842093c4697bbe8fb14191578e3497cd8b044",
+            answer_a_step_later,
+        ),
+    ),
+    seam="signals_received is the one place where ranks agree about the signal",
+    leaves_alone="the signal's handler, and what the loop does about it: all ranks still save and end after the same step",
+    retire_when="upstream asks without waiting for the GPU",
+    cost="the run ends one step later",
+)

@@ -1,0 +1,128 @@
+"""sample-indices: cached sample indices are written whole, with digests, and checked before they are used.
+
+Upstream writes each index in place and later uses any file of the right name: half a file ends every later start, and changed
+entries train on other samples.
+
+Activate: applied by the launcher for the specs of this package; or ``megacpp_mcore.patches.apply(["sample-indices"])``.
+Scope: the document, sample and shuffle index of a GPTDataset and the two of a BlendedDataset, in the folder ``path_to_cache``.
+Provenance: megatron-core 0.19.2 ``core/datasets/gpt_dataset.py`` and ``core/datasets/blended_dataset.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.util.files import replace
+
+DIGESTS = "sha256.json"
+"""Suffix of the file, written last, with the SHA-256 of every file of one dataset's indices."""
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of the two methods that read a dataset's indices, or build them on rank 0."""
+
+    @functools.wraps(original)
+    def build(self: Any) -> Any:
+        import torch
+
+        if not self.config.path_to_cache:
+            return original(self)
+        split = self.index_split if hasattr(self, "index_split") else self.split
+        base = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}"
+        folder = Path(self.config.path_to_cache)
+        if (problem := problem_of(folder, base)) is None:
+            return original(self)
+        if torch.distributed.is_initialized() and (rank := torch.distributed.get_rank()):
+            raise DataError(
+                f"rank {rank}: {problem}; rank 0 has checked or built it on its host: name a folder that all hosts share "
+                "with --data-cache-path"
+            )
+        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+            raise DataError(
+                f"{problem}; with --dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap no index is built: start "
+                "once without them and with the same --data-cache-path, below which the data's contents choose a folder"
+            )
+        if any(folder.glob(f"{base}-*")):
+            print(f"megacpp-mcore: {problem}; the sample indices are built anew", flush=True)
+        try:
+            return _build(self, original, folder, base)
+        except OSError as error:
+            raise DataError(
+                f"the sample indices cannot be cached in {folder}: {error}; name a folder that can be written with "
+                "--data-cache-path"
+            ) from error
+
+    return build
+
+
+def problem_of(folder: Path, base: str) -> str | None:
+    """Why the indices whose files begin with ``base`` in ``folder`` cannot be used; None: they are as they were written."""
+    record = folder / f"{base}-{DIGESTS}"
+    try:
+        expected = json.loads(record.read_bytes())
+        changed = [name for name in expected if _sha256(folder / name) != expected[name]]
+    except FileNotFoundError as error:
+        return f"{error.filename} does not exist"
+    except (OSError, ValueError, TypeError) as error:
+        return f"{record}: {error}"
+    return f"{folder / changed[0]} is not what was written there (SHA-256)" if changed else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _build(dataset: Any, original: Callable[..., Any], folder: Path, base: str) -> Any:
+    """Have ``original`` build the indices in a folder of their own, and move them to ``folder``, the digests last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dataset.config
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as built:
+        dataset.config = copy.copy(config)  # other threads build other datasets by the same one
+        dataset.config.path_to_cache = built
+        try:
+            indices = original(dataset)
+        finally:
+            dataset.config = config
+        digests = {path.name: _sha256(path) for path in Path(built).iterdir()}
+        for name in digests:
+            os.replace(Path(built, name), folder / name)
+    replace(folder / f"{base}-{DIGESTS}", json.dumps(digests).encode())
+    return indices
+
+
+PATCH = Patch(
+    name="sample-indices",
+    fixes=(
+        "sample indices that a killed run left cut off end every later start, and damaged ones are trained with; neither is "
+        "named"
+    ),
+    source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+            "31ef3869909a992bddcf816811c83ec73c625ff8b54f7ab614ef783e3ede39a9",
+            _checked,
+        ),
+        Edit.of(
+            "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
+            "c526c2c6ddd9d47ee82fbc7352ca7fb112b5ab67753792f4f56bb6d934ed0b79",
+            _checked,
+        ),
+    ),
+    seam="each of the two methods both reads and builds all indices of a dataset, and takes the folder from its configuration",
+    leaves_alone="what the indices contain, and their names; datasets without path_to_cache",
+    retire_when="upstream writes indices atomically and checks them",
+    cost="indices are hashed once per start and rank; those without digests are built once more",
+)

@@ -1,0 +1,99 @@
+"""No process outlives a training: whatever it started holds its output open, which a killed one closes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.steps import read_steps
+from tests import tiny_run
+
+END_S = 60
+"""In which whatever a process has started has to be gone."""
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], until: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that has printed ``until``, in a session of its own, nothing of which is left in the end."""
+    environment = {**os.environ, "PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", **environment}
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *words],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert program.stdout is not None
+    try:
+        said = []
+        for line in program.stdout:
+            said.append(line)
+            if until in line:
+                break
+        assert said, f"the program ended before it printed {until!r}"
+        assert until in said[-1], "".join(said)[-3000:]
+        yield program
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Signals) -> None:
+    saved = tmp_path / "saved"
+    words = tiny_run.words(data, 1000, "--save", str(saved), "--save-interval", "2")
+    launch = ["-m", "megacpp_mcore", "launch", "--device", "cpu", "--", *words]
+    with started(launch, "successfully saved checkpoint", MEGACPP_CONFIG=str(data / "config.yaml")) as training:
+        # A scheduler sends SIGTERM to all processes of a job, the one for the writers' results included.
+        (os.killpg if sent == signal.SIGTERM else os.kill)(training.pid, sent)
+        said, _ = training.communicate(timeout=END_S)  # as long as anything holds the output
+        assert training.returncode == (0 if sent == signal.SIGTERM else -sent), said[-3000:]
+    if sent == signal.SIGKILL:
+        return
+    last = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    receipt = receipts.read(saved / "observe")
+    assert (receipt["status"], read_steps(saved / "observe")[-1].step) == ("stopped", last)
+    assert receipt["notes"] == ["stopped: exiting program after receiving SIGTERM."]
+
+
+KINDS = {
+    "spawned": "multiprocessing.get_context('spawn').Process(target=wait).start()",
+    "forked": "multiprocessing.get_context('fork').Process(target=wait).start()",
+    "fork server's": "multiprocessing.get_context('forkserver').Process(target=wait).start()",
+    "manager": "results = multiprocessing.get_context('spawn').Manager().Queue()",
+}
+PROGRAM = """
+import multiprocessing, time
+from megacpp_mcore.launch import process
+
+def wait():
+    print("started", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with process.children_end_with_it():
+        {}
+        {}
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_multiprocessing_starts(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(KINDS[kind], "wait()" if kind == "manager" else ""))
+    with started([str(file)], "started") as program:
+        program.kill()
+        program.communicate(timeout=END_S)

@@ -1,0 +1,193 @@
+"""The patch sample-indices: whatever happened to cached indices, a start trains with those that were built, or says why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.patches import sample_indices
+from tests import stock
+
+ARRAYS = ("document_index", "sample_index", "shuffle_index")
+BLENDED = ("dataset_index", "dataset_sample_index")
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("data")
+    for name in "ab":
+        texts = folder / name
+        texts.mkdir()
+        for number in range(20 if name == "a" else 23):
+            (texts / f"{number}.txt").write_text(f"document {number} of {name}")
+    return [prepare([str(folder / name)], str(folder / f"{name}_text"))[0] for name in "ab"]
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[None]:
+    with stock.patched(sample_indices.PATCH):
+        yield
+
+
+def build(prefixes: list[str], cache: Path, **how: Any) -> list[np.ndarray]:
+    """What stock trains with: the indices of a blend and of its datasets."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
+
+    tokenizer = MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
+    )
+    config = GPTDatasetConfig(
+        random_seed=1, sequence_length=8, blend_per_split=[(prefixes, [1.0] * len(prefixes)), None, None], tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(cache), **how,
+    )  # fmt: skip
+    blend = BlendedMegatronDatasetBuilder(GPTDataset, [30, 0, 0], lambda: True, config).build()[0]
+    assert config.path_to_cache == str(cache)
+    assert all(one.config is config for one in (blend, *blend.datasets))
+    found = [np.array(getattr(one, name)) for one in blend.datasets for name in ARRAYS]
+    return found + [np.array(getattr(blend, name)) for name in BLENDED]
+
+
+def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def index(cache: Path, name: str) -> Path:
+    return sorted(cache.glob(f"*-{name}.npy"))[0]
+
+
+def cut(cache: Path, name: str) -> None:
+    file = index(cache, name)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def swap_entries(cache: Path, name: str) -> None:
+    file = index(cache, name)
+    array = np.load(file)
+    np.save(file, array[::-1])
+
+
+def swap_files(cache: Path, name: str) -> None:
+    first, second, *_ = [*sorted(cache.glob(f"*-{name}.npy")), index(cache, "shuffle_index")]
+    kept = first.read_bytes()
+    shutil.copyfile(second, first)
+    second.write_bytes(kept)
+
+
+def flip_a_bit(cache: Path, name: str) -> None:
+    file = index(cache, name)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: list[Callable[[Path, str], object]] = [
+    cut, swap_entries, swap_files, flip_a_bit,
+    lambda cache, name: index(cache, name).write_bytes(b""),
+    lambda cache, name: index(cache, name).unlink(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ARRAYS, *BLENDED])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_indices_are_named_and_built_anew(
+    prefixes: list[str], tmp_path: Path, damage: Any, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = build(prefixes, tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    damage(tmp_path, name)
+    capsys.readouterr()
+    assert same(build(prefixes, tmp_path), expected)
+    said = capsys.readouterr().out
+    assert name in said
+    assert "the sample indices are built anew" in said
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert same(build(prefixes, tmp_path), expected)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]x", "null", "[1]"])
+def test_damaged_digests(prefixes: list[str], tmp_path: Path, content: str) -> None:
+    expected = build(prefixes, tmp_path)
+    for record in tmp_path.glob("*-sha256.json"):
+        assert set(json.loads(record.read_text())) < {path.name for path in tmp_path.iterdir()}
+        record.write_text(content)
+    assert same(build(prefixes, tmp_path), expected)
+
+
+def test_indices_of_stock_without_digests_are_not_trusted(
+    prefixes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = build(prefixes, tmp_path)
+    swap_entries(tmp_path, "shuffle_index")
+    for record in tmp_path.glob("*-sha256.json"):
+        record.unlink()
+    assert same(build(prefixes, tmp_path), expected)
+    assert capsys.readouterr().out.count("sha256.json does not exist; the sample indices are built anew") == 3
+
+
+def test_whole_indices_are_read_and_not_written(prefixes: list[str], tmp_path: Path) -> None:
+    build(prefixes, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    build(prefixes, tmp_path)
+    build(prefixes, tmp_path, fast_cache_load=True, num_dataset_builder_threads=2)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_a_build_that_ends_leaves_no_part(
+    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, save = [], np.save
+
+    def end_at_the_second(*args: Any, **kwargs: Any) -> None:
+        saved.append(args)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(np, "save", end_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        build(prefixes, tmp_path)
+    monkeypatch.setattr(np, "save", save)
+    recorded = [name for record in tmp_path.glob("*-sha256.json") for name in json.loads(record.read_text())]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == sorted(recorded)
+    assert len(recorded) < 11
+    capsys.readouterr()
+    build(prefixes, tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("how", ["fast_cache_load", "defer_npy_index_mmap"])
+def test_nothing_is_built_where_stock_builds_nothing(prefixes: list[str], tmp_path: Path, how: str) -> None:
+    flags = "--dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap"
+    with pytest.raises(DataError, match=rf"sha256\.json does not exist; with {flags} no index is built"):
+        build(prefixes, tmp_path, **{how: True})
+    build(prefixes, tmp_path)
+    cut(tmp_path, "sample_index")
+    with pytest.raises(DataError, match=r"sample_index\.npy is not what was written there"):
+        build(prefixes, tmp_path, **{how: True})
+
+
+def test_another_host_without_them_names_the_flag(
+    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"is_initialized": True, "get_rank": 1, "barrier": None}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    with pytest.raises(DataError, match=r"^rank 1: .* name a folder that all hosts share with --data-cache-path"):
+        build(prefixes, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_names_the_flag(prefixes: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"name a folder that can be written with --data-cache-path"):
+        build(prefixes, tmp_path / "file" / "cache")

@@ -20,7 +20,7 @@ from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import launch_flags, lowering
 from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError
-from megacpp_mcore.launch import launcher, process
+from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 from megacpp_mcore.nemo_recipes import bridge
@@ -84,6 +84,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         if on_cpu:
             stack.enter_context(process.cpu_lane())
         stack.enter_context(process.children_end_with_it())
+        stack.enter_context(extensions.stale_locks_removed())
         stack.enter_context(process.patches_of_the_run())
         process.say(f"patches: {', '.join(registry.default().apply(PATCHES)) or 'applied already'}")
         bridge.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -9,12 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.launch import extensions
+
 # Before anything imports torch: several workers share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background jobs start with Ctrl-C ignored, and so would all that they start; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An extension that Megatron builds: in a folder of the tests' own, without what a killed run of them has left there.
+_EXTENSIONS = Path(__file__).parents[1] / "build" / "torch_extensions"
+os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
+for _lock in _EXTENSIONS.glob("*/lock"):
+    with contextlib.suppress(FileNotFoundError):
+        if extensions.is_abandoned(_lock):
+            _lock.unlink()
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -29,7 +29,7 @@ from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP, check_torch_fsdp
 from megacpp_mcore.backends import Dispatcher, vendors
-from megacpp_mcore.launch import process
+from megacpp_mcore.launch import extensions, process
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.patches.machinery import registry
@@ -183,6 +183,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
             queues = {"connections": FSDP_CONNECTIONS} if TORCH_FSDP in chosen.arguments else {}
             stack.enter_context(process.cpu_lane(**queues))
         stack.enter_context(process.children_end_with_it())
+        stack.enter_context(extensions.stale_locks_removed())
         stack.enter_context(process.patches_of_the_run())
         stack.callback(release_folder)
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,33 +11,7 @@ import pytest
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests import tiny_run
-
-END_S = 60
-"""In which whatever a process has started has to be gone."""
-
-
-@contextlib.contextmanager
-def started(words: Sequence[str], until: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that has printed ``until``, in a session of its own, nothing of which is left in the end."""
-    environment = {**os.environ, "PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", **environment}
-    program = subprocess.Popen(
-        [sys.executable, "-W", "ignore", *words],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert program.stdout is not None
-    try:
-        said = []
-        for line in program.stdout:
-            said.append(line)
-            if until in line:
-                break
-        assert said, f"the program ended before it printed {until!r}"
-        assert until in said[-1], "".join(said)[-3000:]
-        yield program
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        program.communicate()
+from tests.leftovers import END_S, started
 
 
 @pytest.fixture(scope="module")

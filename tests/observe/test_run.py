@@ -193,7 +193,11 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
     assert clock.phase is Phase.IDLE
 
 
-STOPS = ("exiting program after receiving SIGTERM.", "exiting program after 3.1 minutes", "exiting program at iteration 3")
+STOPS = (
+    "exiting program after receiving SIGTERM.",
+    "exiting program after 3.1 minutes",
+    "exiting program at iteration 3",
+)
 
 
 @pytest.mark.parametrize("where", [(loop.STOCK, "print_datetime"), (loop_bridge.SEAMS, "barrier_and_log")])

@@ -1,0 +1,123 @@
+"""Locks of PyTorch's extension builds: a dead process's is taken away, a live one's is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from megacpp_mcore import cpu
+from megacpp_mcore.launch import extensions, launcher
+
+HOLDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(sys.argv[1])
+assert baton.try_acquire()
+print("held", flush=True)
+sys.stdin.read()
+baton.release()
+"""
+
+
+@pytest.fixture(autouse=True)
+def initial_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a host without containers, wherever the tests run."""
+    monkeypatch.setattr(extensions, "_INITIAL_PID_NAMESPACE", os.stat("/proc/self/ns/pid").st_ino)
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    folder = tmp_path / "share_storage_ext"
+    folder.mkdir()
+    return folder / "lock"
+
+
+@pytest.fixture
+def holder(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock, as one that builds."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_dead_processs_lock_is_taken_away(
+    lock: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert not FileBaton(str(lock)).try_acquire()  # and wait() has no end
+    os.utime(lock, (0, time.time() - 3600))
+    with extensions.stale_locks_removed():
+        baton = FileBaton(str(lock))
+        assert baton.try_acquire()
+        assert lock.exists()
+        baton.release()
+    assert f"{lock}, the lock of a PyTorch extension, 3600 s old, was left" in capsys.readouterr().out
+
+
+def test_a_live_processs_lock_is_waited_for(lock: Path, holder: subprocess.Popen[str]) -> None:
+    with extensions.stale_locks_removed():
+        assert not FileBaton(str(lock)).try_acquire()
+        assert lock.exists()
+        holder.communicate("")  # which releases it
+        assert holder.returncode == 0
+        assert FileBaton(str(lock)).try_acquire()
+
+
+def test_one_of_several_ranks_gets_it(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rank is slow between seeing that the lock is a dead process's and removing it: it is another's by then."""
+    lock.touch()
+    is_open = extensions._is_open
+    monkeypatch.setattr(extensions, "_is_open", lambda file: (is_open(file), time.sleep(1))[0])
+    batons = [FileBaton(str(lock)) for _ in range(2)]
+    got: list[bool] = []
+    with extensions.stale_locks_removed():
+        threads = [threading.Thread(target=lambda baton=baton: got.append(baton.try_acquire())) for baton in batons]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(got) == [False, True]
+
+
+def test_it_is_in_place_in_a_launch(lock: Path, tmp_path: Path) -> None:
+    lock.touch()
+    script = tmp_path / "builds.py"
+    script.write_text(f"from torch.utils.file_baton import FileBaton\nassert FileBaton({str(lock)!r}).try_acquire()\n")
+    words = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
+    assert launcher.launch([str(script), *words], device="cpu") == 0
+    assert not FileBaton(str(lock)).try_acquire()  # as before
+
+
+def test_the_tests_have_a_folder_of_their_own() -> None:
+    from torch.utils import cpp_extension
+
+    root = Path(__file__).parents[2]
+    assert Path(cpp_extension._get_build_directory("some_extension", verbose=False)).is_relative_to(root / "build")
+
+
+@pytest.mark.parametrize("changed", ["_OF_ONE_HOST", "_INITIAL_PID_NAMESPACE"])
+def test_where_others_may_hold_it_unseen_it_is_named_and_stays(
+    lock: Path, changed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file system of several hosts, and a container whose folder is another's, too."""
+    lock.touch()
+    monkeypatch.setattr(extensions, changed, () if changed == "_OF_ONE_HOST" else 0)
+    with extensions.stale_locks_removed():
+        assert not FileBaton(str(lock)).try_acquire()
+    assert lock.exists()
+    assert f"waiting for {lock}, the lock of a PyTorch extension, 0 s old" in capsys.readouterr().out

@@ -1,0 +1,39 @@
+"""Programs that are killed: whatever they started holds their output open until it ends, too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from tests import tiny_run
+
+END_S = 60
+"""In which whatever a process has started has to be gone."""
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], until: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that has printed ``until``, in a session of its own, nothing of which is left in the end."""
+    environment = {**os.environ, "PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", **environment}
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *words],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert program.stdout is not None
+    try:
+        said = []
+        for line in program.stdout:
+            said.append(line)
+            if until in line:
+                break
+        assert said, f"the program ended before it printed {until!r}"
+        assert until in said[-1], "".join(said)[-3000:]
+        yield program
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()

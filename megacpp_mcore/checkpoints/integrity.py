@@ -134,7 +134,8 @@ def write_manifest(folder: Path) -> None:
         OSError: a file cannot be read or written.
     """
     config, manifest_id = folder / CONFIG, uuid.uuid4().hex
-    replace(config, json.dumps({**json.loads(config.read_bytes()), _ID: manifest_id}).encode())
+    if config.exists():
+        replace(config, json.dumps({**json.loads(config.read_bytes()), _ID: manifest_id}).encode())
     sidecars = list(folder.glob(f"*{_SUFFIX}"))
     known = dict(zip((one.name.removesuffix(_SUFFIX) for one in sidecars), map(Path.read_text, sidecars), strict=True))
 

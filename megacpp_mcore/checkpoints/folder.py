@@ -169,6 +169,8 @@ def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
     whole = _first_whole(load, numbers)
     is_lost = named is None and not _on_rank_0(lambda: os.path.lexists(load / TRACKER))
     if whole is not None and (load_newest_whole or is_lost):
+        if named is not None and saves_here:  # the run will save there
+            _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
         _say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
         return whole
     if is_lost:

@@ -114,6 +114,12 @@ def test_a_checkpoint_that_is_a_link_to_nothing_is_named(saved: Path) -> None:
     (saved / NEWEST).symlink_to("nowhere")
     with pytest.raises(CheckpointError, match=f"{NEWEST} is damaged: it is a link to nowhere, .* whole .*{OLDER}"):
         choose(saved, None, saves_here=True)
+    checkpoint_folder.load_newest_whole = True
+    assert choose(saved, None, saves_here=False) == 3
+    with pytest.raises(
+        CheckpointError, match=f"{NEWEST} is a link to nowhere, which does not exist; correct or remove it"
+    ):
+        choose(saved, None, saves_here=True)
 
 
 def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

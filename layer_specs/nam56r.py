@@ -63,6 +63,8 @@ PATCHES = (
     "checkpoint-integrity",
     "checkpoint-layout",
     "mixed-precision-optimizer",
+    "optimizer-layouts",
+    "optimizer-resharding",
     "torch-adam-resume",
     "output-layer-fusion",
     "expert-counts",

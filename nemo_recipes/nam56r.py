@@ -205,6 +205,7 @@ def derive(config: ConfigContainer, machine: launch_flags.Machine, given: Sequen
         "model.gradient_accumulation_fusion": on[launch_flags.FUSED_GRADIENTS],
         "ddp.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
         "optimizer.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
+        "checkpoint.dist_ckpt_optim_fully_reshardable": on[launch_flags.DISTRIBUTED_OPTIMIZER],
         "ddp.overlap_grad_reduce": on[launch_flags.GRAD_REDUCE],
         "ddp.bucket_size": launch_flags.bucket_elements(machine),
         "ddp.overlap_param_gather": on[launch_flags.PARAM_GATHER],

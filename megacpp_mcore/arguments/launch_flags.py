@@ -21,6 +21,8 @@ MOE_PERMUTE = "MoE permute fusion"
 MANUAL_GC = "manual garbage collection"
 GC_INTERVAL = 100
 """Steps between garbage collections: a step leaves little in cycles, and collecting takes 0.1 s in a large process."""
+FULLY_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+"""With the distributed optimizer: its state is saved by parameter, not as the run's flat buckets, and at the same cost."""
 BUCKET_ELEMENTS = 120_000_000
 """Elements of a gradient bucket where reductions are hidden; Megatron has 40 million, or a million a replica if that is more.
 
@@ -113,7 +115,7 @@ FLAGS = (
     ),
     LaunchFlag(
         name=DISTRIBUTED_OPTIMIZER,
-        words=("--use-distributed-optimizer",),
+        words=("--use-distributed-optimizer", FULLY_RESHARDABLE),
         reason="fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
         obstacle=_replicas,
     ),

@@ -6,7 +6,7 @@ It is stored in the checkpoint's content metadata, which Megatron provides for s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from megacpp_mcore.errors import CheckpointError
 
@@ -20,6 +20,11 @@ MODEL_KEY = "megacpp_model"
 """Key there of what changes a forward pass and shows in no Megatron argument and no parameter's name or shape, by name."""
 LOADED_FROM = "megacpp_loaded_from"
 """Key there under which the patch checkpoint-layout notes the folder of a checkpoint being loaded."""
+FORMAT = "distrib_optim_sharding_type"
+"""Megatron's key there of the distributed optimizer's format; none if the optimizer was not distributed."""
+FULLY, FLAT = "fully_reshardable", "dp_reshardable"
+UNSHARDED = "megacpp_unsharded_optimizer"
+"""Key there under which the patch optimizer-layouts notes, at a load, that the checkpoint's optimizer was not distributed."""
 
 
 def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
@@ -59,17 +64,28 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
                 "weights into this model (--finetune)"
             )
     saved = metadata.get(EXPERTS_KEY, "stock")
-    flat = metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
-    if experts not in (None, saved) and flat and _loads_optimizer():
+    if experts not in (None, saved) and metadata.get(FORMAT) == FLAT and loads_optimizer():
         # Flat buffers concatenate all parameters: ours and stock's have equal length but different order.
-        raise CheckpointError(
-            f"the checkpoint {folder} has the distributed optimizer's state in the order of the experts' parameters (backend "
-            f"{saved}), which the run, with {experts}, has in another; write backends: {{experts: {saved}}}, or save it so "
-            "once with --dist-ckpt-optim-fully-reshardable, or load without the optimizer's state (--no-load-optim)"
+        refuse_flat_state(
+            folder, f"its experts are the backend {saved}, and the run's {experts} (backends: {{experts: {saved}}})"
         )
 
 
-def _arguments() -> Any:
+def refuse_flat_state(folder: str, difference: str) -> NoReturn:
+    """Refuse the distributed optimizer's state in Megatron's default format, for a run that is not cut as the saved one was.
+
+    Raises:
+        CheckpointError: always, with the remedy.
+    """
+    raise CheckpointError(
+        f"the checkpoint {folder} has the distributed optimizer's state as flat buckets, which only a run of the same layout, "
+        f"buckets, optimizer and experts can load: {difference}; load it once as it was saved, and save it for every layout "
+        "(--dist-ckpt-optim-fully-reshardable --ckpt-convert-format torch_dist --ckpt-convert-save NEW, then name "
+        "NEW/torch_dist), or load without the optimizer's state (--no-load-optim)"
+    )
+
+
+def arguments() -> Any:
     """The stock script's; None without one, where get_args() would assert."""
     from megatron.training import global_vars
 
@@ -78,12 +94,12 @@ def _arguments() -> Any:
 
 def _is_finetuned() -> bool:
     """Whether this process's stock script begins training anew from a checkpoint's weights."""
-    return bool((arguments := _arguments()) is not None and arguments.finetune)
+    return bool((args := arguments()) is not None and args.finetune)
 
 
-def _loads_optimizer() -> bool:
+def loads_optimizer() -> bool:
     """Whether this process's stock script loads optimizer state; assumed if there is no stock script."""
-    return (arguments := _arguments()) is None or not (arguments.no_load_optim or arguments.finetune)
+    return (args := arguments()) is None or not (args.no_load_optim or args.finetune)
 
 
 def check_version(prefix: str, version: int | None) -> None:

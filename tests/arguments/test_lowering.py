@@ -229,7 +229,8 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
-    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}
+    sharded = {"--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"}
+    replicas = sharded | {"--overlap-grad-reduce", "--overlap-param-gather"}
     assert launch_words() == one
     assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
     assert (
@@ -240,7 +241,7 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     assert launch_words(transformer_impl="local") == local
     assert launch_words(processes=8, device="cpu", transformer_impl="local", precision="fp32") == off
     untrained = with_overrides(preset("nam56r_tiny"), {"dsa": {"loss_coeff": 0.0}})
-    assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
+    assert launch_words(processes=2, model=untrained) == one | sharded
     dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
     assert "--moe-permute-fusion" not in launch_words(model=dense)
 

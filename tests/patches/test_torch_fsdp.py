@@ -98,7 +98,8 @@ def test_lowering() -> None:
     words = lower(TINY, Layout(), training)
     assert "--no-gradient-accumulation-fusion" in words
     assert words[words.index("--ckpt-format") + 1] == "torch_dcp"
-    assert not {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
+    sharded = {"--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"}
+    assert not {*sharded, "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
     with pytest.raises(
         ModelError, match=r"pipeline .* is 2, expected 1 .*; expert .* is 2, .*; change that, or leave --use"

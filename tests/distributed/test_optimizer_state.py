@@ -1,0 +1,252 @@
+"""Optimizer state between layouts, kinds of optimizer, buckets and formats: each move is exact, or refused with a remedy.
+
+The table in docs/launch.md is generated and checked here. What is exact: main parameters and both moments, byte for byte by
+name (tests/distributed/moving.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.observe.steps import read_steps
+from tests import stock
+from tests.distributed.runs import ROOT, launch, write_config
+
+pytestmark = pytest.mark.slow
+
+EXACT, REFUSED = "exact", "refused"
+DEFAULT, FULLY, TORCH, STOCK = "default", "fully", "torch", "stock "
+OVERRIDES = {"pattern": "AEMR", "depth": 4, "dsa": {"schedule": "F"}, "seq_length": 64}
+MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
+LAYOUTS = {
+    "one process": (Layout(), 1),
+    "2 replicas": (Layout(), 2),
+    "TP 2 + SP": (Layout(tensor=2, sequence_parallel=True), 2),
+    "EP 2": (Layout(expert=2), 2),
+    "PP 2": (Layout(pipeline=2), 2),
+    "TP 2 + SP + EP 2": (Layout(tensor=2, sequence_parallel=True, expert=2), 2),
+}
+DISTRIBUTED = ("--use-distributed-optimizer",)
+MANY = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
+KINDS = {"plain": (), "one bucket": DISTRIBUTED, "many buckets": MANY}
+"""Megatron's own optimizer, and the distributed one with one or many gradient buckets."""
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What saves or loads: a layout and an optimizer in a precision."""
+
+    layout: str
+    kind: str
+    precision: str
+
+    def words(self) -> list[str]:
+        """Megatron's arguments."""
+        layout, _ = LAYOUTS[self.layout]
+        divisor = ("--make-vocab-size-divisible-by", str(128 // layout.tensor))
+        return stock.words(
+            MODEL, *divisor, *KINDS[self.kind],
+            layout=layout, precision=self.precision, micro_batch_size=1, global_batch_size=2, train_iters=8,
+        )  # fmt: skip
+
+    def saved(self) -> list[Saved]:
+        """A checkpoint in every format."""
+        return [Saved(self, format_) for format_ in (DEFAULT, TORCH, *((FULLY,) if self.kind != "plain" else ()))]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and as what it is read; empty: as it was saved, by our patches."""
+
+    run: Run
+    format: str
+    read_as: str = ""
+
+    def folder(self, root: Path) -> Path:
+        return root / f"{self.run.layout}, {self.run.kind}, {self.run.precision}, {self.format}"
+
+
+Cells = dict[tuple[Saved, Run], str]
+
+
+def run_tasks(root: Path, tasks: Sequence[tuple[Run, Iterable[Saved], Iterable[Saved]]]) -> Cells:
+    """Save and load in one launch, all in one layout: of each task its own checkpoints, and then others; what came of loads."""
+    _, processes = LAYOUTS[tasks[0][0].layout]
+    loads = {run: list(loaded) for run, _, loaded in tasks}
+    trainees = [
+        {
+            "name": str(number),
+            "words": run.words(),
+            "save": {str(one.folder(root)): one.format for one in saved},
+            "load": [(str(one.folder(root)), one.read_as or one.format) for one in loads[run]],
+        }
+        for number, (run, saved, _) in enumerate(tasks)
+    ]
+    plan, answers = root / "tasks", root / "answers"
+    plan.write_text(json.dumps({"trainees": trainees, "answers": str(answers)}))
+    script = ROOT / "tests" / "distributed" / "moving.py"
+    words = ["--", str(script), str(plan), *tasks[0][0].words()]
+    status, output = launch(words, write_config(root / "model.yaml", OVERRIDES), processes, timeout=600)
+    assert status == 0, output[-8000:]
+    by_rank = [json.loads(Path(f"{answers}.{rank}").read_text()) for rank in range(processes)]
+    cells = {}
+    for number, run in enumerate(loads):
+        for saved in loads[run]:
+            found = [of_rank[f"{saved.folder(root)} to {number}"] for of_rank in by_rank]
+            assert len({answer.partition(":")[0] for answer in found}) == 1, (saved, run, found)
+            cells[saved, run] = found[0]
+    return cells
+
+
+def promised(saved: Saved, run: Run) -> str:
+    """What docs/launch.md says of a move."""
+    same_kind = (saved.run.kind == "plain") == (run.kind == "plain")
+    same_layout = LAYOUTS[saved.run.layout][0] == LAYOUTS[run.layout][0]
+    if saved.format == TORCH:
+        return EXACT if same_kind and same_layout else REFUSED
+    if saved.format == FULLY or saved.run.kind == "plain":
+        return EXACT
+    return EXACT if same_layout and saved.run.kind == run.kind else REFUSED
+
+
+def assert_as_promised(cells: Cells) -> None:
+    """Fail, with the cells, unless each is exact or refused as promised, and a refusal says what to do."""
+    found = {cell: EXACT if answer == EXACT else answer.partition(":")[0] for cell, answer in cells.items()}
+    wrong = {cell: cells[cell] for cell, one in found.items() if one != promised(*cell)}
+    assert wrong == {}
+    for (saved, _), answer in cells.items():
+        if answer != EXACT:
+            assert "--ckpt-convert-format torch_dist --ckpt-convert-save NEW" in answer
+            assert f"{saved.run.layout}, {saved.run.kind}" in answer  # the folder
+
+
+ROWS = {
+    "by name: not distributed, or `--dist-ckpt-optim-fully-reshardable`": lambda saved: (
+        saved.format != TORCH and (saved.format == FULLY or saved.run.kind == "plain")
+    ),
+    "flat buckets: Megatron's default of the distributed optimizer": lambda saved: (
+        saved.format == DEFAULT and saved.run.kind != "plain"
+    ),
+    "`--ckpt-format torch`": lambda saved: saved.format == TORCH,
+}
+COLUMNS = ("as saved", "other number of replicas", "other buckets", "other TP, PP, EP", "other kind of optimizer")
+
+
+def column(saved: Saved, run: Run) -> str:
+    """What a move changes: the last of :data:`COLUMNS` that it does."""
+    changes = (
+        True,
+        saved.run.layout != run.layout,
+        saved.run.kind != run.kind,
+        LAYOUTS[saved.run.layout][0] != LAYOUTS[run.layout][0],
+        (saved.run.kind == "plain") != (run.kind == "plain"),
+    )
+    return [name for name, is_changed in zip(COLUMNS, changes, strict=True) if is_changed][-1]
+
+
+def table(cells: Mapping[tuple[Saved, Run], str]) -> str:
+    """The table of docs/launch.md: what came of all moves of a kind, and how many there are."""
+    lines = [f"| saved | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row, holds in ROWS.items():
+        found: list[str] = []
+        for name in COLUMNS:
+            answers = [
+                EXACT if answer == EXACT else REFUSED
+                for (saved, run), answer in cells.items()
+                if holds(saved) and column(saved, run) == name
+            ]
+            assert len(set(answers)) == 1, (row, name, set(answers))
+            found.append(f"{answers[0]} ({len(answers)})")
+        lines.append(f"| {row} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def all_moves() -> dict[str, list[tuple[Run, list[Saved], list[Saved]]]]:
+    """By layout: each run of it, its checkpoints, and those of all runs of its precision."""
+    runs = [Run(layout, kind, precision) for layout in LAYOUTS for precision in PRECISIONS for kind in KINDS]
+    return {
+        layout: [
+            (run, run.saved(), [saved for one in runs if one.precision == run.precision for saved in one.saved()])
+            for run in runs
+            if run.layout == layout
+        ]
+        for layout in LAYOUTS
+    }
+
+
+@pytest.mark.exhaustive
+def test_every_move_is_exact_or_refused(tmp_path: Path) -> None:
+    moves = all_moves()
+    for tasks in moves.values():
+        run_tasks(tmp_path, [(run, saved, []) for run, saved, _ in tasks])
+    cells: Cells = {}
+    for tasks in moves.values():
+        cells |= run_tasks(tmp_path, [(run, [], loaded) for run, _, loaded in tasks])
+    assert_as_promised(cells)
+    assert table(cells) in (ROOT / "docs" / "launch.md").read_text(encoding="utf-8"), table(cells)
+
+
+def test_the_table_has_what_is_promised() -> None:
+    """The counted table follows from the promises alone; that they are kept is for the test above."""
+    promises = {
+        (saved, run): promised(saved, run)
+        for tasks in all_moves().values()
+        for run, _, loaded in tasks
+        for saved in loaded
+    }
+    assert table(promises) in (ROOT / "docs" / "launch.md").read_text(encoding="utf-8"), table(promises)
+
+
+def test_state_goes_between_recipes(tmp_path: Path) -> None:
+    """What two replicas of the recipes save goes on in one process and with experts cut over two, and what one saves, there."""
+    replicas, one = Run("2 replicas", "many buckets", "bf16"), Run("one process", "plain", "bf16")
+    experts = Run("EP 2", "one bucket", "bf16")
+    run_tasks(tmp_path, [(replicas, replicas.saved(), [])])
+    cells = run_tasks(tmp_path, [(one, one.saved(), replicas.saved())])
+    cells |= run_tasks(tmp_path, [(experts, [], [*replicas.saved(), *one.saved()])])
+    assert_as_promised(cells)
+    assert sorted(answer.partition(":")[0] for answer in cells.values()).count(EXACT) == 3
+
+
+def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
+    """Of one bucket it is loaded, and Megatron loads ours; of several, it is another parameter's, and refused."""
+    one, many = (Run("one process", kind, "bf16") for kind in ("one bucket", "many buckets"))
+    by_stock = [Saved(run, STOCK + FULLY, FULLY) for run in (one, many)]
+    ours = Saved(many, FULLY, STOCK + FULLY)
+    cells = run_tasks(tmp_path, [(one, [by_stock[0]], []), (many, [by_stock[1], ours], [*by_stock, ours])])
+    assert cells[by_stock[0], many] == EXACT
+    assert cells[ours, many] == EXACT
+    refusal = cells[by_stock[1], many]
+    assert refusal.startswith(f"{REFUSED}: the checkpoint")
+    assert "several gradient buckets; load it without the optimizer's state (--no-load-optim)" in refusal
+
+
+@pytest.mark.exhaustive
+def test_a_refused_run_has_not_begun_and_its_remedy_helps(tmp_path: Path) -> None:
+    """The launch ends with an error before any step; converted as it says, the checkpoint goes on, exact."""
+    saving, run = Run("2 replicas", "many buckets", "bf16"), Run("one process", "plain", "bf16")
+    flat, config = Saved(saving, DEFAULT), tmp_path / "model.yaml"
+    run_tasks(tmp_path, [(saving, [flat], [])])
+    record, load = tmp_path / "observe", ("--load", str(flat.folder(tmp_path)))
+    status, output = launch(["--observe", str(record), "--", *run.words(), *load], config)
+    assert status != 0
+    refusal = re.search(r"as flat buckets, which only .* can load: .* name\s+NEW/torch_dist", output, re.DOTALL)
+    assert refusal is not None, output[-4000:]
+    assert not any(True for _ in read_steps(record))
+    new = tmp_path / "new"
+    remedy = re.search(r"\((--dist-ckpt-optim-fully-reshardable .* NEW), then", output)
+    assert remedy is not None
+    converting = [*saving.words(), *load, *remedy[1].replace("NEW", str(new)).split()]
+    status, output = launch(["--", *converting], config, 2)
+    assert status == 0, output[-4000:]
+    converted = Saved(saving, FULLY)
+    (new / "torch_dist").rename(converted.folder(tmp_path))
+    assert run_tasks(tmp_path, [(run, [], [converted])])[converted, run] == EXACT

@@ -145,7 +145,7 @@ def main(run: str, words: list[str]) -> None:
             "hybrid-flops",
             *(["linear-cross-entropy"] if "patched" in FATE else []),
         ]
-        with policy.said(), process.cpu_lane():
+        with policy.said(), process.children_end_with_it(), process.cpu_lane():
             registry.default().apply(patches)
             end_in_step_4()
             with observation.observed(chosen, launched, Watched()):

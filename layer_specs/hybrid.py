@@ -173,7 +173,6 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
     run = _run(config)
     settings = plugin_config.from_environment()
-    ranks.compare(settings)
     gpt_host.configure_engine(settings)
     if settings is not None:
         model = settings.model
@@ -182,6 +181,8 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     else:
         model = lowering.matching_preset(run.sources, host=HYBRID)
     chunks = _chunks(model, config, run.text)
+    if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in the GPT host
+        ranks.compare(settings)
     if config.cuda_graph_impl != "none":
         raise ModelError(
             f"{model.name}: no layer of HybridModel has been captured yet; leave --cuda-graph-impl out, or train on GPTModel "

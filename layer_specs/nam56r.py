@@ -104,7 +104,8 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     transformer = getattr(config, "transformer", config)
     sources = (transformer, config)
     settings = plugin_config.from_environment()
-    ranks.compare(settings)
+    if not vp_stage:  # once: between chunks one stage may wait for a later chunk of another, as for tied embeddings
+        ranks.compare(settings)
     configure_engine(settings)
     if settings is not None:
         model = settings.model

@@ -43,8 +43,9 @@ _OPTIMIZER, _TORCH = "use_distributed_optimizer", "torch"
 
 
 def _differences(run: Any, saved: Any, names: tuple[str, ...]) -> str:
-    """The arguments of ``names`` that differ, with both values; empty if none does."""
-    pairs = ((name, getattr(saved, name, None), getattr(run, name, None)) for name in names)
+    """The arguments of ``names`` that both have and that differ, with both values; empty if none does."""
+    known = (name for name in names if hasattr(run, name) and hasattr(saved, name))
+    pairs = ((name, getattr(saved, name), getattr(run, name)) for name in known)
     return ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new)
 
 

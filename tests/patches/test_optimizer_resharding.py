@@ -1,12 +1,14 @@
-"""The boxes of the patch optimizer-resharding; its saves and loads: tests/distributed/test_optimizer_state.py."""
+"""Parts of the patches optimizer-resharding and optimizer-layouts; their saves and loads: tests/distributed/test_optimizer_state.py."""
 
 from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 
 import torch
 
+from megacpp_mcore.patches.optimizer_layouts import _differences
 from megacpp_mcore.patches.optimizer_resharding import boxes
 
 
@@ -28,3 +30,11 @@ def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:
         assert [tuple(box.shape) for box in cut] == [size for _, size in found]
         assert [number for box in cut for number in box.flatten().tolist()] == list(range(start, end))
     assert most == 7
+
+
+def test_an_argument_that_one_side_does_not_have_is_no_difference() -> None:
+    saved = Namespace(tensor_model_parallel_size=2, expert_model_parallel_size=1)
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size")
+    assert _differences(Namespace(tensor_model_parallel_size=2), saved, names) == ""
+    said = _differences(Namespace(tensor_model_parallel_size=4), saved, names)
+    assert said == "tensor_model_parallel_size was 2, and the run's is 4"

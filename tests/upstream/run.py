@@ -196,7 +196,7 @@ def main() -> int:
     work = options.work or ROOT / "build" / time.strftime("upstream-%Y%m%d-%H%M%S")
     output = options.output or work / "upstream_tests.csv"
     work.mkdir(parents=True)
-    commit = host.own_git("rev-parse", "HEAD") or os.environ.get("MEGACPP_COMMIT", "")
+    commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("rev-parse", "HEAD") or ""
     facts = {"commit": commit[:7], "gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
     facts["transformer_engine"] = host.version("transformer-engine") or ""
     arms = [Run(arm, gpus) for arm in ARMS if arm in {*STOCK, *options.arms} for gpus in options.gpus]

@@ -1,4 +1,4 @@
-"""Parts of the patches optimizer-resharding and optimizer-layouts; tests/distributed/test_optimizer_state.py saves and loads."""
+"""Parts of optimizer-resharding and optimizer-layouts; tests/distributed/test_optimizer_state.py saves and loads."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ Provenance: megatron-core 0.19.2 ``core/rerun_state_machine.py``, ``core/optimiz
 
 Nothing is computed while values are finite. A layer (:func:`hold`) leaves weak references to its input and output, which live
 as long as the backward pass needs them: when the loss is checked, they tell the first layer whose output is not finite. When
-gradients are checked they are gone, and the gradients themselves tell where the backward pass, which goes from the last layer
-to the first, went wrong. No collective is needed: other ranks may wait elsewhere. Where upstream runs the step again, layers
-are examined as they run.
+gradients are checked they are gone, or in CUDA graphs overwritten, and the gradients themselves tell where the backward pass,
+which goes from the last layer to the first, went wrong. No collective is needed: other ranks may wait elsewhere. Where upstream
+runs the step again, layers are examined as they run.
 """
 
 from __future__ import annotations
@@ -104,13 +104,11 @@ def origin(*, of_loss: bool) -> str:
 
     chunks = _chunks()
     with torch.no_grad():
-        return (
-            f"{_rank()}: {_activation(chunks) or (_behind(chunks) if of_loss else _mtp_losses() or _gradient(chunks))}"
-        )
+        return f"{_rank()}: {_activation(chunks) if of_loss else _mtp_losses() or _gradient(chunks)}"
 
 
 def _activation(chunks: Sequence[Any]) -> str:
-    """The first layer whose output is not finite, of those still held; empty without one."""
+    """The first layer whose output is not finite, of those still held."""
     unknown: list[str] = []
     for chunk in chunks:
         layers = [(label, layer, vars(layer)[HELD]) for label, layer in _layers(chunk) if HELD in vars(layer)]
@@ -128,14 +126,8 @@ def _activation(chunks: Sequence[Any]) -> str:
             else:
                 also = f" (those of {', '.join(unknown)} before it are no longer in memory)" if unknown else ""
                 return f"the first layer whose output is not finite is {label}{also}"
-    return ""
-
-
-def _behind(chunks: Sequence[Any]) -> str:
-    """What can be said of a loss that is not finite where no output of a layer is found to be."""
-    held = [(label, layer) for chunk in chunks for label, layer in _layers(chunk) if HELD in vars(layer)]
-    if unknown := [label for label, layer in held if _alive(vars(layer)[HELD][1]) is None]:
-        return f"the outputs of {', '.join(unknown)} are no longer in memory, those of the other layers are finite"
+    if unknown:
+        return f"the outputs of {', '.join(unknown)} are no longer in memory, those of the layers before are finite"
     return "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
 
 
@@ -160,38 +152,25 @@ def _gradient(chunks: Sequence[Any]) -> str:
     """Where the backward pass went wrong, by the gradients of this rank."""
     parts = _gradients(chunks)
     wrong = {part: [name for name, one in held.items() if not _finite(one)] for part, held in parts.items()}
-    if not any(wrong.values()):
-        sizes = {
-            part: max(float(one.abs().max()) for one in held.values() if one.numel()) for part, held in parts.items()
-        }
-        largest = max(sizes, key=lambda part: sizes[part], default=None)
-        size = "" if largest is None else f"; the largest value is {sizes[largest]:.3g}, in {largest}"
-        return f"every gradient on this rank is finite{size}"
-    first = [part for part in parts if wrong[part]][-1]
-    after = next(iter(list(parts)[list(parts).index(first) + 1 :]), None)
-    text = f"the backward pass, which goes from the last layer to the first, went wrong in {first}: the gradients of "
-    text += (
-        f"{len(wrong[first])} of its {len(parts[first])} parameters are not finite, such as that of {wrong[first][0]}"
+    first = next((part for part in reversed(parts) if wrong[part]), None)
+    if first is None:
+        return "every gradient on this rank is finite"
+    given = ", unless the loss or the next pipeline stage gave it such a gradient" if first == [*parts][-1] else ""
+    return (
+        f"the backward pass, which goes from the last layer to the first, went wrong in {first}: the gradients of "
+        f"{len(wrong[first])} of its {len(parts[first])} parameters are not finite, such as that of {wrong[first][0]}{given}"
     )
-    if after is not None:
-        text += f", those of {after} are"
-    elif not chunks[-1].post_process:
-        text += ", if it was not given such a gradient by the next pipeline stage"
-    else:
-        text += ", if the loss was finite"
-    return text
 
 
 def _mtp_losses() -> str:
     """Which of MTP's losses, which upstream does not check, are not finite; empty if all are."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    values = MTPLossLoggingHelper.tracker.get("loss_values")
-    losses = [] if values is None else values.tolist()
-    if depths := [str(depth) for depth, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
-        where = f"the forward pass of {_PARTS['mtp']} (A) or of the output layer behind it"
-        return f"the loss of MTP depth {', '.join(depths)} is not finite; if the main loss is, it began in {where}"
-    return ""
+    losses = MTPLossLoggingHelper.tracker.get("loss_values")
+    if losses is None or _finite(losses):
+        return ""
+    where = f"the forward pass of {_PARTS['mtp']} (A) or of the output layer behind it"
+    return f"a loss of MTP is not finite; if the main loss is, it began in {where}"
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,33 +178,22 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_result(
-        self: Any,
-        result: Any,
-        rejection_func: Callable[[Any], bool],
-        message: str,
-        comparison_func: Any = None,
-        tolerance: float = 0.0,
-        fatal: bool = True,
+        self: Any, result: Any, rejection_func: Callable[[Any], bool], message: str, *rest: Any, **kwargs: Any
     ) -> None:
         import torch
 
         global _examining
-        if rejection_func not in (torch.isnan, torch.isinf) or not fatal:
-            original(self, result, rejection_func, message, comparison_func, tolerance, fatal)
+        if rejection_func not in (torch.isnan, torch.isinf) or not kwargs.get("fatal", True):
+            original(self, result, rejection_func, message, *rest, **kwargs)
             return
         of_loss = "grad" not in message
-        validates = self.mode.value == "validate_results"
-        if (
-            validates
-            and self.state.name == "INITIAL_RUN"
-            and not self.first_iteration_complete
-            and rejection_func(result)
-        ):
+        unchecked = self.state.name == "INITIAL_RUN" and not self.first_iteration_complete
+        if self.mode.value == "validate_results" and unchecked and rejection_func(result):
             where = f"no parameter was updated; {origin(of_loss=of_loss)}"
             raise NonFiniteError(f"step {self.current_iteration}: {message} ({float(result)}); {where}")
         before = self.rerun_requested
         try:
-            original(self, result, rejection_func, message, comparison_func, tolerance, fatal)
+            original(self, result, rejection_func, message, *rest, **kwargs)
         except RuntimeError as error:
             if "Unexpected result" not in str(error):
                 raise

@@ -18,7 +18,8 @@ END_S = 60
 @contextlib.contextmanager
 def started(words: Sequence[str], until: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A program that has printed ``until``, in a session of its own, nothing of which is left in the end."""
-    environment = {**os.environ, "PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", **environment}
+    path = os.pathsep.join(filter(None, (str(tiny_run.ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     program = subprocess.Popen(
         [sys.executable, "-W", "ignore", *words],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -30,8 +31,7 @@ def started(words: Sequence[str], until: str, **environment: str) -> Iterator[su
             said.append(line)
             if until in line:
                 break
-        assert said, f"the program ended before it printed {until!r}"
-        assert until in said[-1], "".join(said)[-3000:]
+        assert until in "".join(said[-1:]), f"it ended before it printed {until!r}: {''.join(said)[-3000:]}"
         yield program
     finally:
         with contextlib.suppress(ProcessLookupError):

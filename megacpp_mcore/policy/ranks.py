@@ -27,15 +27,19 @@ from megacpp_mcore.settings import VARIABLE, PluginConfig
 from megacpp_mcore.util import host
 from megacpp_mcore.util.stand_in import stand_in
 
-OF_A_RANK = frozenset(("rank", "local_rank", "data_cache_path", "tensorboard_dir", "wandb_save_dir"))
-"""Megatron's arguments (attributes) that may differ: which rank this is, and folders that need not be shared by hosts."""
+OF_A_RANK = (
+    "rank", "local_rank", "node_rank", "data_cache_path", "path_to_cache", "tensorboard_dir", "wandb_save_dir",
+    "wandb_exp_name", "non_persistent_local_ckpt_dir", "memory_snapshot_path", "flight_recorder_dump_path",
+    "result_rejected_tracker_filename",
+)  # fmt: skip
+"""Arguments (attributes) that may differ: which rank this is, a name made from the time, and what hosts need not share."""
 
 _OF_A_HOST = frozenset(("path", "cache_root", "given"))
 """Fields of the configuration file's content that are not compared; ``given`` repeats which of the others were set."""
 
 _ENVIRONMENT = re.compile(
     f"{CONNECTIONS}|{'|'.join(DISABLING)}|MEGACPP_DISABLE_TE|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-    "|NCCL_(ALGO|PROTO)|CUBLAS.*|NVTE_.*"
+    "|NCCL_(ALGO|PROTO)|CUBLAS(?!.*LOG).*|NVTE_(?!DEBUG).*"
 )
 """Variables that change what is computed, or in which order."""
 
@@ -85,11 +89,10 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
     facts = {VARIABLE: "is not used" if settings is None else "is used", "the code of megacpp-mcore": _code()}
     facts |= {f"version of {name}": version for name, version in host.versions().items()}
     facts |= {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
-    arguments = (
-        global_vars._GLOBAL_ARGS
-    )  # None under Megatron-Bridge, whose overrides are words; get_args() would assert
-    if arguments is None:
-        facts["command line"] = re.sub(r"--(local|node)[-_]rank[= ]\S+", "", " ".join(sys.argv[1:]))
+    arguments = global_vars._GLOBAL_ARGS
+    if arguments is None:  # under Megatron-Bridge, whose overrides are words
+        own = "|".join(OF_A_RANK).replace("_", "[-_]")
+        facts["command line"] = re.sub(rf"\S*\b({own})[= ]\S+", "", " ".join(sys.argv[1:]))
     else:
         given = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
         facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in given.items()}

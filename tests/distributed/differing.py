@@ -44,6 +44,11 @@ FILES: dict[str, dict[str, Any]] = {
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0", "MEGACPP_DISABLE_TE": "1"}
 OTHER = ("MEGACPP_CONFIG", "the code of megacpp-mcore", "version of torch")
 WAYS = (*ARGUMENTS, *FILES, *ENVIRONMENT, *OTHER)
+HOSTS_OWN = (
+    *("--data-cache-path", "/of/this/host", "--tensorboard-dir", "/of/this/host", "--wandb-exp-name", "12:34:56"),
+    *("--non-persistent-local-ckpt-dir", "/of/this/host", "--memory-snapshot-path", "/of/this/host"),
+    *("--result-rejected-tracker-filename", "/of/this/host"),
+)
 SAME = ("nothing", "another path of the file", "what is a rank's own")
 
 
@@ -77,8 +82,9 @@ def different(way: str, folder: Path) -> Iterator[settings.PluginConfig | None]:
         elif way == "another path of the file":
             content = FILE | {"speed_defaults": {"cache_root": "/b"}}
         elif way == "what is a rank's own":
-            words = ("--data-cache-path", "/of/this/host", "--tensorboard-dir", "/of/this/host")
-            stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "7", "LOCAL_RANK": "5"}))
+            words = HOSTS_OWN
+            own = {"CUDA_VISIBLE_DEVICES": "7", "LOCAL_RANK": "5", "NCCL_SOCKET_IFNAME": "a", "CUBLAS_LOGDEST_DBG": "a"}
+            stack.enter_context(mock.patch.dict(os.environ, own))
         arguments = stock.parse(stock.words(preset("nam56r_tiny"), *words, processes=2), 2)
         stack.enter_context(mock.patch.object(global_vars, "_GLOBAL_ARGS", arguments))
         path = folder / f"{os.environ['RANK']} {way.replace('/', ' ')}.yaml"

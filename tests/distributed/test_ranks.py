@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.policy import ranks
 from tests import forks, stock, tiny_run
 from tests.distributed import differing
 
@@ -33,6 +35,20 @@ def test_a_difference_is_refused_on_every_rank_with_both_values(errors: list[dic
 
 def test_what_is_a_rank_s_own_is_not_compared(errors: list[dict[str, str]]) -> None:
     assert [set(differing.SAME) & set(of_rank) for of_rank in errors] == [set(), set()]
+
+
+def test_under_bridge_the_command_line_is_compared_without_what_is_a_rank_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
+
+    def told(words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["run", *words.split()])
+        return ranks.collect(None)["command line"]
+
+    own = "dataset.path_to_cache={0} logger.tensorboard_dir=/{0} logger.wandb_exp_name={0} --node-rank {0} --local_rank={0}"
+    assert told(f"{own.format(1)} optimizer.lr=0.1") == told(f"{own.format(2)} optimizer.lr=0.1")
+    assert told("optimizer.lr=0.1") != told("optimizer.lr=0.2")
 
 
 # A training with one argument more on one rank.

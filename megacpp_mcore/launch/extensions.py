@@ -1,7 +1,7 @@
-"""Stale locks of PyTorch's extension builds: taken away where the builder is known to be dead, named everywhere else.
+"""Stale locks of PyTorch's extension builds: taken away if a launch of this package left it, named otherwise.
 
-``torch.utils.cpp_extension`` (2.11) locks a build by creating the file ``lock``, which it holds open, and waits without end
-while the file exists; a killed process leaves it. Megatron builds one such extension in training: where it recomputes outputs.
+``torch.utils.cpp_extension`` (2.11) locks a build by creating the file ``lock``, and waits without end while it exists; a
+killed process leaves it. Megatron builds one such extension in training: where it recomputes outputs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from megacpp_mcore.util.stand_in import stand_in
 
-_OF_ONE_HOST = ("ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay")
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO in linux/proc_ns.h
+_MARK = b"held by flock"
+"""Content of a lock whose holder has the kernel's lock of the file, too: on any host, that one ends with the process."""
 
 
 @contextlib.contextmanager
@@ -25,74 +25,32 @@ def stale_locks_removed() -> Iterator[None]:
     """For the duration, an extension is built despite a dead process's lock, and a lock that is waited for is named."""
     from torch.utils.file_baton import FileBaton
 
-    def try_acquire(stock: Callable[[Any], bool], baton: Any) -> bool:
-        if stock(baton):
-            return True
-        lock = Path(baton.lock_file_path)
-        with contextlib.suppress(FileNotFoundError):  # released since
-            age = f"the lock of a PyTorch extension, {time.time() - lock.stat().st_mtime:.0f} s old"
-            if not is_abandoned(lock):
-                return stock(baton)
-            if _sees_all_holders(lock):
-                with _locked(lock.parent):  # another rank may just have done the same
-                    if is_abandoned(lock):
-                        lock.unlink()
-                        print(
-                            f"megacpp-mcore: {lock}, {age}, was left by a process that has ended; removed", flush=True
-                        )
-                    return stock(baton)
-            todo = "no process here holds it: delete it if none of another host or container does"
-            print(f"megacpp-mcore: waiting for {lock}, {age}; {todo}", flush=True)
-        return stock(baton)
-
     with contextlib.ExitStack() as stack:
-        stand_in(stack, FileBaton, "try_acquire", try_acquire)
+        stand_in(stack, FileBaton, "try_acquire", _try_acquire)
         yield
 
 
-def is_abandoned(lock: Path) -> bool:
-    """Whether ``lock`` exists and no visible process holds it; its holder closes it first, and then removes it.
-
-    Raises:
-        FileNotFoundError: it does not exist any more.
-    """
-    if _is_open(lock):
-        return False
-    time.sleep(1.0)
-    lock.stat()
-    return not _is_open(lock)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the kernel's lock of a folder, which ends with this process."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _try_acquire(stock: Callable[[Any], bool], baton: Any) -> bool:
+    lock = Path(baton.lock_file_path)
+    if stock(baton):
+        with contextlib.suppress(OSError):  # a file system without such locks
+            baton.kept = lock.open("r+b", buffering=0)
+            fcntl.flock(baton.kept, fcntl.LOCK_EX)
+            baton.kept.write(_MARK)
+        return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _sees_all_holders(file: Path) -> bool:
-    """Whether any process that could hold ``file`` open is visible in ``/proc``: not those of other hosts and containers."""
-    status, kind = file.stat(), ""
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    for mount in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = mount.split()
-        if fields[2] == device:
-            kind = fields[fields.index("-") + 1]
-    if status.st_uid != os.geteuid():  # whose open files can be read
+        age = f"the lock of a PyTorch extension, {time.time() - lock.stat().st_mtime:.0f} s old"
+        with lock.open("r+b", buffering=0) as found:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if found.read() == _MARK and os.path.samestat(os.fstat(found.fileno()), lock.stat()):
+                lock.unlink()
+                print(f"megacpp-mcore: {lock}, {age}, was left by a process that has ended; removed", flush=True)
+                return _try_acquire(stock, baton)
+    except FileNotFoundError:  # released since
+        return stock(baton)
+    except BlockingIOError:
         return False
-    if os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE:
-        return kind in _OF_ONE_HOST
-    return kind == "overlay" and status.st_dev == os.stat("/").st_dev  # a container's own
-
-
-def _is_open(file: Path) -> bool:
-    """Whether a visible process has ``file`` open."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # closed, or ended, since
-            if os.readlink(link).endswith(f"/{file.name}") and os.path.samefile(link, file):
-                return True
+    except OSError:
+        pass
+    print(f"megacpp-mcore: waiting for {lock}, {age}; if no other program builds it, delete it", flush=True)
     return False

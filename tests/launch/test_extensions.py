@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from torch.utils.file_baton import FileBaton
@@ -18,20 +20,16 @@ from megacpp_mcore import cpu
 from megacpp_mcore.launch import extensions, launcher
 
 HOLDER = """
-import sys, time
+import sys
 from torch.utils.file_baton import FileBaton
-baton = FileBaton(sys.argv[1])
-assert baton.try_acquire()
-print("held", flush=True)
-sys.stdin.read()
-baton.release()
+from megacpp_mcore.launch import extensions
+with extensions.stale_locks_removed():
+    baton = FileBaton(sys.argv[1])
+    assert baton.try_acquire()
+    print("held", flush=True)
+    sys.stdin.read()
+    baton.release()
 """
-
-
-@pytest.fixture(autouse=True)
-def initial_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a host without containers, wherever the tests run."""
-    monkeypatch.setattr(extensions, "_INITIAL_PID_NAMESPACE", os.stat("/proc/self/ns/pid").st_ino)
 
 
 @pytest.fixture
@@ -80,9 +78,9 @@ def test_a_live_processs_lock_is_waited_for(lock: Path, holder: subprocess.Popen
 
 def test_one_of_several_ranks_gets_it(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rank is slow between seeing that the lock is a dead process's and removing it: it is another's by then."""
-    lock.touch()
-    is_open = extensions._is_open
-    monkeypatch.setattr(extensions, "_is_open", lambda file: (is_open(file), time.sleep(1))[0])
+    lock.write_bytes(extensions._MARK)
+    same = os.path.samestat
+    monkeypatch.setattr(os.path, "samestat", lambda one, other: (same(one, other), time.sleep(1))[0])
     batons = [FileBaton(str(lock)) for _ in range(2)]
     got: list[bool] = []
     with extensions.stale_locks_removed():
@@ -94,8 +92,27 @@ def test_one_of_several_ranks_gets_it(lock: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(got) == [False, True]
 
 
+def test_the_file_of_a_lock_that_was_just_removed_is_not_taken_for_the_new_one(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock.write_bytes(extensions._MARK)
+    flock, taken = extensions.fcntl.flock, []
+
+    def slow(file: Any, operation: int) -> None:
+        if not taken:  # another rank removes it and holds its own
+            taken.append(FileBaton(str(lock)))
+            lock.unlink()
+            assert taken[0].try_acquire()
+        flock(file, operation)
+
+    monkeypatch.setattr(extensions.fcntl, "flock", slow)
+    with extensions.stale_locks_removed():
+        assert not FileBaton(str(lock)).try_acquire()
+    assert lock.exists()
+
+
 def test_it_is_in_place_in_a_launch(lock: Path, tmp_path: Path) -> None:
-    lock.touch()
+    lock.write_bytes(extensions._MARK)
     script = tmp_path / "builds.py"
     script.write_text(f"from torch.utils.file_baton import FileBaton\nassert FileBaton({str(lock)!r}).try_acquire()\n")
     words = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
@@ -110,14 +127,18 @@ def test_the_tests_have_a_folder_of_their_own() -> None:
     assert Path(cpp_extension._get_build_directory("some_extension", verbose=False)).is_relative_to(root / "build")
 
 
-@pytest.mark.parametrize("changed", ["_OF_ONE_HOST", "_INITIAL_PID_NAMESPACE"])
-def test_where_others_may_hold_it_unseen_it_is_named_and_stays(
-    lock: Path, changed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file system of several hosts, and a container whose folder is another's, too."""
+def test_a_lock_of_another_program_is_named_and_stays(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether its process has ended cannot be known: it may be of another host or container."""
     lock.touch()
-    monkeypatch.setattr(extensions, changed, () if changed == "_OF_ONE_HOST" else 0)
     with extensions.stale_locks_removed():
         assert not FileBaton(str(lock)).try_acquire()
     assert lock.exists()
     assert f"waiting for {lock}, the lock of a PyTorch extension, 0 s old" in capsys.readouterr().out
+
+
+def test_a_file_system_without_locks(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions.fcntl, "flock", mock.Mock(side_effect=OSError("not supported")))
+    with extensions.stale_locks_removed():
+        assert FileBaton(str(lock)).try_acquire()
+        assert not FileBaton(str(lock)).try_acquire()
+    assert lock.read_bytes() == b""

@@ -58,11 +58,11 @@ def _chunks() -> list[Any]:
     return sorted(found, key=lambda chunk: getattr(chunk, "vp_stage", None) or 0)
 
 
-def _layers(chunk: Any) -> list[tuple[str, Any]]:
-    """The layers of a chunk in forward order, each with its label."""
+def _layers(chunk: Any) -> list[Any]:
+    """The layers of a chunk in forward order."""
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-    return [(_label(module), module) for module in chunk.modules() if isinstance(module, BaseTransformerLayer)]
+    return [module for module in chunk.modules() if isinstance(module, BaseTransformerLayer)]
 
 
 def _label(layer: Any) -> str:
@@ -87,11 +87,10 @@ def _rank() -> str:
     import torch
     from megatron.core import parallel_state
 
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    stage = (
-        f", pipeline stage {parallel_state.get_pipeline_model_parallel_rank() + 1} of {stages}" if stages > 1 else ""
+    stage, stages = (
+        getattr(parallel_state, f"get_pipeline_model_parallel_{name}")() for name in ("rank", "world_size")
     )
-    return f"rank {torch.distributed.get_rank()}{stage}"
+    return f"rank {torch.distributed.get_rank()}" + (f", pipeline stage {stage + 1} of {stages}" if stages > 1 else "")
 
 
 def origin(*, of_loss: bool) -> str:
@@ -111,10 +110,10 @@ def _activation(chunks: Sequence[Any]) -> str:
     """The first layer whose output is not finite, of those still held."""
     unknown: list[str] = []
     for chunk in chunks:
-        layers = [(label, layer, vars(layer)[HELD]) for label, layer in _layers(chunk) if HELD in vars(layer)]
-        for place, (label, layer, held) in enumerate(layers):
-            given, made = map(_alive, held)
-            if place == 0 and given is not None and not _finite(given):
+        layers = [layer for layer in _layers(chunk) if HELD in vars(layer)]
+        for layer in layers:
+            label, (given, made) = _label(layer), map(_alive, vars(layer)[HELD])
+            if layer is layers[0] and given is not None and not _finite(given):
                 if chunk.pre_process:
                     return f"the output of {_PARTS['embedding']} is not finite"
                 before = f"the pipeline stage before it, which ends with layer {layer.layer_number - 1}"
@@ -131,34 +130,27 @@ def _activation(chunks: Sequence[Any]) -> str:
     return "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
 
 
-def _gradients(chunks: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """The gradients of this rank by part of the model, in forward order, and by parameter."""
+def _gradient(chunks: Sequence[Any]) -> str:
+    """Where the backward pass went wrong, by the gradients of this rank."""
     from megatron.core.utils import to_local_if_dtensor
 
-    parts: dict[str, dict[str, Any]] = {}
+    wrong: dict[str, list[str]] = {}  # names of parameters by part of the model, in forward order
     for chunk in chunks:
-        owners = {id(one): label for label, layer in _layers(chunk) for one in layer.parameters()}
+        owners = {id(one): _label(layer) for layer in _layers(chunk) for one in layer.parameters()}
         for name, parameter in chunk.named_parameters():
             holders = (parameter, getattr(parameter, "main_param", None))
             found = (getattr(one, kind, None) for kind in ("main_grad", "grad") for one in holders)
             gradient = next((one for one in found if one is not None), None)
             if gradient is not None:
                 part = owners.get(id(parameter)) or _PARTS.get(name.partition(".")[0], "the final norm")
-                parts.setdefault(part, {})[name] = to_local_if_dtensor(gradient)
-    return parts
-
-
-def _gradient(chunks: Sequence[Any]) -> str:
-    """Where the backward pass went wrong, by the gradients of this rank."""
-    parts = _gradients(chunks)
-    wrong = {part: [name for name, one in held.items() if not _finite(one)] for part, held in parts.items()}
-    first = next((part for part in reversed(parts) if wrong[part]), None)
+                wrong.setdefault(part, []).extend([] if _finite(to_local_if_dtensor(gradient)) else [name])
+    first = next((part for part in reversed(wrong) if wrong[part]), None)
     if first is None:
         return "every gradient on this rank is finite"
-    given = ", unless the loss or the next pipeline stage gave it such a gradient" if first == [*parts][-1] else ""
+    given = ", unless the loss or the next pipeline stage gave it such a gradient" if first == [*wrong][-1] else ""
     return (
         f"the backward pass, which goes from the last layer to the first, went wrong in {first}: the gradients of "
-        f"{len(wrong[first])} of its {len(parts[first])} parameters are not finite, such as that of {wrong[first][0]}{given}"
+        f"{len(wrong[first])} of its parameters are not finite, such as that of {wrong[first][0]}{given}"
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import json
 import os
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
-from megacpp_mcore.util.files import replace
+from megacpp_mcore.util.files import replace, sha256_of
 
 DIGESTS = "sha256.json"
 """Suffix of the file, written last, with the SHA-256 of every file of one dataset's indices."""
@@ -70,17 +69,12 @@ def problem_of(folder: Path, base: str) -> str | None:
     record = folder / f"{base}-{DIGESTS}"
     try:
         expected = json.loads(record.read_bytes())
-        changed = [name for name in expected if _sha256(folder / name) != expected[name]]
+        changed = [name for name in expected if sha256_of(folder / name) != expected[name]]
     except FileNotFoundError as error:
         return f"{error.filename} does not exist"
     except (OSError, ValueError, TypeError) as error:
         return f"{record}: {error}"
     return f"{folder / changed[0]} is not what was written there (SHA-256)" if changed else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _build(dataset: Any, original: Callable[..., Any], folder: Path, base: str) -> Any:
@@ -94,7 +88,7 @@ def _build(dataset: Any, original: Callable[..., Any], folder: Path, base: str) 
             indices = original(dataset)
         finally:
             dataset.config = config
-        digests = {path.name: _sha256(path) for path in Path(built).iterdir()}
+        digests = {path.name: sha256_of(path) for path in Path(built).iterdir()}
         for name in digests:
             os.replace(Path(built, name), folder / name)
     replace(folder / f"{base}-{DIGESTS}", json.dumps(digests).encode())

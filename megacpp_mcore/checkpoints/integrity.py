@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.util.files import TEMPORARY, replace
+from megacpp_mcore.util.files import TEMPORARY, replace, sha256_of
 
 MANIFEST = "integrity.json"
 CONFIG = "metadata.json"
@@ -120,11 +120,6 @@ def _stamp(path: Path) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb", buffering=0) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def write_manifest(folder: Path) -> None:
     """Write the manifest of the checkpoint in ``folder``; on one rank, once all other files have been written.
 
@@ -141,7 +136,7 @@ def write_manifest(folder: Path) -> None:
 
     def digest_of(path: Path) -> str:
         digest, _, stamp = known.get(path.name, "").partition(" ")
-        return digest if stamp == _stamp(path) else _digest(path)
+        return digest if stamp == _stamp(path) else sha256_of(path)
 
     paths = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST]
     paths = [path for path in paths if path not in sidecars and TEMPORARY not in path.name]
@@ -224,7 +219,7 @@ def _manifest(folder: Path) -> dict[str, str] | None:
 
 def _damage(path: Path, digest: str) -> str | None:
     try:
-        return None if _digest(path) == digest else f"{path.name}: its content is not what was saved"
+        return None if sha256_of(path) == digest else f"{path.name}: its content is not what was saved"
     except FileNotFoundError:
         return f"{path.name}: not found"
     except OSError as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.util.files import sha256_of
 
 
 @contextmanager
@@ -24,5 +24,5 @@ def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def hash_file(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal, or raise DataError when it cannot be read."""
-    with require_readable(path), open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    with require_readable(path):
+        return sha256_of(path)

@@ -23,31 +23,20 @@ def answer_a_step_later(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not torch.distributed.is_initialized():
             return original(self)
-        before, self._answer = getattr(self, "_answer", None), _ask(self._signal_received)
-        return [] if before is None else [before()]
+        answer, copied = getattr(self, "_asked", (None, None))
+        on_gpu = "nccl" in torch.distributed.get_backend()
+        flag = torch.tensor([self._signal_received], dtype=torch.int32, pin_memory=on_gpu)
+        on_device = flag.to("cuda", non_blocking=True) if on_gpu else flag
+        torch.distributed.all_reduce(on_device, torch.distributed.ReduceOp.MAX)
+        self._asked = flag, None
+        if on_gpu:
+            flag.copy_(on_device, non_blocking=True)
+            self._asked = flag, torch.cuda.current_stream().record_event()
+        if copied is not None:
+            copied.synchronize()
+        return [] if answer is None else [bool(answer)]
 
     return signals_received
-
-
-def _ask(received: bool) -> Callable[[], bool]:
-    """Start to find out whether any rank has ``received`` the signal; the result waits for the answer."""
-    import torch
-
-    on_gpu = "nccl" in torch.distributed.get_backend()
-    flag = torch.tensor([received], dtype=torch.int32, pin_memory=on_gpu)
-    on_device = flag.to("cuda", non_blocking=True) if on_gpu else flag
-    torch.distributed.all_reduce(on_device, torch.distributed.ReduceOp.MAX)
-    if not on_gpu:
-        return lambda: bool(flag)
-    flag.copy_(on_device, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> bool:
-        copied.synchronize()
-        return bool(flag)
-
-    return wait
 
 
 PATCH = Patch(

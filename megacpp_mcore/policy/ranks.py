@@ -25,6 +25,7 @@ from megacpp_mcore.policy.compile import DISABLING
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import VARIABLE, PluginConfig
 from megacpp_mcore.util import host
+from megacpp_mcore.util.files import sha256_of
 from megacpp_mcore.util.stand_in import stand_in
 
 OF_A_RANK = (
@@ -42,9 +43,6 @@ _ENVIRONMENT = re.compile(
     "|NCCL_(ALGO|PROTO)|CUBLAS(?!.*LOG).*|NVTE_(?!DEBUG).*"
 )
 """Variables that change what is computed, or in which order."""
-
-_LISTED = 12
-"""How many differences an error lists."""
 
 
 @contextlib.contextmanager
@@ -74,16 +72,14 @@ def compare(settings: PluginConfig | None) -> None:
         return
     facts = collect(settings)
     if len(set(_gathered(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()))) > 1:
-        differences = _differences(_gathered(facts))
-        more = [f"and {len(differences) - _LISTED} more"] if len(differences) > _LISTED else []
         raise LaunchError(
             f"the ranks of this run differ; start all of them with the same arguments, {VARIABLE}, code and environment:\n  "
-            + "\n  ".join([*differences[:_LISTED], *more])
+            + "\n  ".join(_differences(_gathered(facts)))
         )
 
 
 def collect(settings: PluginConfig | None) -> dict[str, str]:
-    """What has to be equal on all ranks, by name; ``settings``: the content of the configuration file, None without one."""
+    """What has to be equal on all ranks, by name; without a configuration file ``settings`` is None."""
     from megatron.training import global_vars
 
     facts = {VARIABLE: "is not used" if settings is None else "is used", "the code of megacpp-mcore": _code()}
@@ -143,16 +139,15 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     """A value's ``repr`` without what differs between equal values of two processes: the order of a set, and addresses."""
-    return re.sub(
-        r" at 0x[0-9a-f]+", "", repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
-    )
+    ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(ordered))
 
 
 @functools.cache
 def _code() -> str:
     """This package's version and a digest of its files."""
-    root, content = Path(megacpp_mcore.__file__).parent, hashlib.sha256()
-    files = [Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names]
-    for file in sorted(file for file in files if file.suffix == ".py"):
-        content.update(f"{file.relative_to(root)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return f"{megacpp_mcore.__version__}, digest {content.hexdigest()[:16]}"
+    root = Path(megacpp_mcore.__file__).parent
+    files = sorted(Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
+    lines = [f"{file.relative_to(root)} {sha256_of(file)}" for file in files if file.suffix == ".py"]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return f"{megacpp_mcore.__version__}, digest {digest[:16]}"

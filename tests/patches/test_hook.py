@@ -201,6 +201,7 @@ SHOW = """
     from megatron.core.transformer import multi_token_prediction
     model = look()
     import megatron.core.models.hybrid.hybrid_model, megatron.training.training
+    import megatron.core.datasets.blended_dataset, megatron.core.datasets.gpt_dataset
     patches.verify()
     print(json.dumps({
         "file": megatron.core.__file__,

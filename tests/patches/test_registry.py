@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.machinery import registry as machinery
 from megacpp_mcore.patches.machinery import symbols
 from megacpp_mcore.patches.machinery.registry import Registry, fingerprint
 from megacpp_mcore.patches.machinery.symbols import exchange
@@ -298,6 +299,9 @@ def interrupted(call: Callable[[], object], number: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        # A tracing function can raise where CPython's exception table has no entry, and `with` then leaves the lock held.
+        while machinery._LOCK._is_owned():  # type: ignore[attr-defined]
+            machinery._LOCK.release()
     return False
 
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_recorded(bridge_python: Path, corpus: str, tmp_path: Pat
     ):
         assert status == 2
         assert says in error
-    assert len(gone) == 9
+    assert len(gone) == 10
     for name, (message, restored) in gone.items():
         assert f"has no {name.partition(':')[2]}, by which a run is observed" in message
         assert restored

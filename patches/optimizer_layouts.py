@@ -31,6 +31,7 @@ from megacpp_mcore.checkpoints.layout import (
 )
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.util.files import is_remote
 
 _EXPERT, _GROUPS = "is_expert_parallel", "param_groups"
 _LAYOUT = (
@@ -49,6 +50,11 @@ def _differences(run: Any, saved: Any, names: tuple[str, ...]) -> str:
     return ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new)
 
 
+def _has_optimizer(saved: Any) -> bool:
+    """Whether optimizer state is loaded from a checkpoint with the arguments ``saved``."""
+    return saved is not None and loads_optimizer() and not getattr(saved, "no_save_optim", False)
+
+
 def _with_a_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``load_content_metadata(checkpoint_dir, *, preloaded_state_dict)``.
 
@@ -59,15 +65,15 @@ def _with_a_format(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_content_metadata(checkpoint_dir: Any = None, *, preloaded_state_dict: Any = None) -> Any:
         content = original(checkpoint_dir, preloaded_state_dict=preloaded_state_dict)
-        if content is None:
-            return None
+        if content is None or LOADED_FROM not in content:
+            return content
         run, saved = arguments(), (preloaded_state_dict or {}).get("args")
         if FORMAT not in content:
             content |= {FORMAT: FULLY, UNSHARDED: True}
-        elif content[FORMAT] == FLAT and run and saved and loads_optimizer() and not saved.no_save_optim:
+        elif content[FORMAT] == FLAT and run and _has_optimizer(saved):
             different = _differences(run, saved, (*_LAYOUT, _OPTIMIZER))
             if different:
-                refuse_flat_state(content.get(LOADED_FROM), different)
+                refuse_flat_state(content[LOADED_FROM], different)
         return content
 
     return load_content_metadata
@@ -91,7 +97,7 @@ def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_loading or LOADED_FROM not in metadata:
             return state
         entries = [entry for entry in nested_values(state) if isinstance(entry, ShardedBase)]
-        if metadata[FORMAT] == FLAT:
+        if metadata.get(FORMAT) == FLAT:
             found: list[str] = [""] * torch.distributed.get_world_size()
             # All ranks refuse together: those of a stage whose own buckets are the same would wait for the others.
             torch.distributed.all_gather_object(found, _other_buckets(metadata[LOADED_FROM], entries))
@@ -108,9 +114,9 @@ def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
 def _other_buckets(folder: str, entries: list[Any]) -> str:
     """How a tensor of the run's optimizer differs from the checkpoint's; empty if none does."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from torch.distributed.checkpoint import FileSystemReader
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
 
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
     for entry in entries:
         if isinstance(entry, ShardedTensor):
             size = getattr(stored.get(entry.key), "size", None)
@@ -224,7 +230,7 @@ def _with_its_own_file(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import checkpointing
 
         kind = original(checkpoint_name, args)
-        if kind == _TORCH and parallel_state.model_parallel_is_initialized():
+        if kind == _TORCH and not is_remote(checkpoint_name) and parallel_state.model_parallel_is_initialized():
             own = Path(checkpoint_name, *Path(checkpointing.get_checkpoint_name("", 0, release=True)).parts[1:])
             if not own.exists():
                 raise CheckpointError(_cut(checkpoint_name, f"there is no {own.parent.name}/{own.name}"))
@@ -248,7 +254,7 @@ def _in_its_own_layout(original: Callable[..., Any]) -> Callable[..., Any]:
 
         run = arguments()
         if getattr(checkpoint_args, "ckpt_format", None) == _TORCH:
-            optimizer = (_OPTIMIZER,) if loads_optimizer() and not checkpoint_args.no_save_optim else ()
+            optimizer = (_OPTIMIZER,) if _has_optimizer(checkpoint_args) else ()
             if different := _differences(run, checkpoint_args, (*_LAYOUT, *optimizer)):
                 raise CheckpointError(_cut(run.load, different))
             if optimizer and run.use_distributed_optimizer and run.ckpt_step:

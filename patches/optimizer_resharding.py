@@ -166,7 +166,9 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
                     tensors[name] = torch.zeros_like(tensors[name])
                     for at, part in parts.items():
                         tensors[name][at : at + part.numel()] = part.flatten()
-                if state_dict[_FOLDER] and not self._is_distopt_quantized_param(parameter):
+                # The precision-aware optimizer has main parameters of 16 bits, or (int16) what the weights leave of them.
+                is_fp32 = {tensors[_MAIN].dtype, self.config.main_params_dtype} == {torch.float32}
+                if state_dict[_FOLDER] and is_fp32 and not self._is_distopt_quantized_param(parameter):
                     owned = self._get_model_param_range_map(parameter)["param"]
                     rounded = tensors[_MAIN].to(parameter.dtype)
                     if not torch.equal(rounded, parameter.detach().flatten()[owned.start : owned.end]):

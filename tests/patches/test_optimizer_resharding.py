@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import random
 from argparse import Namespace
+from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 
+from megacpp_mcore.checkpoints.layout import FORMAT, FULLY, LOADED_FROM, UNSHARDED
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.patches import optimizer_layouts
 from megacpp_mcore.patches.optimizer_layouts import _differences
-from megacpp_mcore.patches.optimizer_resharding import boxes
+from megacpp_mcore.patches.optimizer_resharding import _from_boxes, boxes
 
 
 def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:
@@ -38,3 +44,51 @@ def test_an_argument_that_one_side_does_not_have_is_no_difference() -> None:
     assert _differences(Namespace(tensor_model_parallel_size=2), saved, names) == ""
     said = _differences(Namespace(tensor_model_parallel_size=4), saved, names)
     assert said == "tensor_model_parallel_size was 2, and the run's is 4"
+
+
+def _load(held: torch.dtype, main: torch.dtype) -> mock.Mock:
+    """Load main parameters of another value than the weights' into an optimizer that keeps them as ``held``, for ``main``."""
+    parameter = torch.ones(4, dtype=torch.bfloat16)
+    optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, config=Namespace(main_params_dtype=main))
+    optimizer._get_main_param_and_optimizer_states.return_value = {"param": torch.zeros(4, dtype=held)}
+    optimizer._get_model_param_range_map.return_value = {"param": Namespace(start=0, end=4)}
+    optimizer._is_distopt_quantized_param.return_value = False
+    saved = {"folder": "saved/iter_0000003", 0: {"param": {0: torch.full((4,), 7, dtype=held)}}}
+    _from_boxes(mock.Mock(__name__="load"))(optimizer, saved)
+    return optimizer
+
+
+def test_main_parameters_are_compared_with_weights_only_where_they_are_fp32() -> None:
+    """Others of the precision-aware optimizer are none that the weights were rounded from."""
+    for held, main in ((torch.int16, torch.float32), (torch.float32, torch.float16)):
+        _, tensors = _load(held, main)._set_main_param_and_optimizer_states.call_args.args
+        assert tensors["param"].tolist() == [7] * 4
+    with pytest.raises(CheckpointError, match="main parameters that are not those of its weights"):
+        _load(torch.float32, torch.float32)
+
+
+def test_metadata_of_a_checkpoint_that_no_model_of_ours_loads_stays() -> None:
+    read = optimizer_layouts._with_a_format(lambda *_, preloaded_state_dict: preloaded_state_dict.get("content"))
+    assert [read(preloaded_state_dict={"content": content}) for content in ({}, {"a": 3}, None)] == [{}, {"a": 3}, None]
+    ours = {LOADED_FROM: "saved"}
+    assert read(preloaded_state_dict={"content": ours}) == {LOADED_FROM: "saved", FORMAT: FULLY, UNSHARDED: True}
+
+
+def test_arguments_of_an_earlier_version_do_not_say_whether_they_saved_an_optimizer() -> None:
+    with mock.patch.object(optimizer_layouts, "loads_optimizer", return_value=True):
+        assert optimizer_layouts._has_optimizer(Namespace())
+        assert not optimizer_layouts._has_optimizer(Namespace(no_save_optim=True))
+
+
+def test_files_by_rank_in_object_storage_are_not_looked_for_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megatron.core import parallel_state
+    from megatron.training import checkpointing
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(checkpointing, "get_checkpoint_name", lambda *_, **__: "release/mp_rank_00/model_optim_rng.pt")
+    kind = optimizer_layouts._with_its_own_file(lambda *_: "torch")
+    assert kind("msc://bucket/iter_0000003", None) == "torch"
+    with pytest.raises(CheckpointError, match=r"there is no mp_rank_00/model_optim_rng\.pt"):
+        kind(str(tmp_path), None)

@@ -9,9 +9,10 @@ Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/dist_chec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +24,8 @@ from megacpp_mcore.util.files import is_remote
 _PLAIN_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 """Read by every ``torch.load``: objects are restored by torch's allow-list, to which Megatron adds its own classes."""
 
-_checked: tuple[str, int | None] | None = None
-"""The folder of ``--load`` that was checked last, and the iteration that was chosen in place of what its tracker file says."""
+_checked: tuple[str, int | None, int | None] | None = None
+"""The folder that was checked last, ``--ckpt-step``, and the iteration to be loaded: None if the tracker file names it."""
 
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,15 +34,28 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
         global _checked
-        step, save = getattr(args, "ckpt_step", None), getattr(args, "save", None)
-        if load_dir is not None and not is_remote(load_dir) and (rank0 or _checked != (load_dir, step)):
+        from megatron.training import checkpointing
+
+        step = chosen = getattr(args, "ckpt_step", None)
+        if load_dir is not None and not is_remote(load_dir):
             from megacpp_mcore.checkpoints.folder import choose
 
-            saves_here = save is not None and os.path.realpath(save) == os.path.realpath(load_dir)
-            args.ckpt_step = step = choose(Path(load_dir), step, saves_here=saves_here)
-            _checked = load_dir, step
+            if rank0 or _checked is None or _checked[:2] != (load_dir, step):
+                _checked = load_dir, step, choose(Path(load_dir), step)
+            chosen = _checked[2]
+        tracker_of = checkpointing.get_checkpoint_tracker_filename
+
+        def unless_chosen(folder: Any) -> Any:
+            """Without a file, as Megatron would read it nevertheless, and end the run if it is damaged."""
+            return "" if chosen and folder == load_dir else tracker_of(folder)
+
         try:
-            with mock.patch.dict(os.environ, _PLAIN_DATA):
+            with (
+                _plain_data(),
+                # For this load alone: another one, of a teacher, has iterations of its own.
+                mock.patch.object(args, "ckpt_step", chosen, create=True),
+                mock.patch.object(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
+            ):
                 return original(load_dir, args, rank0, *rest, **kwargs)
         except SystemExit as end:  # Megatron's, with status 0
             raise CheckpointError(
@@ -57,26 +71,31 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_base_checkpoint
 
 
-def _as_chosen(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``read_metadata(tracker_filename)``: (iteration, whether it is a release)."""
-
-    @functools.wraps(original)
-    def read_metadata(tracker_filename: str) -> tuple[int, bool]:
-        folder, step = _checked or (None, None)
-        if step is not None and os.path.dirname(tracker_filename) == os.path.normpath(str(folder)):
-            return step, False  # Megatron would read it nevertheless, and end the run if it is damaged
-        read: tuple[int, bool] = original(tracker_filename)
-        return read
-
-    return read_metadata
+@contextlib.contextmanager
+def _plain_data() -> Iterator[None]:
+    """Set the variables of :data:`_PLAIN_DATA`, and no others: libraries that a load imports set theirs."""
+    before = {name: os.environ.get(name) for name in _PLAIN_DATA}
+    os.environ.update(_PLAIN_DATA)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``save(…, verify_integrity)``: always with a manifest."""
+    """Replacement of ``save(sharded_state_dict, checkpoint_dir, …, verify_integrity)``: with a manifest.
+
+    Not in object storage, from which rank 0 would read back all that was saved.
+    """
 
     @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs | {"verify_integrity": True})
+    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_remote(checkpoint_dir):
+            kwargs["verify_integrity"] = True
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return save
 
@@ -130,11 +149,6 @@ PATCH = Patch(
             "megatron.training.checkpointing:_load_base_checkpoint",
             "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
             _checking,
-        ),
-        Edit.of(
-            "megatron.training.checkpointing:read_metadata",
-            "4097e86b47f78c9b221320e3bfc91470cc0360e9e9d04d246471f1015b63cb13",
-            _as_chosen,
         ),
         Edit.of(
             "megatron.core.dist_checkpointing.serialization:save",

@@ -40,11 +40,8 @@ def read_tracker(folder: Path) -> str | None:
         CheckpointError: the file cannot be read or says something else, or it or the folder is a link to nothing.
     """
     tracker = folder / TRACKER
-    for path in (folder, tracker):
-        if path.is_symlink() and not path.exists():
-            raise CheckpointError(
-                f"{path} is a link to {os.readlink(path)}, which does not exist; correct or remove it"
-            )
+    _refuse_dangling(folder)
+    _refuse_dangling(tracker)
     try:
         text = tracker.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +80,8 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool) -> N
         return
     release()
     _on_rank_0(lambda: _lock(Path(save)))
-    _on_rank_0(lambda: _refuse_to_overwrite(Path(save), None if finetune or not load else Path(load), step))
+    if not is_remote(load):
+        _on_rank_0(lambda: _refuse_to_overwrite(Path(save), None if finetune or not load else Path(load), step))
     _claimed = save
 
 
@@ -138,13 +136,12 @@ def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> Non
         )
 
 
-def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
+def choose(load: Path, step: int | None) -> int | None:
     """Check the checkpoint that is about to be loaded.
 
     Args:
         load: as in ``--load``.
         step: ``--ckpt-step``, if it was passed.
-        saves_here: whether the run saves in the same folder.
 
     Returns:
         The iteration to load, as in ``--ckpt-step``; None for what the tracker file names.
@@ -152,24 +149,20 @@ def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
     Raises:
         CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.
     """
-    named, problem, numbers, passed_over = _on_rank_0(lambda: _look(load, step))
+    named, problem, numbers = _on_rank_0(lambda: _look(load, step))
     if named is not None:
         folder = iteration_folder(load, named)
         if found := _damages(folder):
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
             numbers = [number for number in numbers if named == RELEASE or number < int(named)]
-        elif saves_here and (passed := _first_whole(load, passed_over)) is not None:
-            problem = (
-                f"{load / TRACKER} names iteration {named}, but was written after the whole checkpoint of {passed}"
-            )
         elif not _on_rank_0((folder / MANIFEST).exists):
             _say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
-    whole = _first_whole(load, numbers)
+    whole = next((number for number in numbers if not _damages(iteration_folder(load, str(number)))), None)
     is_lost = named is None and not _on_rank_0(lambda: os.path.lexists(load / TRACKER))
     if whole is not None and (load_newest_whole or is_lost):
-        if named is not None and saves_here:  # the run will save there
+        if named is not None:  # a run that saves here will come to it
             _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
         _say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
         return whole
@@ -185,34 +178,31 @@ def choose(load: Path, step: int | None, *, saves_here: bool) -> int | None:
     raise CheckpointError(f"{problem}; {remedy}")
 
 
-def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], list[int]]:
+def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int]]:
     """What rank 0 sees in a folder.
 
     Returns:
-        The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed checkpoints,
-        latest first; and those of them after the named one that were complete before the tracker file was last written.
+        The checkpoint to load, as in a tracker file; why none is named; and the iterations of all complete distributed
+        checkpoints, latest first.
     """
-    found = {path: int(path.name[5:]) for path in load.glob("iter_*") if path.name[5:].isdecimal()}
-    complete = {
-        path: number for path, number in found.items() if all((path / one).exists() for one in (METADATA, CONFIG))
-    }
-    times = {number: (path / METADATA).stat().st_mtime for path, number in complete.items()}
-    numbers = sorted(times, reverse=True)
+    # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
+    found = [path for path in load.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
+    complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG))]
+    numbers = sorted((int(path.name[5:]) for path in complete), reverse=True)
     if step:
-        return str(step), None, numbers, []
+        return str(step), None, numbers
     try:
         named = read_tracker(load)
     except CheckpointError as error:
-        return None, str(error), numbers, []
+        return None, str(error), numbers
     if named is None:
-        return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers, []
-    since, until = None if named == RELEASE else times.get(int(named)), (load / TRACKER).stat().st_mtime
-    passed_over = [one for one in numbers if since is not None and one > int(named) and since < times[one] <= until]
-    return named, None, numbers, passed_over
-
-
-def _first_whole(load: Path, numbers: list[int]) -> int | None:
-    return next((number for number in numbers if not _damages(iteration_folder(load, str(number)))), None)
+        return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers
+    if numbers and named != RELEASE and int(named) < numbers[0]:
+        _say(
+            f"{load / TRACKER} names iteration {named}, and {numbers[0]} is there, too: a run that saves here replaces "
+            f"it; to continue from it, write {numbers[0]} to the file"
+        )
+    return named, None, numbers
 
 
 def _damages(folder: Path) -> list[str]:
@@ -225,14 +215,14 @@ def _damages(folder: Path) -> list[str]:
 
 
 def _on_rank_0[T](compute: Callable[[], T]) -> T:
-    """The result of ``compute()`` on rank 0, on every rank; its CheckpointError is raised on every rank."""
+    """The result of ``compute()`` on rank 0, on every rank; its CheckpointError or OSError is raised on every rank."""
     if _world_size() == 1:
         return compute()
     outcome: list[Any] = [None, None]
     if distributed.get_rank() == 0:
         try:
             outcome[0] = compute()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # the others wait
             outcome[1] = str(error)
     distributed.broadcast_object_list(outcome)
     if outcome[1] is not None:

@@ -187,8 +187,8 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
         if METADATA in names and not found:
             read_metadata(folder)  # refuses code, also with a matching digest
         return found
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
+    except Exception as error:  # a damaged pickle can hold anything; the other ranks wait for an answer
+        return [str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"]
 
 
 def _manifest(folder: Path) -> dict[str, str] | None:

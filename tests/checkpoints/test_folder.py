@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import rewrite
@@ -74,7 +75,7 @@ def test_a_damaged_file_and_the_newest_whole_checkpoint_are_named(saved: Path, n
     if path.exists() and path.read_bytes() == before:
         pytest.fail(f"{damage} changes nothing in {name}")
     with pytest.raises(CheckpointError) as refused:
-        choose(saved, None, saves_here=True)
+        choose(saved, None)
     assert f"the checkpoint {saved / NEWEST} is damaged: " in str(refused.value)
     named = str(refused.value).partition("is damaged: ")[2].partition(";")[0]
     assert name in named
@@ -91,7 +92,6 @@ TRACKERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "words": (lambda path: path.write_text("6 or so"), f"{TRACKER} contains '6 or so'"),
     "huge": (lambda path: path.write_text("6" * 5000), f"{TRACKER} contains '666"),
     "of nothing": (lambda path: path.write_text("60"), "iter_0000060 is damaged"),
-    "cut": (lambda path: path.write_text("3"), f"{TRACKER} names iteration 3, but was written after"),
     "a link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), f"{TRACKER} is a link to nowhere"),
 }
 
@@ -101,84 +101,75 @@ def test_a_damaged_tracker_file_is_named(saved: Path, damage: str) -> None:
     do, says = TRACKERS[damage]
     do(saved / TRACKER)
     with pytest.raises(CheckpointError) as refused:
-        choose(saved, None, saves_here=True)
+        choose(saved, None)
     assert says in str(refused.value)
     assert f"the newest whole checkpoint is {saved / NEWEST}" in str(refused.value)
     checkpoint_folder.load_newest_whole = True
     claim(str(saved), str(saved), None, finetune=False)
-    assert choose(saved, None, saves_here=True) == 6
+    assert choose(saved, None) == 6
 
 
 def test_a_checkpoint_that_is_a_link_to_nothing_is_named(saved: Path) -> None:
     shutil.rmtree(saved / NEWEST)
     (saved / NEWEST).symlink_to("nowhere")
     with pytest.raises(CheckpointError, match=f"{NEWEST} is damaged: it is a link to nowhere, .* whole .*{OLDER}"):
-        choose(saved, None, saves_here=True)
+        choose(saved, None)
     checkpoint_folder.load_newest_whole = True
-    assert choose(saved, None, saves_here=False) == 3
     with pytest.raises(
         CheckpointError, match=f"{NEWEST} is a link to nowhere, which does not exist; correct or remove it"
     ):
-        choose(saved, None, saves_here=True)
+        choose(saved, None)
 
 
 def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / TRACKER).unlink()
     flip(saved / NEWEST / SHARD, 100)
-    assert choose(saved, None, saves_here=True) == 3
+    assert choose(saved, None) == 3
     assert f"has checkpoints, but no {TRACKER}; loading the newest whole checkpoint" in capsys.readouterr().out
     (saved / OLDER / SHARD).unlink()
-    assert choose(saved, None, saves_here=True) is None
-    assert choose(saved / "nothing", None, saves_here=True) is None
+    assert choose(saved, None) is None
+    assert choose(saved / "nothing", None) is None
 
 
 def test_what_is_whole_is_left_to_the_tracker_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert choose(saved, None, saves_here=True) is None
-    assert choose(saved, 3, saves_here=True) == 3
-    (saved / TRACKER).write_text("3")
-    assert choose(saved, None, saves_here=False) is None  # an older one, of a folder that stays as it is
+    assert choose(saved, None) is None
+    assert choose(saved, 3) == 3
     assert not capsys.readouterr().out
 
 
-def test_a_tracker_file_written_back_before_later_checkpoints_were_lost(saved: Path) -> None:
-    """After a damage the run goes on from iteration 3; that its tracker file names an older one is right."""
-    flip(saved / NEWEST / ".metadata", 100)
+def test_a_tracker_file_that_names_an_older_checkpoint_is_followed_and_said(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was written back on purpose, the save of the newer one was killed before it, or it was cut."""
     (saved / TRACKER).write_text("3")
-    assert choose(saved, None, saves_here=True) is None
-    again = saved / "iter_0000004"
-    shutil.copytree(saved / OLDER, again)
-    os.utime(again / ".metadata")
-    (saved / TRACKER).write_text("4")
-    assert choose(saved, None, saves_here=True) is None
-
-
-def test_a_save_killed_before_the_tracker_file_is_no_damage(saved: Path) -> None:
-    (saved / TRACKER).write_text("3")
-    os.utime(saved / TRACKER, (1, 1))
-    assert choose(saved, None, saves_here=True) is None
+    assert choose(saved, None) is None
+    says = (
+        f"{saved / TRACKER} names iteration 3, and 6 is there, too: a run that saves here replaces it; to continue from"
+    )
+    assert says in capsys.readouterr().out
 
 
 def test_the_newest_whole_one_is_loaded_where_that_is_set(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint_folder.load_newest_whole = True
     flip(saved / NEWEST / SHARD, 100)
-    assert choose(saved, None, saves_here=True) == 3
+    assert choose(saved, None) == 3
     assert f"{SHARD}: its content is not what was saved; loading the newest whole" in capsys.readouterr().out
     (saved / OLDER / "integrity.json").unlink()
     with pytest.raises(CheckpointError, match="no whole checkpoint is there"):
-        choose(saved, None, saves_here=True)
+        choose(saved, None)
 
 
 def test_checkpoints_without_a_manifest_still_load(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (OLDER, NEWEST):
         (saved / name / "integrity.json").unlink()
         (saved / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert choose(saved, None, saves_here=True) is None
+    assert choose(saved, None) is None
     assert f"{saved / NEWEST} has no integrity.json: its files are not checked" in capsys.readouterr().out
     for name, damage in (("metadata.json", "emptied"), (SHARD, "cut"), (SHARD, "deleted"), (".metadata", "a bit at 7")):
         before = (saved / NEWEST / name).read_bytes()
         DAMAGES[damage](saved / NEWEST / name)
         with pytest.raises(CheckpointError, match=f"{name}.*the newest whole checkpoint is {saved / OLDER}"):
-            choose(saved, None, saves_here=True)
+            choose(saved, None)
         (saved / NEWEST / name).write_bytes(before)
 
 
@@ -233,7 +224,7 @@ def test_no_code_of_the_metadata_is_run(saved: Path, tmp_path: Path) -> None:
     (saved / NEWEST / ".metadata").write_bytes(pickle.dumps(Code(made)))
     write_manifest(saved / NEWEST)
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read .*it names posix\.mkdir.*newest whole"):
-        choose(saved, None, saves_here=True)
+        choose(saved, None)
     with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
         rewrite.rewrite(saved / NEWEST, tmp_path / "new", lambda *_: {})
     assert not made.exists()
@@ -294,6 +285,32 @@ def test_a_run_that_replaces_nothing_is_not_refused(saved: Path) -> None:
         claim(str(save), load and str(load), None, finetune=False)
         checkpoint_folder.release()
     claim(str(saved.parent / "newer"), str(saved), None, finetune=True)
+
+
+def test_where_a_run_starts_from_object_storage_is_not_known(saved: Path) -> None:
+    claim(str(saved), "msc://bucket/older", None, finetune=False)
+
+
+def test_what_the_system_refuses_to_one_rank_is_told_to_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for what it sees."""
+    told: list[list[object]] = []
+    monkeypatch.setattr(checkpoint_folder, "_world_size", lambda: 2)
+    monkeypatch.setattr(checkpoint_folder.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint_folder.distributed, "broadcast_object_list", told.append)
+    monkeypatch.setattr(Path, "glob", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        choose(saved, None)
+    assert "Permission denied" in str(told)
+
+
+def test_metadata_of_the_wrong_kind_is_a_damage(saved: Path) -> None:
+    """Not an error of the rank that reads it, for which the others would wait."""
+    (saved / NEWEST / "integrity.json").unlink()
+    (saved / NEWEST / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (saved / NEWEST / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=[7])))
+    assert damages(saved / NEWEST) == [
+        ".metadata: damaged (AttributeError(\"'list' object has no attribute 'values'\"))"
+    ]
 
 
 def test_a_folder_that_cannot_be_saved_in_is_named(tmp_path: Path) -> None:

@@ -125,8 +125,24 @@ def test_the_newest_whole_one_is_loaded(checkpointing: ModuleType, tmp_path: Pat
         with pytest.raises(CheckpointError, match=f"the newest whole checkpoint is {folder}/iter_0000003"):
             load(checkpointing, folder, arguments())
         checkpoint_folder.load_newest_whole = True
-    common, _ = load(checkpointing, folder, arguments())
+    args = arguments()
+    common, _ = load(checkpointing, folder, args)
     assert common["iteration"] == 3
+    assert args.ckpt_step is None  # else a teacher would be loaded at that iteration, too
+
+
+def test_variables_that_a_load_sets_stay(checkpointing: ModuleType, tmp_path: Path) -> None:
+    def reads(*_: Any) -> int:
+        os.environ["SET_BY_A_LIBRARY"] = "1"
+        return -1
+
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(checkpointing, "_get_non_persistent_iteration", reads),
+    ):
+        before = dict(os.environ)
+        load(checkpointing, saved(tmp_path / "saved", 3, rng=[7]), arguments())
+        assert dict(os.environ) == before | {"SET_BY_A_LIBRARY": "1"}
 
 
 def test_no_checkpoint_is_an_error_where_the_run_insists_on_one(checkpointing: ModuleType, tmp_path: Path) -> None:
@@ -152,3 +168,10 @@ def test_a_save_has_a_manifest_of_digests_that_were_computed_while_it_was_writte
         stock_manifest(str(folder))
     assert not integrity.damages(folder)
     assert {path.name for path in folder.iterdir()} == {".metadata", "metadata.json", "integrity.json", "__0_0.distcp"}
+
+
+@pytest.mark.parametrize(("folder", "has_manifest"), [("saved", True), ("msc://bucket/saved", False)])
+def test_object_storage_is_not_read_back(folder: str, has_manifest: bool) -> None:
+    save = mock.Mock(__name__="save")
+    patch._with_manifest(save)({}, folder, content_metadata={})
+    assert save.call_args.kwargs.get("verify_integrity", False) is has_manifest

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megacpp_mcore.checkpoints.layout import RESAVE
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.files import is_remote
@@ -59,7 +60,8 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(load_dir, args, rank0, *rest, **kwargs)
         except SystemExit as end:  # Megatron's, with status 0
             raise CheckpointError(
-                f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above"
+                f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above (in the format torch, a run of "
+                f"another layout lacks files: {RESAVE})"
             ) from end
         except BaseException as error:  # torch's CheckpointException is no Exception
             error.add_note(f"while loading the checkpoint in {load_dir}")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.checkpoints.layout import (
@@ -24,6 +23,7 @@ from megacpp_mcore.checkpoints.layout import (
     FORMAT,
     FULLY,
     LOADED_FROM,
+    RESAVE,
     UNSHARDED,
     arguments,
     loads_optimizer,
@@ -31,7 +31,6 @@ from megacpp_mcore.checkpoints.layout import (
 )
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
-from megacpp_mcore.util.files import is_remote
 
 _EXPERT, _GROUPS = "is_expert_parallel", "param_groups"
 _LAYOUT = (
@@ -217,28 +216,6 @@ def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, A
     return next((one for one in found if one.get(_EXPERT) == group.get(_EXPERT)), found[0])
 
 
-def _with_its_own_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_get_checkpoint_format(checkpoint_name, args)``, which a load asks of a step's folder.
-
-    Raises:
-        CheckpointError: the folder is in the format ``torch``, and has no file for this rank, where upstream ends the run.
-    """
-
-    @functools.wraps(original)
-    def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
-        from megatron.core import parallel_state
-        from megatron.training import checkpointing
-
-        kind = original(checkpoint_name, args)
-        if kind == _TORCH and not is_remote(checkpoint_name) and parallel_state.model_parallel_is_initialized():
-            own = Path(checkpoint_name, *Path(checkpointing.get_checkpoint_name("", 0, release=True)).parts[1:])
-            if not own.exists():
-                raise CheckpointError(_cut(checkpoint_name, f"there is no {own.parent.name}/{own.name}"))
-        return kind
-
-    return _get_checkpoint_format
-
-
 def _in_its_own_layout(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``check_checkpoint_args(checkpoint_args, skip_args)``: files in the format ``torch`` are as the run is.
 
@@ -256,7 +233,10 @@ def _in_its_own_layout(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(checkpoint_args, "ckpt_format", None) == _TORCH:
             optimizer = (_OPTIMIZER,) if _has_optimizer(checkpoint_args) else ()
             if different := _differences(run, checkpoint_args, (*_LAYOUT, *optimizer)):
-                raise CheckpointError(_cut(run.load, different))
+                raise CheckpointError(
+                    f"the checkpoint {run.load} is in the format torch, which only a run of the same layout and optimizer can "
+                    f"load: {different}; {RESAVE}"
+                )
             if optimizer and run.use_distributed_optimizer and run.ckpt_step:
                 last, _ = checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(run.load))
                 if last != run.ckpt_step:
@@ -268,15 +248,6 @@ def _in_its_own_layout(original: Callable[..., Any]) -> Callable[..., Any]:
         original(checkpoint_args, *rest, **kwargs)
 
     return check_checkpoint_args
-
-
-def _cut(folder: Any, difference: str) -> str:
-    return (
-        f"the checkpoint {folder} is in the format torch, which only a run of the same layout and optimizer can load: "
-        f"{difference}; load it once as it was saved, and save it for every layout (--ckpt-convert-format torch_dist "
-        "--ckpt-convert-save NEW, with --dist-ckpt-optim-fully-reshardable if the optimizer is distributed, then name "
-        "NEW/torch_dist)"
-    )
 
 
 PATCH = Patch(
@@ -308,11 +279,6 @@ PATCH = Patch(
             _by_its_own_groups,
         ),
         Edit.of(
-            "megatron.training.checkpointing:_get_checkpoint_format",
-            "427d69131b23271cec506bf4b9369a34da3756f3425a3edb1027fa1ef3cb10eb",
-            _with_its_own_file,
-        ),
-        Edit.of(
             "megatron.training.checkpointing:check_checkpoint_args",
             "4c636308e56b642531dc43763bb28de8b3abec685f019612808e6044f2d0810c",
             _in_its_own_layout,
@@ -320,8 +286,8 @@ PATCH = Patch(
     ),
     seam=(
         "ChainedOptimizer is what every run's optimizer is, and its two methods are where the structure of the optimizers "
-        "meets that of the checkpoint; load_content_metadata is read before upstream's own refusals; _get_checkpoint_format "
-        "is asked before a file in the format torch is read, and check_checkpoint_args right after"
+        "meets that of the checkpoint; load_content_metadata is read before upstream's own refusals, and "
+        "check_checkpoint_args right after a file in the format torch"
     ),
     leaves_alone="what is saved; loads by the same structure; Megatron-FSDP",
     retire_when="upstream loads groups of parameters whatever the optimizers' number and kind, and refuses the rest by name",

@@ -25,6 +25,11 @@ FORMAT = "distrib_optim_sharding_type"
 FULLY, FLAT = "fully_reshardable", "dp_reshardable"
 UNSHARDED = "megacpp_unsharded_optimizer"
 """Key there under which the patch optimizer-layouts notes, at a load, that the checkpoint's optimizer was not distributed."""
+RESAVE = (
+    "load it once as it was saved, and save it for every layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
+    "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
+)
+"""What to do with a checkpoint that is cut as its run was."""
 
 
 def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
@@ -79,9 +84,8 @@ def refuse_flat_state(folder: str, difference: str) -> NoReturn:
     """
     raise CheckpointError(
         f"the checkpoint {folder} has the distributed optimizer's state as flat buckets, which only a run of the same layout, "
-        f"buckets, optimizer and experts can load: {difference}; load it once as it was saved, and save it for every layout "
-        "(--dist-ckpt-optim-fully-reshardable --ckpt-convert-format torch_dist --ckpt-convert-save NEW, then name "
-        "NEW/torch_dist), or load without the optimizer's state (--no-load-optim)"
+        f"buckets, optimizer and experts can load: {difference}; {RESAVE}, or load without the optimizer's state "
+        "(--no-load-optim)"
     )
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore.checkpoints.folder import TRACKER, iteration_folder, read_tracker
 from megacpp_mcore.checkpoints.integrity import MANIFEST, METADATA, damages, read_metadata, write_manifest
+from megacpp_mcore.checkpoints.layout import RESAVE
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.files import flush_to_disk
 
@@ -24,11 +25,6 @@ TRAIN_STATE = "train_state.pt"
 
 _BUCKETS = ".distributed.dp_group_idx_"
 """Substring of the names of optimizer state that is saved in the memory layout of Megatron's flat parameter buckets."""
-_RESAVE = (
-    "load it in its parallelism and save it as torch_dist (--ckpt-convert-format torch_dist --ckpt-convert-save OLD), then "
-    "name OLD/torch_dist"
-)
-
 Changes = Mapping[str, Sequence[str]]
 """The names under which to write an entry instead of its own: none, one or several."""
 
@@ -96,7 +92,7 @@ def _iteration_folder(old: Path) -> Path:
         )
     folder = iteration_folder(old, named)
     if any(folder.glob("mp_rank_*")):
-        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {_RESAVE}")
+        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {RESAVE}")
     return folder.absolute()
 
 
@@ -120,5 +116,5 @@ def _refuse_flat_buckets(folder: Path, metadata: Metadata) -> None:
     if buckets := next((name for name in metadata.state_dict_metadata if _BUCKETS in name), None):
         raise CheckpointError(
             f"{folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
-            f"told apart; {_RESAVE}, with --dist-ckpt-optim-fully-reshardable, or without the optimizer with --no-save-optim"
+            f"told apart; {RESAVE}, or without the optimizer with --no-save-optim"
         )

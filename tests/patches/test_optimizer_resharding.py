@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from argparse import Namespace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -78,17 +77,3 @@ def test_arguments_of_an_earlier_version_do_not_say_whether_they_saved_an_optimi
     with mock.patch.object(optimizer_layouts, "loads_optimizer", return_value=True):
         assert optimizer_layouts._has_optimizer(Namespace())
         assert not optimizer_layouts._has_optimizer(Namespace(no_save_optim=True))
-
-
-def test_files_by_rank_in_object_storage_are_not_looked_for_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from megatron.core import parallel_state
-    from megatron.training import checkpointing
-
-    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(checkpointing, "get_checkpoint_name", lambda *_, **__: "release/mp_rank_00/model_optim_rng.pt")
-    kind = optimizer_layouts._with_its_own_file(lambda *_: "torch")
-    assert kind("msc://bucket/iter_0000003", None) == "torch"
-    with pytest.raises(CheckpointError, match=r"there is no mp_rank_00/model_optim_rng\.pt"):
-        kind(str(tmp_path), None)

@@ -126,9 +126,8 @@ def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from megacpp_mcore.checkpoints.integrity import digested
 
-        if is_remote(write_bucket[0]):
-            return original(transform_list, local_proc_idx, write_bucket, *args, **kwargs)
-        with digested(Path(write_bucket[0])):
+        path = write_bucket[0]
+        with contextlib.nullcontext() if is_remote(path) else digested(Path(path)):
             return original(transform_list, local_proc_idx, write_bucket, *args, **kwargs)
 
     return write_preloaded_data

@@ -169,13 +169,12 @@ def choose(load: Path, step: int | None) -> int | None:
     if is_lost:
         _say(f"{problem}, and none of them is whole")
         return None
-    remedy = "no whole checkpoint is there: restore the file from a copy"
-    if whole is not None:
-        remedy = (
-            f"the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} to "
-            f"{load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG"
-        )
-    raise CheckpointError(f"{problem}; {remedy}")
+    if whole is None:
+        raise CheckpointError(f"{problem}; no whole checkpoint is there: restore the file from a copy")
+    raise CheckpointError(
+        f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} "
+        f"to {load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG"
+    )
 
 
 def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int]]:

@@ -153,15 +153,6 @@ def _manifest_text(files: dict[str, str], manifest_id: str) -> str:
     return json.dumps({**content, "seal": hashlib.sha256(json.dumps(content).encode()).hexdigest()}, indent=2)
 
 
-def _announced_id(folder: Path) -> str | None:
-    """The manifest's identity according to ``metadata.json``; None if that names none, or cannot be read."""
-    try:
-        found = json.loads((folder / CONFIG).read_bytes()).get(_ID)
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
-
-
 def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     """What is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
 
@@ -197,7 +188,11 @@ def _manifest(folder: Path) -> dict[str, str] | None:
     Raises:
         CheckpointError: it is missing, damaged or of another checkpoint.
     """
-    path, announced = folder / MANIFEST, _announced_id(folder)
+    path = folder / MANIFEST
+    try:
+        announced = json.loads((folder / CONFIG).read_bytes()).get(_ID)
+    except (OSError, ValueError, AttributeError):
+        announced = None
     if not path.exists():
         if announced is not None:
             raise CheckpointError(f"{MANIFEST}: not found, though {CONFIG} names it")

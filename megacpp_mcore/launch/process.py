@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.managers import BaseManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,10 @@ def children_end_with_it() -> Iterator[None]:
     def start(stock: Callable[[BaseProcess], None], child: Any) -> None:
         if child._target is not None:  # else a subclass overrides run()
             child._target = functools.partial(_run_until_orphaned, child._target)
-        stock(child)
+            stock(child)
+            child._popen.terminate = child._popen.kill  # it ignores SIGTERM
+        else:
+            stock(child)
 
     with contextlib.ExitStack() as stack:
         stand_in(stack, BaseProcess, "start", start)
@@ -146,8 +148,6 @@ def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) 
             os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
-    server = getattr(target, "__self__", None)
-    if isinstance(server, type) and issubclass(server, BaseManager):
-        # A scheduler sends SIGTERM to all processes of a job: the save before the end still needs this one.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A scheduler sends SIGTERM to all processes of a job: the save before the end still needs those that write.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     target(*args, **kwargs)

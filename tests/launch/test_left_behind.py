@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.launch import process
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests import tiny_run
@@ -67,3 +70,25 @@ def test_what_multiprocessing_starts(tmp_path: Path, kind: str) -> None:
     with started([str(file)], "started") as program:
         program.kill()
         program.communicate(timeout=END_S)
+
+
+def answer(connection: Connection) -> None:
+    while True:
+        connection.send(connection.recv())
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_sigterm_to_a_job_leaves_those_that_write_to_their_parent(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    with process.children_end_with_it():
+        child = context.Process(target=answer, args=(theirs,), daemon=True)
+        child.start()
+    for word in ("started", "goes on"):
+        ours.send(word)
+        assert ours.poll(60)
+        assert ours.recv() == word
+        os.kill(child.pid, signal.SIGTERM)
+    child.terminate()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL

@@ -1,6 +1,6 @@
 """The folder of ``--save`` and ``--load``: who saves in it, what its tracker file names, and which checkpoint is whole.
 
-All functions here are collective: every rank calls them, and all of them raise what one of them finds.
+:func:`claim` and :func:`choose` are collective: every rank calls them, and all of them raise what one of them finds.
 """
 
 from __future__ import annotations

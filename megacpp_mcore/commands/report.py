@@ -124,8 +124,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _goodput(args: argparse.Namespace) -> int:
-    starts = events.read(_found(args.run_folder, whole=True))
-    ranks = goodput.of_starts(starts)
+    ranks: dict[int, goodput.Goodput] = {}
+    found_in = _found(args.run_folder, whole=True)
+    starts = events.read(found_in, lambda rank, of: ranks.update({rank: goodput.of_rank(of)}))
     if args.json:
         print(json.dumps({rank: found.record() for rank, found in ranks.items()}, indent=1))
         return 0
@@ -156,7 +157,7 @@ def _html(args: argparse.Namespace) -> int:
 def sign_of_life(run: Path, now_ns: int) -> str:
     """The line with the age of the last heartbeat, which tells a live run from a killed one: both have status ``running``."""
     label = f"{'last sign of life':18}"
-    living = {one.rank: one for one in events.grouped(events.read(run))[-1] if one.how is None}
+    living = {one.rank: one for one in events.grouped(events.read(run, lambda *_: None))[-1] if one.how is None}
     if not living:
         return f"{label}none: no rank has left one that has not ended"
     rank = min(living, key=lambda one: living[one].ended_ns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,8 @@ FINISHED, STOPPED = "finished", "stopped"
 """``how`` of a process whose training completed, or was ended in order before its last step (by SIGTERM, ``--exit-interval``
 and the like); otherwise it is the name of the error that ended it."""
 IN_ORDER = (FINISHED, STOPPED)
+_BATCH = 2**16
+"""Bytes of lines that are parsed at once."""
 OVERLAP_NS = 1_000_000_000
 """How long two starts of a rank may overlap before it is reported: the clocks of two hosts differ by some milliseconds."""
 
@@ -228,12 +232,15 @@ class Span(NamedTuple):
     """One timed line: nanoseconds by phase since the previous one, and the step that it ends, if any."""
 
     at: int
-    phases: Mapping[str, int]
+    phases: dict[str, int]
     step: int | None
 
     def total(self, phases: Iterable[str]) -> int:
         """Nanoseconds in several phases."""
-        return sum(self.phases.get(phase, 0) for phase in phases)
+        total, get = 0, self.phases.get
+        for phase in phases:
+            total += get(phase, 0)
+        return total
 
 
 @dataclass
@@ -285,19 +292,27 @@ class Start:
             self.steps.append(Step(**{each.name: line[each.name] for each in fields(Step)}))
         if "metrics" in line:
             self.metrics.append(line["metrics"])
-        self.facts |= line.get("facts", {})
+        if "facts" in line:
+            self.facts |= line["facts"]
         if self.how is None:  # lines after that belong to no time of the run
             self.how = line.get("how")
             self.ended_ns = line["at"] if self.how is not None else max(self.ended_ns, line["at"])
 
 
-def read(run: str | os.PathLike[str]) -> dict[int, list[Start]]:
+def read(
+    run: str | os.PathLike[str], summarise: Callable[[int, Sequence[Start]], object] | None = None
+) -> dict[int, list[Start]]:
     """The starts of every rank that left a file in the run's folder, by rank and in their order.
+
+    Args:
+        run: the run's folder.
+        summarise: called with each rank and its starts as they are read. Then the starts that are returned have no spans, and
+            share equal facts: a long run of many ranks does not fit into memory otherwise.
 
     Raises:
         DataError: there is none, or a line is not what a run writes.
     """
-    found = read_any(run)
+    found = read_any(run, summarise=summarise)
     if not found:
         raise DataError(
             f"{run} holds no whole line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
@@ -305,13 +320,26 @@ def read(run: str | os.PathLike[str]) -> dict[int, list[Start]]:
     return found
 
 
-def read_any(run: str | os.PathLike[str], rank: int | None = None) -> dict[int, list[Start]]:
+def read_any(
+    run: str | os.PathLike[str],
+    rank: int | None = None,
+    summarise: Callable[[int, Sequence[Start]], object] | None = None,
+) -> dict[int, list[Start]]:
     """As :func:`read`, but empty where nothing was recorded yet; with ``rank``, of that rank alone."""
     found: dict[int, list[Start]] = {}
-    for number, one, path in _files(Path(run)):
-        if rank in (None, one) and (start := _read_file(path, number)) is not None:
-            found.setdefault(one, []).append(start)
-    return dict(sorted(found.items()))
+    shared: dict[str, Any] = {}
+    for one, files_of_rank in itertools.groupby(sorted(_files(Path(run)), key=itemgetter(1)), key=itemgetter(1)):
+        if rank not in (None, one):
+            continue
+        starts = [start for number, _, path in files_of_rank if (start := _read_file(path, number)) is not None]
+        if starts:
+            found[one] = starts
+        if starts and summarise is not None:
+            summarise(one, starts)
+            for start in starts:
+                start.spans = []
+                start.facts = {key: shared.setdefault(json.dumps(fact), fact) for key, fact in start.facts.items()}
+    return found
 
 
 def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
@@ -343,23 +371,35 @@ def _read_file(path: Path, number: int) -> Start | None:
         DataError: it cannot be read, or a line is not what a run writes. A torn last line is ignored.
     """
     start: Start | None = None
+    place = 0
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with path.open("rb") as stream:
+            while texts := [text for text in stream.readlines(_BATCH) if text.endswith(b"\n")]:
+                parsed = _parsed(texts)
+                for index, text in enumerate(texts):
+                    place += 1
+                    line = parsed[index] if parsed else json.loads(text)
+                    if start is None:
+                        start = Start(
+                            number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"], line["began"]
+                        )
+                    else:
+                        start.add(line)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected a file of JSON lines") from error
-    for place, text in enumerate(lines, 1):
-        try:
-            line = json.loads(text)
-            if start is None:
-                start = Start(
-                    number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"], line["began"]
-                )
-            else:
-                start.add(line)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            what = f"no line that a run writes ({type(error).__name__}: {error})"
-            raise DataError(f"{path}, line {place}: {what}; restore the file, or delete it") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        what = f"no line that a run writes ({type(error).__name__}: {error})"
+        raise DataError(f"{path}, line {place}: {what}; restore the file, or delete it") from error
     return start
+
+
+def _parsed(texts: Sequence[bytes]) -> list[Any]:
+    """The JSON values of lines, parsed as one, which takes half the time; empty where a line is damaged."""
+    try:
+        values: list[Any] = json.loads(b"[" + b",".join(texts) + b"]")
+    except (ValueError, RecursionError):
+        return []
+    return values if len(values) == len(texts) else []
 
 
 def _files(run: Path) -> list[tuple[int, int, Path]]:

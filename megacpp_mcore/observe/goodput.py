@@ -5,6 +5,7 @@ Which steps a restart had to repeat is known only afterwards. So files hold phas
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.clock import Phase
-from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Listener, Log, Start, Step
+from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Listener, Log, Span, Start, Step
 from megacpp_mcore.observe.steps import standing
 
 PRODUCTIVE = "productive"
@@ -175,12 +176,22 @@ def _goes_on(starts: Sequence[Start]) -> bool:
 
 def of_rank(starts: Sequence[Start]) -> Goodput:
     """The goodput of one rank's ``starts``."""
+    condensed, kept, lost = [], 0, 0
+    for start, kept_to in standing(starts):
+        spans = {is_kept: Span(0, {}, None) for is_kept in (True, False)}  # the sums of all
+        for at, phases, step in start.spans:
+            is_kept = step is not None and step <= kept_to
+            sums = spans[is_kept].phases
+            for phase, ns in phases.items():
+                sums[phase] = sums.get(phase, 0) + ns
+            if step is not None:
+                spans[is_kept] = Span(at, sums, step)
+                kept, lost = kept + is_kept, lost + (not is_kept)
+        condensed.append(dataclasses.replace(start, spans=list(spans.values())))
     spent: Counter[str] = Counter()
-    for stretch in timeline(starts):
+    for stretch in timeline(condensed):
         spent[stretch.kind] += stretch.end - stretch.begin
-    are_kept = [step <= kept_to for start, kept_to in standing(starts) for step in start.done]
-    kept = sum(are_kept)
-    return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, len(are_kept) - kept)
+    return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, lost)
 
 
 def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:

@@ -79,7 +79,9 @@ def read(path: str | os.PathLike[str]) -> Run:
     name = whole.parent.name if place.is_file() else whole.name
     if whole.name == "observe":
         name = f"{whole.parent.name}/{name}"
-    return Run(name, receipts.read(place), events.read_any(place))
+    spent: dict[int, Goodput] = {}
+    ranks = events.read_any(place, summarise=lambda rank, starts: spent.update({rank: goodput.of_rank(starts)}))
+    return Run(name, place, receipts.read(place), ranks, spent)
 
 
 _OF_METRICS = {
@@ -95,11 +97,13 @@ _OF_METRICS = {
 
 @dataclass
 class Run:
-    """One run, and what the template shows of it."""
+    """One run, and what the template shows of it; the starts of ``ranks`` have no spans."""
 
     name: str
+    place: Path
     receipt: Mapping[str, Any]
     ranks: Mapping[int, Sequence[Start]]
+    spent: Mapping[int, Goodput]
     addition: Addition = Addition()
 
     @property
@@ -115,11 +119,6 @@ class Run:
     def values(self) -> Mapping[str, Any]:
         """The receipt's values by path."""
         return schema.flatten(self.receipt)
-
-    @functools.cached_property
-    def spent(self) -> Mapping[int, Goodput]:
-        """Each rank's wall time by class."""
-        return goodput.of_starts(self.ranks)
 
     @functools.cached_property
     def starts(self) -> list[Start]:
@@ -176,7 +175,8 @@ class Run:
         """Tokens per second over the wall time, other classes of time as bands behind it; and the classes shown."""
         if not self.spent:
             return None, []
-        starts = self.ranks[self.slowest_first[0][0]]
+        slowest, _ = self.slowest_first[0]
+        starts = events.read_any(self.place, slowest)[slowest]
         began, ended = starts[0].began_ns, max(one.ended_ns for one in starts)
         wall_s = (ended - began) / 1e9
         seconds, unit = (1, "s") if wall_s < 180 else (60, "min") if wall_s < 3 * 3600 else (3600, "h")

@@ -348,7 +348,7 @@ def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(
     receipts.writer._await([other, file_of(tmp_path, 1, 2)])
     append(other, at(2, {}, how=FINISHED))
     assert not receipts.writer._has_ended(other)
-    append(other, at(2, facts={"noted": []}))
+    append(other, at(2, recorded=True), at(3))
     assert receipts.writer._has_ended(other)
 
 

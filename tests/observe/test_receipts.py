@@ -21,7 +21,7 @@ from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import schema as receipt_schema
-from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, tokens_of
+from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, together, tokens_of
 from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
 from tests.tiny_run import ROOT
 
@@ -46,8 +46,8 @@ def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def window_of(run: Path, number: int, left_out: int, profiled: tuple[tuple[int, int], ...] = ()) -> Window:
-    starts = events.read(run)
-    return measure([one for rank in starts.values() for one in rank if one.number == number], left_out, profiled)
+    starts = [one for rank in events.read(run).values() for one in rank if one.number == number]
+    return together([measure(one, left_out, profiled) for one in starts])
 
 
 def test_the_window_is_of_one_start_without_its_warm_up_and_checkpoints(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ all starts.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any
 from megacpp_mcore.model.flops.peaks import peak
 from megacpp_mcore.model.flops.report import Utilisation
 from megacpp_mcore.observe import events, goodput, routing
-from megacpp_mcore.observe.clock import OF_A_STEP, Phase
+from megacpp_mcore.observe.clock import OF_A_STEP
 from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Start, Step
 from megacpp_mcore.observe.profile.table import FOLDER as PROFILES
 from megacpp_mcore.observe.profile.table import read as read_table
@@ -34,7 +35,10 @@ from megacpp_mcore.observe.steps import kept, recorded
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
 RECEIPT = "receipt.json"
-_COMPILING = (Phase.COMPILE, Phase.JIT)
+_COMPILING, _OF_A_STEP = (
+    ("compile", "jit"),
+    tuple(map(str, OF_A_STEP)),
+)  # an enum's hash takes most of a long run's reading
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
 _COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
 """Fields that come from the routers' counts."""
@@ -48,16 +52,27 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         DataError: nothing was recorded, or a file is damaged.
     """
-    ranks = events.read(run)
+    spent: dict[int, goodput.Goodput] = {}
+    windows: dict[tuple[int, int], Window] = {}
+    profiled = _profiled(Path(run))
+
+    def summarise(rank: int, starts: Sequence[Start]) -> None:
+        spent[rank] = goodput.of_rank(starts)
+        for one in starts:
+            windows[rank, one.number] = dataclasses.replace(measure(one, WARM_UP_STEPS, profiled), seconds={})
+
+    ranks = events.read(run, summarise)
     processes, later = _of_the_receipt(ranks)
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
     found = _merged(processes)
     steps = kept(recorded(ranks))
     tokens = tokens_of(steps)
-    spent = goodput.of_starts(ranks)
-    slowest, *_ = goodput.slowest_first(spent)
-    window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
+    slowest, *_ = goodput.slowest_first({rank: spent[rank] for rank in ranks})
+    window = together([windows[one.rank, one.number] for one in processes])
+    number = next(one.number for one in processes if one.rank == window.rank)
+    again = next(one for one in events.read_any(run, window.rank)[window.rank] if one.number == number)
+    window = dataclasses.replace(window, seconds=measure(again, WARM_UP_STEPS, profiled).seconds)
     status = _status(processes, later)
     found.values |= {
         "schema": SCHEMA,
@@ -88,7 +103,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
     """The processes of the last start that completed a step, or of the last one if none did; and the starts after it."""
     groups = events.grouped(ranks)
-    trained = [index for index, group in enumerate(groups) if any(one.done for one in group)]
+    trained = [index for index, group in enumerate(groups) if any(one.resumed_at is not None for one in group)]
     index = trained[-1] if trained else len(groups) - 1
     return groups[index], groups[index + 1 :]
 
@@ -119,7 +134,7 @@ def _note_of_later(later: Sequence[Sequence[Start]]) -> str:
 
 @dataclass(frozen=True)
 class Window:
-    """The measured steps of a start.
+    """The measured steps of a start, or of one process of it.
 
     A step's time runs from the end of the previous step to its own end, without checkpoints, evaluation, start-up and the
     profiler. So it includes the wait for data and the loop's own housekeeping, and does not depend on where in the step the
@@ -128,6 +143,7 @@ class Window:
     Attributes:
         done: steps that the start completed, the maximum over ranks.
         rank: the rank whose steps these are, the one with the largest median.
+        median_s: of its seconds; 0.0 without a step.
         seconds: of each step, by number, in the order of the steps.
         compiled: nanoseconds of compilation, over all ranks, of those measured steps in which any rank compiled.
         compiled_ns: nanoseconds of compilation of all ranks in the whole start.
@@ -135,27 +151,38 @@ class Window:
 
     done: int
     rank: int
+    median_s: float
     seconds: Mapping[int, float]
     compiled: Mapping[int, int]
     compiled_ns: int
 
 
-def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
-    """The window of one start, without profiled steps and the one after each profile, in which a rank may wait for others."""
-    times: dict[int, dict[int, float]] = {}
-    compiled: Counter[int] = Counter()
-    for one in processes:
-        steps = [(span.step, span) for span in one.spans if span.step is not None][left_out:]
-        steps = [each for each in steps if not any(begin <= each[0] <= end for begin, end in profiled)]
-        times[one.rank] = {number: span.total(OF_A_STEP) / 1e9 for number, span in steps}
-        compiled.update({number: span.total(_COMPILING) for number, span in steps})
-    slowest = max(times, key=lambda one: (percentile(sorted(times[one].values()), 50) if times[one] else 0.0, -one))
-    return Window(
-        done=max(len(one.done) for one in processes),
-        rank=slowest,
-        seconds=times[slowest],
-        compiled={number: spent for number, spent in sorted(compiled.items()) if spent},
-        compiled_ns=sum(span.total(_COMPILING) for one in processes for span in one.spans),
+def measure(one: Start, left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
+    """The window of one process, without profiled steps and the one after each profile, in which a rank may wait for others."""
+    seconds, compiled = {}, {}
+    done = compiled_ns = 0
+    for span in one.spans:
+        compiling = span.total(_COMPILING)
+        compiled_ns += compiling
+        if span.step is None:
+            continue
+        done += 1
+        if done > left_out and not (profiled and any(begin <= span.step <= end for begin, end in profiled)):
+            seconds[span.step] = span.total(_OF_A_STEP) / 1e9
+            if compiling:
+                compiled[span.step] = compiling
+    median_s = percentile(sorted(seconds.values()), 50) if seconds else 0.0
+    return Window(done, one.rank, median_s, seconds, compiled, compiled_ns)
+
+
+def together(windows: Sequence[Window]) -> Window:
+    """The window of a start from those of its processes: the steps are those of the slowest one."""
+    compiled = sum((Counter(one.compiled) for one in windows), Counter[int]())
+    return dataclasses.replace(
+        max(windows, key=lambda one: (one.median_s, -one.rank)),
+        done=max(one.done for one in windows),
+        compiled=dict(sorted(compiled.items())),
+        compiled_ns=sum(one.compiled_ns for one in windows),
     )
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_RARELY = 1 / 20
+"""The share of a run between two writings of its facts: that much of them a killed run loses, and files stay short."""
 PATIENCE_S = 5.0
 """How long rank 0 waits at the end for the other ranks' last lines, so that the receipt does not call them running."""
 
@@ -61,6 +63,8 @@ class ReceiptWriter(Listener):
         self._log, self._every_s = log, every_s
         self._settings, self._routes, self._indices, self._loop = settings, routes, indices, loop
         self._written = -math.inf
+        self._known: dict[str, Any] = {}
+        """What was written last of what changes."""
         self.facts = of_run.at_start(launched)
         """What is known of the run by field, and why other fields are not known."""
         self._chunks: Sequence[Any] = ()
@@ -79,8 +83,8 @@ class ReceiptWriter(Listener):
         self._write_facts()
 
     def on_step(self, step: Step) -> None:
-        """Write what changes, if it is due; at once after the first step: only then does this start have something to lose."""
-        if time.monotonic() - self._written >= self._every_s:
+        """Write what changes, if it is due: after the first step, when this start has something to lose, later more rarely."""
+        if time.monotonic() - self._written >= max(self._every_s, _RARELY * self._log.clock.age_ns() / 1e9):
             self._write()
 
     def on_failure(self, what: str) -> None:
@@ -95,6 +99,7 @@ class ReceiptWriter(Listener):
             now = of_run.cache_files(self._folders)
             added = {name: max(0, now[name] - count) for name, count in self._caches.items()}
             self._log.write(facts={"cache.files": self._caches, "cache.added": added})
+        self._log.write(recorded=True)
         if self._log.rank == 0:
             if error is None:  # the others may hang after an error
                 _await([self._log.path.with_name(f"rank_{rank:05d}.jsonl") for rank in range(1, self._log.world_size)])
@@ -114,16 +119,18 @@ class ReceiptWriter(Listener):
         known: dict[str, Any] = {
             "noted": [*observed.notes(), *of_run.graphs(self._chunks)],
             "routing": self._routes.record(),
-            "indexer.overlap": self._indices.by_pair,
+            "indexer.overlap": dict(self._indices.by_pair),
         }
         if self._chunks:
             try:
                 known |= of_run.memory(self._chunks)
             except Exception as error:  # after another error the device may not answer; the last peaks stay
                 self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
-                known["failed"] = self._failed
+                known["failed"] = [*self._failed]
             known |= of_run.fp8()
-        self._log.write(facts=known)
+        changed = {name: value for name, value in known.items() if self._known.get(name) != value}
+        self._known |= changed
+        self._log.write(facts=changed)
 
 
 def _await(files: Iterable[Path]) -> None:
@@ -134,8 +141,7 @@ def _await(files: Iterable[Path]) -> None:
 
 
 def _has_ended(file: Path) -> bool:
-    """Whether a rank has written how it ended, and its facts after that."""
+    """Whether a rank has written all that it will; heartbeats may follow."""
     with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - 2**20))
-        end = stream.read().rpartition(b'"how": ')
-    return bool(end[1]) and b'"facts": {"noted"' in end[2]
+        stream.seek(max(0, file.stat().st_size - 2**12))
+        return b'"recorded": true' in stream.read()

@@ -1,0 +1,86 @@
+"""What reading the files of long runs of many ranks takes: one rank's steps at a time are in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.observe import events, page, receipts
+from megacpp_mcore.observe.receipts.assemble import assemble
+from tests.observe.recorded import at, stepped, with_loss, write_start
+from tests.observe.test_receipt_folder import facts
+
+STEP_S = 1.7
+BACKEND = {
+    "requested": "auto",
+    "observed": "triton",
+    "speed": "kernel",
+    "slower_than_best": False,
+    "reason": "the best",
+}
+
+
+def write_run(run: Path, ranks: int, steps: int, layers: int = 52) -> None:
+    """The files of a run of ``ranks`` processes as they leave them: heartbeats, steps, backends by layer, counts of experts."""
+    backends = [{"op": f"op {op}", "layer": layer, **BACKEND} for layer in range(layers) for op in range(10)]
+    for rank in range(ranks):
+        write_start(run, 1, rank, *_lines(rank, ranks, steps, backends), world_size=ranks)
+
+
+def _lines(rank: int, ranks: int, steps: int, backends: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield facts(backends=backends)
+    written, second = 0.0, 0.0
+    for number in range(1, steps + 1):
+        end = number * (STEP_S + rank / 1e4)
+        while second + 1 < end:
+            second += 1
+            yield at(second)
+        line = stepped(end, number, end / number - 0.003, idle=0.002, data=0.001)
+        yield with_loss(line) if rank == ranks - 1 else line
+        if end - written > max(30, end / 20):
+            written = end
+            load = {"tokens_per_expert": [end * number for end in range(16)], "asked": 10**9, "dropped": 0}
+            counts = {str(layer): load | {"entropy": 0.98, "max_over_mean": 1.31} for layer in range(22)}
+            yield at(end, facts={"routing": {"layers": counts, "failed": None}, "memory.allocated_peak_bytes": 10**11})
+    yield at(end, {"idle": 0.1}, how="finished")
+
+
+def peak_of(read: Callable[[], object]) -> int:
+    """The bytes that ``read`` holds at most."""
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("read", [assemble, page.read, lambda run: events.read(run, lambda *_: None)])
+def test_memory_does_not_grow_with_the_steps_of_all_ranks(read: Callable[[Path], object], tmp_path: Path) -> None:
+    for ranks in (2, 12):
+        write_run(tmp_path / str(ranks), ranks, 400)
+    assert receipts.read(tmp_path / "12")["step_time"]["rank"] == 11
+    few, many = (peak_of(lambda ranks=ranks: read(tmp_path / str(ranks))) for ranks in (2, 12))
+    a_rank = peak_of(lambda: events.read(tmp_path / "2")) // 2
+    assert many < few + a_rank, (few, many, a_rank)  # all steps of ten more ranks are ten times that
+
+
+@pytest.mark.exhaustive
+def test_512_ranks_of_2000_steps_take_less_than_100_mb(tmp_path: Path) -> None:
+    write_run(tmp_path, 512, 2000)
+    script = (
+        "import resource, sys, time; from megacpp_mcore.observe.receipts.assemble import write; began = time.monotonic();"
+        "write(sys.argv[1]); print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    seconds, peak_kb = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.split()
+    print(
+        f"the receipt of 512 ranks and 2000 steps took {float(seconds):.1f} s and {int(peak_kb) / 1e3:.0f} MB at most"
+    )
+    assert int(peak_kb) < 100_000

@@ -63,7 +63,6 @@ PATCHES = (
     "checkpoint-integrity",
     "checkpoint-layout",
     "mixed-precision-optimizer",
-    "optimizer-layouts",
     "optimizer-resharding",
     "torch-adam-resume",
     "output-layer-fusion",

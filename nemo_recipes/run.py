@@ -29,6 +29,7 @@ from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util import schema
+from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.nearest import nearest
 
 PATCHES = ("dataset-helpers", "sample-indices")
@@ -86,27 +87,27 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         stack.enter_context(process.children_end_with_it())
         stack.enter_context(extensions.stale_locks_removed())
         stack.enter_context(process.patches_of_the_run())
-        process.say(f"patches: {', '.join(registry.default().apply(PATCHES)) or 'applied already'}")
+        say(f"patches: {', '.join(registry.default().apply(PATCHES)) or 'applied already'}")
         bridge.prepare()
         stack.enter_context(bridge.signals_a_step_later())
         if on_cpu:
-            process.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
+            say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
         config = configured(chosen, overrides)
         check_config(config, layout)
-        process.say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
+        say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
         trained = chosen if settings is None else dataclasses.replace(chosen, model=settings.model)
         launched = launch_policy(trained, config, overrides, settings, environment)
         for line in launched.lines(settings):
-            process.say(line)
+            say(line)
         stack.enter_context(process.environment(launched.environment()))
         policy.check_memory(policy_run(trained, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())
-        process.say(verify_data(config))
+        say(verify_data(config))
         callbacks = _callbacks(config, launched.compile)
         asked = _observation(config, recording or launcher.Recording(), settings)
         for line in asked.describe():
-            process.say(line)
+            say(line)
         stack.enter_context(observation.observed(asked, launched, BridgeLoop(config, callbacks)))
         _train(config, callbacks)
         process.leave_process_group()
@@ -155,7 +156,7 @@ def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompileP
     rows = config.model.seq_length
     if config.model.sequence_parallel:
         rows //= config.model.tensor_model_parallel_size
-    regions.warm_up(models, compile_policy, process.say, rows=rows, batch=config.train.micro_batch_size)
+    regions.warm_up(models, compile_policy, say, rows=rows, batch=config.train.micro_batch_size)
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megacpp_mcore.checkpoints.layout import RESAVE
+from megacpp_mcore.checkpoints.layout import RESAVE, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.files import is_remote
@@ -57,7 +57,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 mock.patch.object(args, "ckpt_step", chosen, create=True),
                 mock.patch.object(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
             ):
-                return original(load_dir, args, rank0, *rest, **kwargs)
+                loaded = original(load_dir, args, rank0, *rest, **kwargs)
         except SystemExit as end:  # Megatron's, with status 0
             raise CheckpointError(
                 f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above (in the format torch, a run of "
@@ -69,6 +69,8 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             if not rank0:
                 _checked = None
+        refuse_other_layout(loaded[0])
+        return loaded
 
     return _load_base_checkpoint
 

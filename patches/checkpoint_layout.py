@@ -33,7 +33,7 @@ def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
         state = original(checkpoint_dir)
         content = state.get("content_metadata")
         if content is not None and _SPECS in sys.modules:
-            content[checkpoint_layout.LOADED_FROM] = str(checkpoint_dir)
+            checkpoint_layout.note_source(content, checkpoint_dir)
         return state
 
     return load_common_state_dict

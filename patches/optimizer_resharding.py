@@ -1,15 +1,20 @@
-"""optimizer-resharding: ``--dist-ckpt-optim-fully-reshardable`` saves each parameter's own state, and gathers nothing.
+"""optimizer-resharding: optimizer state goes from one parallel layout, and kind of optimizer, to another.
 
-Upstream gathers all state of the distributed optimizer on every rank, without the padding between gradient buckets, and cuts
-it by positions that count the padding: past the first bucket a parameter is saved with its neighbours' numbers. Here each
-rank saves and loads its own part of a parameter where it lies in the whole tensor, as boxes that are views of the optimizer's
-state: nothing is gathered or copied, for a save or for a load. Names, shapes and values in the checkpoint are upstream's
-of a single bucket; what upstream saved so is loaded, and what it saved wrongly is refused.
+With ``--dist-ckpt-optim-fully-reshardable`` upstream gathers all state of the distributed optimizer on every rank, without the
+padding between gradient buckets, and cuts it by positions that count the padding: past the first bucket a parameter is saved
+with its neighbours' numbers. Here each rank saves and loads its own part of a parameter where it lies in the whole tensor, as
+boxes that are views of the optimizer's state. Names, shapes and values in the checkpoint are upstream's of a single bucket;
+what upstream saved so is loaded, and what it saved wrongly is refused.
+
+What is no tensor differs between layouts: with tensor or expert parallelism the experts have an optimizer of their own, and a
+distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
+groups of the checkpoint that are its own.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
-``megacpp_mcore.patches.apply(["optimizer-resharding"])``.
-Scope: the fully reshardable format of the distributed optimizer.
-Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py``; mended upstream, gathering, by pull request 5077.
+``megacpp_mcore.patches.apply(["optimizer-resharding"])``. Between kinds of optimizer it needs ``checkpoint-layout``.
+Scope: the fully reshardable format of the distributed optimizer, and loads whose optimizers are others than the checkpoint's.
+Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py`` and ``core/optimizer/optimizer.py``; the buckets are
+mended upstream, gathering, by pull request 5077.
 """
 
 from __future__ import annotations
@@ -20,14 +25,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.checkpoints.layout import LOADED_FROM, UNSHARDED
+from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, FULLY, LOADED_FROM, UNSHARDED, refuse_flat_state
 from megacpp_mcore.errors import CheckpointError, ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.util.collectives import gathered
 
 if TYPE_CHECKING:
     import torch
 
 _MAIN, _STEP, _FOLDER = "param", "step", "folder"
+_EXPERT, _GROUPS = "is_expert_parallel", "param_groups"
 
 
 def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,17 +50,11 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         import torch  # late: patches can be listed and described without torch
         from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import (
-            LocalNonpersistentObject,
-            ShardedTensor,
-            ShardedTensorFactory,
-        )
+        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
         metadata = metadata or {}
         entries = {
-            id(entry.data): entry
-            for entry in nested_values(model_sharded_state_dict)
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+            id(entry.data): entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, ShardedBase)
         }
         state: dict[Any, Any] = {_FOLDER: LocalNonpersistentObject(metadata.get(LOADED_FROM))} if is_loading else {}
         for index, parameter in enumerate(self.model_param_gbuf_map):
@@ -61,17 +62,14 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
             tensors = self._get_main_param_and_optimizer_states(parameter)
             state[index] = {}
             for name, flat in tensors.items():
-                if name == _STEP or not isinstance(flat, torch.Tensor):
+                is_other = name == _MAIN and metadata.get(UNSHARDED)
+                if name == _STEP or (is_other and parameter.dtype == torch.float32):
                     continue
-                saved_as = name
-                if name == _MAIN and metadata.get(UNSHARDED):
-                    if parameter.dtype == torch.float32:
-                        continue
-                    saved_as = "fp32_param"
-                boxes = _boxes_of(entries[id(parameter)], f"optimizer.state.{saved_as}.", flat.detach(), owned.start)
+                prefix = f"optimizer.state.{'fp32_param' if is_other else name}."
                 replica = self.distributed_optimizer_instance_id
                 state[index][name] = {
-                    at: dataclasses.replace(box, replica_id=(*box.replica_id[:2], replica)) for at, box in boxes
+                    at: dataclasses.replace(box, replica_id=(*box.replica_id[:2], replica))
+                    for at, box in _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
                 }
         return state
 
@@ -159,7 +157,7 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
             for index, parameter in enumerate(self.model_param_gbuf_map):
                 tensors = self._get_main_param_and_optimizer_states(parameter)
                 loaded = state_dict.get(index, {})
-                for name in [name for name, one in tensors.items() if name != _STEP and isinstance(one, torch.Tensor)]:
+                for name in tensors.keys() - {_STEP}:
                     parts = loaded.get(name, {})
                     if name == _MAIN and parameter.dtype == torch.float32 and not parts:
                         continue  # it is the model's own
@@ -184,13 +182,143 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_parameter_state_from_fully_reshardable
 
 
+def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer.
+
+    Raises:
+        CheckpointError: the checkpoint has flat buckets, and they are others than the run's.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> Any:
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+        state = original(self, model_sharded_state_dict, is_loading, **kwargs)
+        metadata = kwargs.get("metadata") or {}
+        if not is_loading or LOADED_FROM not in metadata:
+            return state
+        entries = [entry for entry in nested_values(state) if isinstance(entry, ShardedBase)]
+        if metadata.get(FORMAT) == FLAT:
+            # All ranks refuse together: those of a stage whose own buckets are the same would wait for the others.
+            if different := list(filter(None, gathered(_other_buckets(metadata[LOADED_FROM], entries)))):
+                refuse_flat_state(metadata[LOADED_FROM], different[0])
+        elif not metadata.get(UNSHARDED):
+            for entry in entries:
+                entry.key = entry.key.replace("optimizer.state.fp32_param.", "optimizer.state.param.")
+        return state
+
+    return sharded_state_dict
+
+
+def _other_buckets(folder: str, entries: list[Any]) -> str:
+    """How a tensor of the run's optimizer differs from the checkpoint's; empty if none does."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
+
+    stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
+    for entry in entries:
+        if isinstance(entry, ShardedTensor):
+            size = getattr(stored.get(entry.key), "size", None)
+            if size != entry.global_shape:
+                return f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
+    return ""
+
+
+def _by_its_own_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``ChainedOptimizer.load_state_dict(state_dict)``."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        optimizers = self.chained_optimizers
+        if isinstance(state_dict, dict) and optimizers:
+            parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
+            states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
+            if not all(map(_is_of_its_kind, optimizers, states)):
+                saved = [part for part in (state_dict, *parts) if _groups(part)]
+                states = [_state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)]
+                state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
+        return original(self, state_dict)
+
+    return load_state_dict
+
+
+def _is_of_its_kind(optimizer: Any, state: dict[str, Any]) -> bool:
+    """Whether a loaded state has the groups of an optimizer such as this one."""
+    return bool(_groups(state)) and _is_distributed(optimizer) == ("param_state_sharding_type" in state)
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return isinstance(optimizer, DistributedOptimizer)
+
+
+def _groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a part of a checkpoint; none where only the run's own numbers of parameters are."""
+    groups: list[dict[str, Any]] = state.get("optimizer", state).get(_GROUPS, [])
+    return groups if all("lr" in group for group in groups) else []
+
+
+def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of one optimizer of the run.
+
+    Args:
+        state: what was loaded for it by its own structure: tensors.
+        saved: the checkpoint's optimizers: groups, and Adam's count of steps.
+    """
+    import torch
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    numbers = [group["params"] for group in optimizer.optimizer.state_dict()[_GROUPS]]
+    groups = [
+        {**_matching(group, saved), _EXPERT: group.get(_EXPERT), "params": own}
+        for group, own in zip(optimizer.optimizer.param_groups, numbers, strict=True)
+    ]
+    inners = [part.get("optimizer", part) for part in saved]
+    steps = [inner.get("state", {}).get("common_step") for inner in inners]
+    steps += [group.get("step") for inner in inners for group in inner[_GROUPS]]
+    step = next((float(step) for step in steps if step is not None), 0.0)
+    counts = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    rest = next(({"grad_scaler": part["grad_scaler"]} for part in saved if "grad_scaler" in part), {})
+    if _is_distributed(optimizer):
+        if counts:
+            groups = [group | {"step": step} for group in groups]
+        return {**state, "optimizer": {_GROUPS: groups}, "param_state_sharding_type": FULLY, **rest}
+    is_mixed = isinstance(optimizer, MixedPrecisionOptimizer)
+    tensors = dict((state.get("optimizer", {}) if is_mixed else state).get("state", {}))
+    if counts:
+        for group in groups:
+            group.pop("step", None)
+        tensors["common_step"] = torch.tensor(step)
+    inner = {"state": tensors, _GROUPS: groups}
+    return {**state, "optimizer": inner, **rest} if is_mixed else inner
+
+
+def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The checkpoint's group that trains as ``group`` does; of the experts' own, if there is one, for the experts' own."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    names = [name for name in param_group_identifier_keys if name != _EXPERT]
+    found = [one for part in saved for one in _groups(part) if all(one.get(name) == group.get(name) for name in names)]
+    if not found:
+        wanted = {name: group.get(name) for name in names}
+        raise CheckpointError(
+            f"the checkpoint's optimizer has no group of parameters like {wanted}; train "
+            "with its settings, or load without the optimizer's state (--no-load-optim)"
+        )
+    return next((one for one in found if one.get(_EXPERT) == group.get(_EXPERT)), found[0])
+
+
 PATCH = Patch(
     name="optimizer-resharding",
     fixes=(
         "with --dist-ckpt-optim-fully-reshardable and several gradient buckets, parameters past the first bucket are saved "
-        "with the state of others, and the end of the last one with zeros; every rank holds the whole state in host memory"
+        "with the state of others, and the end of the last one with zeros; every rank holds the whole state in host memory. "
+        "State cannot be loaded where the experts have an optimizer of their own and had none ('Expected 2 entries in state "
+        "dict, but got 4', KeyError: 'optimizer'), nor into another kind of optimizer"
     ),
-    source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py",
+    source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py and optimizer.py",
     megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
@@ -203,9 +331,22 @@ PATCH = Patch(
             "ea3388fac4318b9fdac2561b6648ce480d4dfbe8d3caf9dc7aad2f9a782f1ec1",
             _from_boxes,
         ),
+        Edit.of(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict",
+            "03ff27201c5bf5e4f58b48d05dd15d2af7e6377313cb4f702aae2e1171d29600",
+            _by_the_names_there,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+            "403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",
+            _by_its_own_groups,
+        ),
     ),
-    seam="the two methods that turn this format's state into tensors of a checkpoint, and back",
-    leaves_alone="every other format; names, shapes and values in a checkpoint; the training step",
-    retire_when="upstream saves this format rightly, without holding the whole state on a rank",
+    seam=(
+        "two methods turn this format's state into tensors of a checkpoint, and back; two of ChainedOptimizer, which every run "
+        "has, are where the structure of the optimizers meets that of the checkpoint"
+    ),
+    leaves_alone="every other format; names, shapes and values in a checkpoint; loads by the same structure; Megatron-FSDP",
+    retire_when="upstream saves this format rightly and in parts, and loads groups whatever the optimizers' number and kind",
     cost="nothing",
 )

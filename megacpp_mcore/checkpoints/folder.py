@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from torch import distributed
-
 from megacpp_mcore.checkpoints.integrity import CONFIG, MANIFEST, METADATA, damages
 from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.util.collectives import gathered, rank_and_size, say
 from megacpp_mcore.util.files import is_remote
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -112,7 +111,7 @@ def _lock(save: Path) -> None:
             f"{holder} is training and saves in {save}; wait for its end, or name another --save folder"
         ) from error
     except OSError as error:
-        _say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
+        say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}")
     stream.flush()
@@ -155,8 +154,8 @@ def choose(load: Path, step: int | None) -> int | None:
         if found := _damages(folder):
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
             numbers = [number for number in numbers if named == RELEASE or number < int(named)]
-        elif not _on_rank_0((folder / MANIFEST).exists):
-            _say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
+        elif not (folder / MANIFEST).exists():
+            say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
     whole = next((number for number in numbers if not _damages(iteration_folder(load, str(number)))), None)
@@ -164,10 +163,10 @@ def choose(load: Path, step: int | None) -> int | None:
     if whole is not None and (load_newest_whole or is_lost):
         if named is not None:  # a run that saves here will come to it
             _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
-        _say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
+        say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
         return whole
     if is_lost:
-        _say(f"{problem}, and none of them is whole")
+        say(f"{problem}, and none of them is whole")
         return None
     if whole is None:
         raise CheckpointError(f"{problem}; no whole checkpoint is there: restore the file from a copy")
@@ -197,7 +196,7 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
     if named is None:
         return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers
     if numbers and named != RELEASE and int(named) < numbers[0]:
-        _say(
+        say(
             f"{load / TRACKER} names iteration {named}, and {numbers[0]} is there, too: a run that saves here replaces "
             f"it; to continue from it, write {numbers[0]} to the file"
         )
@@ -206,34 +205,19 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
 
 def _damages(folder: Path) -> list[str]:
     """As :func:`damages`, by all ranks together."""
-    if _world_size() == 1:
-        return damages(folder)
-    found: list[list[str]] = [[]] * _world_size()
-    distributed.all_gather_object(found, damages(folder, distributed.get_rank(), _world_size()))
-    return list(dict.fromkeys(one for each in found for one in each))
+    return list(dict.fromkeys(one for found in gathered(damages(folder, *rank_and_size())) for one in found))
 
 
 def _on_rank_0[T](compute: Callable[[], T]) -> T:
     """The result of ``compute()`` on rank 0, on every rank; its CheckpointError or OSError is raised on every rank."""
-    if _world_size() == 1:
-        return compute()
-    outcome: list[Any] = [None, None]
-    if distributed.get_rank() == 0:
+    outcome: tuple[Any, str | None] = (None, None)
+    if rank_and_size()[0] == 0:
         try:
-            outcome[0] = compute()
+            outcome = compute(), None
         except (CheckpointError, OSError) as error:  # the others wait
-            outcome[1] = str(error)
-    distributed.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise CheckpointError(outcome[1])
-    result: T = outcome[0]
+            outcome = None, str(error)
+    result: T
+    result, problem = gathered(outcome)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
     return result
-
-
-def _world_size() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
-def _say(message: str) -> None:
-    if not distributed.is_initialized() or distributed.get_rank() == 0:
-        print(f"megacpp-mcore: {message}", flush=True)

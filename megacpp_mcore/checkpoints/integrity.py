@@ -95,7 +95,7 @@ def digested(path: Path) -> Iterator[None]:
         finally:
             written.set()
     if (digest := following.result()) is not None:
-        replace(path.with_name(path.name + _SUFFIX), f"{digest} {_stamp(path)}".encode())
+        replace(path.with_name(path.name + _SUFFIX), digest.encode())
 
 
 def _follow(path: Path, written: threading.Event) -> str | None:
@@ -115,11 +115,6 @@ def _follow(path: Path, written: threading.Event) -> str | None:
                 written.wait(_POLL_S)
 
 
-def _stamp(path: Path) -> str:
-    status = path.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def write_manifest(folder: Path) -> None:
     """Write the manifest of the checkpoint in ``folder``; on one rank, once all other files have been written.
 
@@ -131,20 +126,19 @@ def write_manifest(folder: Path) -> None:
     config, manifest_id = folder / CONFIG, uuid.uuid4().hex
     if config.exists():
         replace(config, json.dumps({**json.loads(config.read_bytes()), _ID: manifest_id}).encode())
-    sidecars = list(folder.glob(f"*{_SUFFIX}"))
-    known = dict(zip((one.name.removesuffix(_SUFFIX) for one in sidecars), map(Path.read_text, sidecars), strict=True))
 
     def digest_of(path: Path) -> str:
-        digest, _, stamp = known.get(path.name, "").partition(" ")
-        return digest if stamp == _stamp(path) else sha256_of(path)
+        known = path.with_name(path.name + _SUFFIX)
+        is_newer = known.exists() and known.stat().st_mtime_ns >= path.stat().st_mtime_ns
+        return known.read_text() if is_newer else sha256_of(path)
 
-    paths = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST]
-    paths = [path for path in paths if path not in sidecars and TEMPORARY not in path.name]
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != _SUFFIX]
+    paths = [path for path in paths if path.name != MANIFEST and TEMPORARY not in path.name]
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(digest_of, paths))
     files = dict(zip((path.name for path in paths), digests, strict=True))
     replace(folder / MANIFEST, _manifest_text(files, manifest_id).encode())
-    for path in sidecars:
+    for path in folder.glob(f"*{_SUFFIX}"):
         path.unlink()
 
 

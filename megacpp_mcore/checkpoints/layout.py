@@ -6,6 +6,8 @@ It is stored in the checkpoint's content metadata, which Megatron provides for s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megacpp_mcore.errors import CheckpointError
@@ -24,12 +26,14 @@ FORMAT = "distrib_optim_sharding_type"
 """Megatron's key there of the distributed optimizer's format; none if the optimizer was not distributed."""
 FULLY, FLAT = "fully_reshardable", "dp_reshardable"
 UNSHARDED = "megacpp_unsharded_optimizer"
-"""Key there under which the patch optimizer-layouts notes, at a load, that the checkpoint's optimizer was not distributed."""
+"""Key there under which that patch notes that the checkpoint's optimizer was not distributed."""
 RESAVE = (
     "load it once as it was saved, and save it for every layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
     "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
 )
 """What to do with a checkpoint that is cut as its run was."""
+_SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
+_OPTIMIZER = "use_distributed_optimizer"
 
 
 def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
@@ -74,6 +78,55 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         refuse_flat_state(
             folder, f"its experts are the backend {saved}, and the run's {experts} (backends: {{experts: {saved}}})"
         )
+
+
+def note_source(content: dict[str, Any], folder: object) -> None:
+    """Note in the content metadata of a checkpoint being loaded its folder, and a format that upstream looks for."""
+    content[LOADED_FROM] = str(folder)
+    if FORMAT not in content:
+        content |= {FORMAT: FULLY, UNSHARDED: True}
+
+
+def refuse_other_layout(state: Any) -> None:
+    """Refuse what Megatron's loop has read of a checkpoint, if only a run that is cut as the saved one was can load it.
+
+    Args:
+        state: has the saved run's arguments and, in the format torch_dist, the content metadata.
+
+    Raises:
+        CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step.
+    """
+    run, saved = arguments(), (state or {}).get("args")
+    if run is None or saved is None or run.finetune:
+        return
+    content = state.get("content_metadata") or {}
+    is_torch = getattr(saved, "ckpt_format", None) == "torch"
+    is_flat = LOADED_FROM in content and content[FORMAT] == FLAT
+    has_optimizer = loads_optimizer() and not getattr(saved, "no_save_optim", False)
+    if different := _differences(run, saved, (*_SIZES, _OPTIMIZER) if has_optimizer else _SIZES):
+        if is_torch:
+            raise CheckpointError(
+                f"the checkpoint {run.load} is in the format torch, which only a run of the same layout and optimizer can "
+                f"load: {different}; {RESAVE}"
+            )
+        if is_flat and has_optimizer:
+            refuse_flat_state(content[LOADED_FROM], different)
+    if is_torch and has_optimizer and run.use_distributed_optimizer and run.ckpt_step:
+        from megacpp_mcore.checkpoints.folder import TRACKER, read_tracker  # imports torch
+
+        if (last := read_tracker(Path(run.load))) != str(run.ckpt_step):
+            raise CheckpointError(
+                f"--ckpt-step is {run.ckpt_step}, and of {run.load}, in the format torch, Megatron loads the distributed "
+                f"optimizer's state of the last step, {last}; write {run.ckpt_step} in its {TRACKER}, or load without the "
+                "optimizer's state (--no-load-optim)"
+            )
+
+
+def _differences(run: Any, saved: Any, names: Sequence[str]) -> str:
+    """The arguments of ``names`` that both have and that differ, with both values; empty if none does."""
+    known = (name for name in names if hasattr(run, name) and hasattr(saved, name))
+    pairs = ((name, getattr(saved, name), getattr(run, name)) for name in known)
+    return ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new)
 
 
 def refuse_flat_state(folder: str, difference: str) -> NoReturn:

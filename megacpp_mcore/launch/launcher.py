@@ -36,6 +36,7 @@ from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.policy.values import FSDP_CONNECTIONS
+from megacpp_mcore.util.collectives import say
 
 _RUN_ID = "megacpp-mcore-"
 """Prefix of torchrun's run ids for processes that are children of a launch."""
@@ -163,7 +164,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(process.process_environment())
         stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
-        process.say(chosen.describe(int(os.environ["WORLD_SIZE"])))
+        say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         settings = plugin_config.from_environment() if chosen.has_own_spec else None
         if settings is not None:
             vendors.configure(settings.vendors, str(settings.path))
@@ -171,7 +172,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         run = _run(chosen, settings)
         launched = policy.resolve(run, settings=settings, environment=os.environ)
         for line in launched.lines(settings):
-            process.say(line)
+            say(line)
         stack.enter_context(policy.said())
         stack.enter_context(process.environment(launched.environment()))
         policy.check_memory(run)  # starts CUDA, which reads the environment once
@@ -191,17 +192,17 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         needed["sample-indices"] = chosen.has_own_spec
         names = [name for name, is_needed in needed.items() if is_needed]
         applied = registry.default().apply([*names, *chosen.patches])
-        process.say(f"patches: {', '.join(applied) or 'applied already'}")
+        say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())
         if launched.compile.mode == "regional":
             # This imports Megatron, which has to come from the script's checkout.
             from megacpp_mcore.layer_specs import regions
 
-            stack.enter_context(regions.before_training(launched.compile, process.say))
+            stack.enter_context(regions.before_training(launched.compile, say))
         observed = recording.choose(chosen.arguments, settings)
         for line in observed.describe():
-            process.say(line)
+            say(line)
         stack.enter_context(observation.observed(observed, launched))
         stack.enter_context(ranks.compared_early(settings))
         if chosen.spec is not None:
@@ -237,5 +238,5 @@ def _verified_data(arguments: Sequence[str]) -> list[str]:
 
     line = verify_arguments(arguments) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     words = cache_words(arguments)
-    process.say(f"{line}; its indices are cached in {words[1]}" if words else line)
+    say(f"{line}; its indices are cached in {words[1]}" if words else line)
     return words

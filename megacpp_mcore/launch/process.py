@@ -18,6 +18,7 @@ from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.graphs import reset_graphs
 from megacpp_mcore.util.stand_in import stand_in
 
@@ -101,12 +102,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in values:
             os.environ.pop(name, None)
-
-
-def say(message: str) -> None:
-    """Print a line on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"megacpp-mcore: {message}", flush=True)
 
 
 def end_with_the_parent() -> None:

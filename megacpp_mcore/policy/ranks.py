@@ -25,6 +25,7 @@ from megacpp_mcore.policy.compile import DISABLING
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import VARIABLE, PluginConfig
 from megacpp_mcore.util import host
+from megacpp_mcore.util.collectives import gathered, rank_and_size
 from megacpp_mcore.util.files import sha256_of
 from megacpp_mcore.util.stand_in import stand_in
 
@@ -65,16 +66,15 @@ def compare(settings: PluginConfig | None) -> None:
     Raises:
         LaunchError: on all ranks; names what differs, each value, and the ranks that have it.
     """
-    import torch
+    from torch import distributed
 
-    distributed = torch.distributed
-    if not distributed.is_initialized() or distributed.get_world_size() == 1 or distributed.get_backend() == "fake":
+    if rank_and_size()[1] == 1 or distributed.get_backend() == "fake":
         return
     facts = collect(settings)
-    if len(set(_gathered(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()))) > 1:
+    if len(set(gathered(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()))) > 1:
         raise LaunchError(
             f"the ranks of this run differ; start all of them with the same arguments, {VARIABLE}, code and environment:\n  "
-            + "\n  ".join(_differences(_gathered(facts)))
+            + "\n  ".join(_differences(gathered(facts)))
         )
 
 
@@ -95,14 +95,6 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
     if settings is not None:
         facts |= dict(_flat(VARIABLE, settings))
     return facts
-
-
-def _gathered(value: Any) -> list[Any]:
-    import torch
-
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:

@@ -76,5 +76,11 @@ def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path, monkeypatc
         monkeypatch.setitem(sys.modules, "megacpp_mcore.layer_specs", patch)
         state = dist_checkpointing.load_common_state_dict(str(folder))
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=state)
-    assert metadata == {**content, "megacpp_loaded_from": str(folder)}
+    # and, of an optimizer that was not distributed, a format, which stock looks for where it loads into one that is
+    noted = {
+        "megacpp_loaded_from": str(folder),
+        checkpoint_layout.FORMAT: checkpoint_layout.FULLY,
+        checkpoint_layout.UNSHARDED: True,
+    }
+    assert metadata == {**content, **noted}
     assert dist_checkpointing.load_common_state_dict(str(folder))["content_metadata"] == content

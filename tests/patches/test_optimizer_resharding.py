@@ -1,19 +1,19 @@
-"""Parts of optimizer-resharding and optimizer-layouts; tests/distributed/test_optimizer_state.py saves and loads."""
+"""Parts of optimizer-resharding; tests/distributed/test_optimizer_state.py saves and loads."""
 
 from __future__ import annotations
 
 import math
 import random
 from argparse import Namespace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from megacpp_mcore.checkpoints.layout import FORMAT, FULLY, LOADED_FROM, UNSHARDED
+from megacpp_mcore.checkpoints import layout
+from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, LOADED_FROM
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.patches import optimizer_layouts
-from megacpp_mcore.patches.optimizer_layouts import _differences
 from megacpp_mcore.patches.optimizer_resharding import _from_boxes, boxes
 
 
@@ -37,12 +37,41 @@ def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:
     assert most == 7
 
 
-def test_an_argument_that_one_side_does_not_have_is_no_difference() -> None:
-    saved = Namespace(tensor_model_parallel_size=2, expert_model_parallel_size=1)
-    names = ("tensor_model_parallel_size", "expert_model_parallel_size")
-    assert _differences(Namespace(tensor_model_parallel_size=2), saved, names) == ""
-    said = _differences(Namespace(tensor_model_parallel_size=4), saved, names)
-    assert said == "tensor_model_parallel_size was 2, and the run's is 4"
+RUN = {"finetune": False, "no_load_optim": False, "load": "saved", "use_distributed_optimizer": True, "ckpt_step": None}
+
+
+def _refuse(state: object, **run: object) -> None:
+    with mock.patch.object(layout, "arguments", return_value=Namespace(**RUN | run)):
+        layout.refuse_other_layout(state)
+
+
+@pytest.mark.parametrize("fmt", ["torch", "torch_dist"])
+def test_an_argument_that_one_side_does_not_have_is_no_difference(fmt: str) -> None:
+    saved = Namespace(tensor_model_parallel_size=2, expert_model_parallel_size=1, ckpt_format=fmt)
+    state = {"args": saved, "content_metadata": {LOADED_FROM: "saved", FORMAT: FLAT}}
+    _refuse(state, tensor_model_parallel_size=2)
+    with pytest.raises(
+        CheckpointError, match=r"load: tensor_model_parallel_size was 2, and the run's is 4; load it once"
+    ):
+        _refuse(state, tensor_model_parallel_size=4)
+    _refuse(state, tensor_model_parallel_size=4, finetune=True)
+
+
+def test_a_checkpoint_without_an_optimizer_is_as_stock_loads_it() -> None:
+    content = {LOADED_FROM: "saved", FORMAT: FLAT}
+    saved = Namespace(tensor_model_parallel_size=2, no_save_optim=True)
+    _refuse({"args": saved, "content_metadata": content}, tensor_model_parallel_size=4)
+    for state in (None, {}, {"args": None}, {"args": Namespace(tensor_model_parallel_size=2), "content_metadata": {}}):
+        _refuse(state, tensor_model_parallel_size=4)
+
+
+def test_a_step_whose_optimizer_megatron_would_not_load(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    saved = {"args": Namespace(ckpt_format="torch")}
+    with pytest.raises(CheckpointError, match=r"--ckpt-step is 3, .* of the last step, 6; write 3 in its latest_check"):
+        _refuse(saved, load=str(tmp_path), ckpt_step=3)
+    _refuse(saved, load=str(tmp_path), ckpt_step=6)
+    _refuse(saved, load=str(tmp_path), ckpt_step=3, use_distributed_optimizer=False)
 
 
 def _load(held: torch.dtype, main: torch.dtype) -> mock.Mock:
@@ -64,16 +93,3 @@ def test_main_parameters_are_compared_with_weights_only_where_they_are_fp32() ->
         assert tensors["param"].tolist() == [7] * 4
     with pytest.raises(CheckpointError, match="main parameters that are not those of its weights"):
         _load(torch.float32, torch.float32)
-
-
-def test_metadata_of_a_checkpoint_that_no_model_of_ours_loads_stays() -> None:
-    read = optimizer_layouts._with_a_format(lambda *_, preloaded_state_dict: preloaded_state_dict.get("content"))
-    assert [read(preloaded_state_dict={"content": content}) for content in ({}, {"a": 3}, None)] == [{}, {"a": 3}, None]
-    ours = {LOADED_FROM: "saved"}
-    assert read(preloaded_state_dict={"content": ours}) == {LOADED_FROM: "saved", FORMAT: FULLY, UNSHARDED: True}
-
-
-def test_arguments_of_an_earlier_version_do_not_say_whether_they_saved_an_optimizer() -> None:
-    with mock.patch.object(optimizer_layouts, "loads_optimizer", return_value=True):
-        assert optimizer_layouts._has_optimizer(Namespace())
-        assert not optimizer_layouts._has_optimizer(Namespace(no_save_optim=True))

@@ -1,0 +1,29 @@
+"""What the processes of a run tell each other, and what they print."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; 0 and 1 while torch.distributed is not initialized."""
+    from torch import distributed  # late: the command line does without torch
+
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def gathered(value: Any) -> list[Any]:
+    """The ``value`` of every rank, in their order; every rank has to call this."""
+    from torch import distributed
+
+    values = [value] * rank_and_size()[1]
+    if len(values) > 1:
+        distributed.all_gather_object(values, value)
+    return values
+
+
+def say(message: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megacpp-mcore: {message}", flush=True)

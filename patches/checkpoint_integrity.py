@@ -3,8 +3,7 @@
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["checkpoint-integrity"])``.
 Scope: manifests: distributed checkpoints in the format torch_dist. Tracker files and unpickling: every load of Megatron's loop.
-Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/dist_checkpointing/serialization.py``,
-``core/dist_checkpointing/validation.py`` and ``core/dist_checkpointing/strategies/filesystem_async.py``.
+Provenance: megatron-core 0.19.2 ``training/checkpointing.py`` and ``core/dist_checkpointing``.
 """
 
 from __future__ import annotations
@@ -128,8 +127,7 @@ def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from megacpp_mcore.checkpoints.integrity import digested
 
-        path = write_bucket[0]
-        with contextlib.nullcontext() if is_remote(path) else digested(Path(path)):
+        with digested(Path(write_bucket[0])):
             return original(transform_list, local_proc_idx, write_bucket, *args, **kwargs)
 
     return write_preloaded_data
@@ -142,9 +140,8 @@ PATCH = Patch(
         "with a traceback that names no file; code in a checkpoint's metadata or objects is run"
     ),
     source=(
-        "megatron-core 0.19.2, megatron/training/checkpointing.py, megatron/core/dist_checkpointing/serialization.py and "
-        "validation.py (--verify-integrity, by which rank 0 alone hashes all files after a save and before a load), and "
-        "torch's FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes"
+        "megatron-core 0.19.2, megatron/training/checkpointing.py and megatron/core/dist_checkpointing (--verify-integrity, by "
+        "which rank 0 alone hashes all files after a save and before a load)"
     ),
     megatron_versions=">=0.19,<0.20",
     edits=(

@@ -87,9 +87,8 @@ def _rank() -> str:
     import torch
     from megatron.core import parallel_state
 
-    stage, stages = (
-        getattr(parallel_state, f"get_pipeline_model_parallel_{name}")() for name in ("rank", "world_size")
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     return f"rank {torch.distributed.get_rank()}" + (f", pipeline stage {stage + 1} of {stages}" if stages > 1 else "")
 
 

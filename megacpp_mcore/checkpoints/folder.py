@@ -148,7 +148,7 @@ def choose(load: Path, step: int | None) -> int | None:
     Raises:
         CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.
     """
-    named, problem, numbers = _on_rank_0(lambda: _look(load, step))
+    named, problem, numbers, is_lost = _on_rank_0(lambda: _look(load, step))
     if named is not None:
         folder = iteration_folder(load, named)
         if found := _damages(folder):
@@ -159,10 +159,9 @@ def choose(load: Path, step: int | None) -> int | None:
     if problem is None:
         return step
     whole = next((number for number in numbers if not _damages(iteration_folder(load, str(number)))), None)
-    is_lost = named is None and not _on_rank_0(lambda: os.path.lexists(load / TRACKER))
     if whole is not None and (load_newest_whole or is_lost):
         if named is not None:  # a run that saves here will come to it
-            _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
+            _refuse_dangling(iteration_folder(load, named))
         say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
         return whole
     if is_lost:
@@ -176,31 +175,31 @@ def choose(load: Path, step: int | None) -> int | None:
     )
 
 
-def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int]]:
+def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], bool]:
     """What rank 0 sees in a folder.
 
     Returns:
-        The checkpoint to load, as in a tracker file; why none is named; and the iterations of all complete distributed
-        checkpoints, latest first.
+        The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed
+        checkpoints, latest first; and whether there is no tracker file for them.
     """
     # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
     found = [path for path in load.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
     complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG))]
     numbers = sorted((int(path.name[5:]) for path in complete), reverse=True)
     if step:
-        return str(step), None, numbers
+        return str(step), None, numbers, False
     try:
         named = read_tracker(load)
     except CheckpointError as error:
-        return None, str(error), numbers
+        return None, str(error), numbers, False
     if named is None:
-        return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers
+        return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers, True
     if numbers and named != RELEASE and int(named) < numbers[0]:
         say(
             f"{load / TRACKER} names iteration {named}, and {numbers[0]} is there, too: a run that saves here replaces "
             f"it; to continue from it, write {numbers[0]} to the file"
         )
-    return named, None, numbers
+    return named, None, numbers, False
 
 
 def _damages(folder: Path) -> list[str]:

@@ -99,7 +99,7 @@ def digested(path: Path) -> Iterator[None]:
 
 
 def _follow(path: Path, written: threading.Event) -> str | None:
-    """The digest of a file that grows until ``written`` is set; None if it does not exist then."""
+    """The digest of a file that grows until ``written`` is set; None if it does not exist then, as in object storage."""
     while not path.exists():
         if written.wait(_POLL_S) and not path.exists():
             return None

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,11 @@ _MARK = b"held by flock"
 """Content of a lock whose holder has the kernel's lock of the file, too: on any host, that one ends with the process."""
 
 
-@contextlib.contextmanager
-def stale_locks_removed() -> Iterator[None]:
+def stale_locks_removed() -> contextlib.AbstractContextManager[Any]:
     """For the duration, an extension is built despite a dead process's lock, and a lock that is waited for is named."""
     from torch.utils.file_baton import FileBaton
 
-    with contextlib.ExitStack() as stack:
-        stand_in(stack, FileBaton, "try_acquire", _try_acquire)
-        yield
+    return stand_in(FileBaton, "try_acquire", _try_acquire)
 
 
 def _try_acquire(stock: Callable[[Any], bool], baton: Any) -> bool:

@@ -113,8 +113,7 @@ def end_with_the_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def children_end_with_it() -> Iterator[None]:
+def children_end_with_it() -> contextlib.AbstractContextManager[Any]:
     """For the duration, all processes started by ``multiprocessing`` here end with this process, even after a SIGKILL.
 
     Megatron's first save starts a process for its writers' results, and asynchronous saves start writers; only a parent that
@@ -122,16 +121,14 @@ def children_end_with_it() -> Iterator[None]:
     """
 
     def start(stock: Callable[[BaseProcess], None], child: Any) -> None:
-        if child._target is not None:  # else a subclass overrides run()
+        has_target = child._target is not None  # else a subclass overrides run()
+        if has_target:
             child._target = functools.partial(_run_until_orphaned, child._target)
-            stock(child)
+        stock(child)
+        if has_target:
             child._popen.terminate = child._popen.kill  # it ignores SIGTERM
-        else:
-            stock(child)
 
-    with contextlib.ExitStack() as stack:
-        stand_in(stack, BaseProcess, "start", start)
-        yield
+    return stand_in(BaseProcess, "start", start)
 
 
 def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:

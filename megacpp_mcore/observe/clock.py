@@ -185,4 +185,4 @@ def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:
 
     stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", on_start))
     stack.enter_context(mock.patch.object(knobs.runtime, "jit_post_compile_hook", on_end))
-    stand_in(stack, Autotuner, "_bench", tune)
+    stack.enter_context(stand_in(Autotuner, "_bench", tune))

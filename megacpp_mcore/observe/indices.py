@@ -61,7 +61,7 @@ class IndexOverlap(Listener):
                 sample(layer, selection.index)
             stock(layer, selection)
 
-        stand_in(self._hooks, cache, "publish", publish)
+        self._hooks.enter_context(stand_in(cache, "publish", publish))
 
     def on_step_begin(self, number: int) -> None:
         """Decide whether this step is sampled."""

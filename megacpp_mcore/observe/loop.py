@@ -76,7 +76,7 @@ def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
             owner, _, name = seam.name.rpartition(".")
             try:
                 holder = pkgutil.resolve_name(f"{seam.module}:{owner}")
-                stand_in(stack, holder, name, partial(seam.handler, notifier))
+                stack.enter_context(stand_in(holder, name, partial(seam.handler, notifier)))
             except AttributeError as error:
                 missing = f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed"
                 todo = "use megatron-core 0.19 (and megatron-bridge 0.6), or switch it off with --no-observe"
@@ -161,7 +161,7 @@ class ScalarTap:
                 self.add_scalar(tag, scalar_value)
                 stock(tag, scalar_value, *args, **kwargs)
 
-            stand_in(self._restored, writer, "add_scalar", add_scalar)
+            self._restored.enter_context(stand_in(writer, "add_scalar", add_scalar))
             self._writer = writer
         return writer
 

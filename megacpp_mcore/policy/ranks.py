@@ -46,8 +46,7 @@ _ENVIRONMENT = re.compile(
 """Variables that change what is computed, or in which order."""
 
 
-@contextlib.contextmanager
-def compared_early(settings: PluginConfig | None) -> Iterator[None]:
+def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextManager[Any]:
     """Within the context, Megatron's set-up of process groups compares the ranks first: with other sizes it would hang."""
     from megatron.core import parallel_state
 
@@ -55,9 +54,7 @@ def compared_early(settings: PluginConfig | None) -> Iterator[None]:
         compare(settings)
         return stock(*args, **kwargs)
 
-    with contextlib.ExitStack() as stack:
-        stand_in(stack, parallel_state, "initialize_model_parallel", run)
-        yield
+    return stand_in(parallel_state, "initialize_model_parallel", run)
 
 
 def compare(settings: PluginConfig | None) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 from unittest import mock
 
 
-def stand_in(stack: contextlib.ExitStack, holder: Any, name: str, run: Callable[..., Any]) -> None:
-    """Until ``stack`` closes, redirect every call of the function ``name`` of ``holder`` to ``run``.
+def stand_in(holder: Any, name: str, run: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Within the context, redirect every call of the function ``name`` of ``holder`` to ``run``.
 
     Args:
-        stack: restores the function when it closes.
         holder: a module, a class, or a single object, whose class is not changed.
         name: of the function there.
         run: called with the replaced function, followed by the call's own arguments.
@@ -27,4 +26,4 @@ def stand_in(stack: contextlib.ExitStack, holder: Any, name: str, run: Callable[
     def standing_in(*args: Any, **kwargs: Any) -> Any:
         return run(stock, *args, **kwargs)
 
-    stack.enter_context(mock.patch.object(holder, name, standing_in))
+    return mock.patch.object(holder, name, standing_in)

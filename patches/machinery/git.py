@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -43,10 +42,9 @@ def modified(root: Path, file: str) -> list[str]:
 def _holds(path: Path, mode: bytes, blob: str) -> bool:
     """Whether a file's content, or a symbolic link's target, is that of git's ``blob``."""
     try:
-        kind = path.lstat().st_mode
         if mode == b"120000":
             content = os.fsencode(path.readlink())
-        elif stat.S_ISREG(kind):
+        elif path.is_file() and not path.is_symlink():
             content = path.read_bytes()
         else:
             return False

@@ -177,7 +177,7 @@ def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
             ranges.close_stages()
             ranges.in_forward_step = False
 
-    stand_in(stack, schedules, "forward_step", forward_step)
+    stack.enter_context(stand_in(schedules, "forward_step", forward_step))
 
 
 def _hook(
@@ -195,4 +195,4 @@ def _range_around(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name
             return stock(*args, **kwargs)
 
     if getattr(holder, name, None) is not None:
-        stand_in(stack, holder, name, run)
+        stack.enter_context(stand_in(holder, name, run))

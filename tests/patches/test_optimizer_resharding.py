@@ -57,11 +57,12 @@ def test_an_argument_that_one_side_does_not_have_is_no_difference(fmt: str) -> N
     _refuse(state, tensor_model_parallel_size=4, finetune=True)
 
 
-def test_a_checkpoint_without_an_optimizer_is_as_stock_loads_it() -> None:
-    content = {LOADED_FROM: "saved", FORMAT: FLAT}
-    saved = Namespace(tensor_model_parallel_size=2, no_save_optim=True)
-    _refuse({"args": saved, "content_metadata": content}, tensor_model_parallel_size=4)
-    for state in (None, {}, {"args": None}, {"args": Namespace(tensor_model_parallel_size=2), "content_metadata": {}}):
+def test_what_stock_loads_is_left_to_it() -> None:
+    """A checkpoint without an optimizer, none at all, and one of a model that is not ours."""
+    without = Namespace(tensor_model_parallel_size=2, no_save_optim=True)
+    others = {"args": Namespace(tensor_model_parallel_size=2), "content_metadata": {FORMAT: FLAT}}
+    ours = {"args": without, "content_metadata": {LOADED_FROM: "saved", FORMAT: FLAT}}
+    for state in (None, {}, {"args": None}, ours, others):
         _refuse(state, tensor_model_parallel_size=4)
 
 

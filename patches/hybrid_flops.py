@@ -79,6 +79,11 @@ class _Documents:
 _documents = _Documents()
 
 
+def packed_pairs() -> tuple[int, int] | None:
+    """The pairs of the last step's packed documents, over all replicas: causal, and kept by top-k; None where none were."""
+    return None if (known := _documents.pairs) is None else (known.causal, known.selected)
+
+
 def _virtual_stages() -> int:
     """Virtual pipeline stages of a rank: each is given the documents of every micro-batch."""
     from megatron.core import parallel_state

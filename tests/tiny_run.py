@@ -33,9 +33,9 @@ def model() -> Model:
     return with_overrides(preset("nam56r_tiny"), OVERRIDES, where="overrides")
 
 
-def make_data(folder: Path) -> Path:
-    """Write a small corpus and the file of options to ``folder``."""
-    prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(folder / "text"))
+def make_data(folder: Path, texts: Sequence[Path] = ()) -> Path:
+    """Write a small corpus, of ``texts`` or of a few modules of the library, and the file of options to ``folder``."""
+    prepare([str(one) for one in texts or [source.path for source in find_stdlib_sources()[:16]]], str(folder / "text"))
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
     return folder
 

@@ -7,8 +7,11 @@ in exact integers how the two are related. Legend: B batch, S sequence, K query-
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from fractions import Fraction
+from functools import reduce
+from operator import add
 from typing import Any
 
 import pytest
@@ -18,6 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model.flops import Work
+from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
+from megacpp_mcore.model.flops.report import by_precision
+from megacpp_mcore.model.precision import PLANS
+from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from tests import stock
 from tests.micro_batch import causal_mask, draw_tokens, losses_of
@@ -229,3 +236,27 @@ def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
 def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
     with pytest.raises(ModelError, match=f"{next(iter(size))} is .*expected at least 1"):
         flops.step(SMALL, **size)
+
+
+def test_what_fp8_scopes_contain_is_what_their_linear_layers_compute(
+    measured: dict[str, dict[str, Counter[str]]],
+) -> None:
+    """The products of every layer but the first and last, as a scope finds them; of M layers only the output projection."""
+    numbers = range(2, SMALL.depth)
+    scoped = [number for number in numbers if SMALL.layers[number - 1] in "AME"]
+    parts = by_precision(SMALL, step := flops.step(SMALL, BATCH), PLANS["bf16"], scoped=scoped)
+    assert reduce(add, parts.values()) == step.families
+    found = Counter[str]()
+    for name in measured["forward"]:
+        match = re.fullmatch(r"GPTModel\.decoder\.layers\.(\d+)\.(self_attention\.\w+_proj|mlp\.shared_experts)", name)
+        if match and (number := int(match[1]) + 1) in scoped and not match[2].endswith(".in_proj"):
+            found[SMALL.layers[number - 1]] += total(measured, name)
+    fp8 = parts["fp8"]
+    in_scopes = {"A": fp8.attention_projections, "M": fp8.mamba_projections, "E": fp8.shared_experts}
+    assert {letter: work.forward for letter, work in in_scopes.items()} == found
+    assert fp8.total.backward == 2 * fp8.total.forward
+    core = recomputed(SMALL, step, Recomputation(granularity="selective", modules=("core_attn",)))
+    assert by_precision(SMALL, core, PLANS["bf16"], scoped=scoped)["fp8"] == flops.Families()
+    whole = recomputed(SMALL, step, Recomputation(own=Recompute(a=True, m=True)))
+    again = by_precision(SMALL, whole, PLANS["bf16"], scoped=scoped)["fp8"]
+    assert again.total == Work(found["A"] + found["M"])

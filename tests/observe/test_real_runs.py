@@ -60,6 +60,29 @@ def finished(data: Path) -> tuple[Path, str]:
     return run, start(run, data, STEPS, *evaluation, fate="fault writers").finish()
 
 
+def test_flops_of_packed_documents_are_those_of_their_pairs(tmp_path: Path) -> None:
+    """Documents of up to some fifty tokens, several in a row of 64: fewer pairs than in whole rows, and the rest as there."""
+    (tmp_path / "texts").mkdir()
+    for number in range(120):
+        (tmp_path / "texts" / f"{number:03d}.txt").write_text(f"{number}" + " some words." * (number % 5))
+    data = make_data(tmp_path, [tmp_path / "texts"])
+    start(tmp_path / "run", data, 5, "--dataloader-inter-document-masking", "--eod-mask-loss").finish()
+    found = receipts.read(tmp_path / "run")
+    assert found["batch"]["documents"] == "packed"
+    whole = flops.step(model(), 2, vocab_size=384)
+    none = flops.step(model(), 2, vocab_size=384, pairs=(0, 0))
+    families = {name: one["forward"] for name, one in found["flops"]["families"].items()}
+    for name, work in families.items():
+        least, most = (getattr(step.families, name).forward for step in (none, whole))
+        if name in ("attention_core", "indexer"):
+            assert least + (most - least) * 0.1 < work < least + (most - least) * 0.7, name
+        else:
+            assert work == least == most, name
+    assert found["throughput"]["tflops_per_s_per_device"] > 0
+    assert sum(found["shares"]["groups"].values()) == pytest.approx(1)
+    assert found["dominant_flops"] in found["shares"]["groups"]
+
+
 def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     """Every field that a CPU run can have is there, and says what happened; what failed affects nobody else's record."""
     run, _ = finished

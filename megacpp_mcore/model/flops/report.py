@@ -15,13 +15,14 @@ in fp32) is measured against the peak of the model's dtype: being slow never mak
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
 
 from megacpp_mcore.model import Model
+from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.count import Families, Step, Work
 from megacpp_mcore.model.flops.peaks import Peak
@@ -32,7 +33,15 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Families))
 _NONE = Step(1, (), Families(), ())
 
 
-def by_precision(model: Model, step: Step, plan: PrecisionPlan, *, tf32: bool = False) -> dict[str, Families]:
+def by_precision(
+    model: Model,
+    step: Step,
+    plan: PrecisionPlan,
+    *,
+    tf32: bool = False,
+    experts: Collection[int] = (),
+    scoped: Collection[int] = (),
+) -> dict[str, Families]:
     """``step`` split by the precision whose peak applies; the parts sum to the whole.
 
     Args:
@@ -40,19 +49,40 @@ def by_precision(model: Model, step: Step, plan: PrecisionPlan, *, tf32: bool = 
         step: a count, or its recomputed work.
         plan: the run's precision.
         tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
+        experts: the numbers of layers whose routed experts run in FP8, where ``plan`` does not name them.
+        scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.precision`): projections of A layers, without those that
+            sparse attention absorbs, output projections of M layers, shared experts of E layers.
     """
     usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype
-    if plan.kernel_fp8 == "none":
+    experts = expert_layers(model) if plan.kernel_fp8 == "experts" else experts
+    if not (experts or scoped):
         return {usual: step.families}
-    in_fp8 = set(expert_layers(model))
-    experts = [part.routed_experts for number, part in enumerate(step.layers, start=1) if number in in_fp8]
-    fp8 = reduce(add, experts, Work())
-    rest = step.families.routed_experts
-    rest = Work(rest.forward - fp8.forward, rest.backward - fp8.backward)
-    return {
-        "fp8": Families(routed_experts=fp8),
-        usual: dataclasses.replace(step.families, routed_experts=rest),
-    }
+    numbered = list(enumerate(step.layers, start=1))
+    routed = [Families(routed_experts=part.routed_experts) for number, part in numbered if number in experts]
+    dense = [_scoped(model, step.tokens, number, part) for number, part in numbered if number in scoped]
+    fp8 = reduce(add, [*routed, *dense], Families())
+    rest = {name: _less(getattr(step.families, name), getattr(fp8, name)) for name in _NAMES}
+    return {"fp8": fp8, usual: Families(**rest)}
+
+
+def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
+    """The work of one layer that its FP8 scope contains; recomputed work that lies outside of it is none of it."""
+    letter = model.layers[number - 1]
+    if letter == "M":
+        output = flops.product(tokens * model.hidden_size * model.mamba_heads * model.mamba3.head_dim)
+        whole = flops.mamba_projections(tokens, model.hidden_size, model.mamba_heads, model.mamba3)
+        return Families(mamba_projections=_less(part.mamba_projections, _less(whole, output)))
+    if letter == "A":
+        absorbed = Work()
+        if model.roles[number - 1] != grammar.FULL_ATTENTION:
+            mla = model.mla
+            absorbed = flops.product(tokens * mla.kv_lora_rank * model.heads * (mla.qk_head_dim + mla.v_head_dim))
+        return Families(attention_projections=_less(part.attention_projections, absorbed))
+    return Families(shared_experts=part.shared_experts)
+
+
+def _less(work: Work, other: Work) -> Work:
+    return Work(max(0, work.forward - other.forward), max(0, work.backward - other.backward))
 
 
 @dataclass(frozen=True, kw_only=True)

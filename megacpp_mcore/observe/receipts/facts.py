@@ -12,7 +12,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.te.precision import FP8
 from megacpp_mcore.util import host
 
 COMMIT = "MEGACPP_COMMIT"
@@ -65,6 +67,7 @@ _ROUTING = (
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
+_BY_TRITON = "experts by triton_fp8"
 _OF_MODEL = ("model", "family", "pattern", "flops", "indexer")
 """Fields that are unknown where the model's definition is."""
 _KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
@@ -87,8 +90,12 @@ def at_start(launched: LaunchPolicy) -> Facts:
     return facts
 
 
-def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> None:
-    """Add to ``facts`` what is known from the arguments of the run that ``loop`` trains, and from the model's chunks."""
+def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> Callable[..., None]:
+    """Add to ``facts`` what is known from the arguments of the run that ``loop`` trains, and from the model's chunks.
+
+    Returns:
+        A function that adds the FLOPs of a step to facts, given the attention pairs of its packed documents.
+    """
     args, config = loop.arguments(), bare(chunks[0]).config
     recomputation = Recomputation.of_run(config, settings.recompute if settings is not None else None)
     facts.put("moe_enabled", config.num_moe_experts is not None)
@@ -110,9 +117,18 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         model = _model(facts, args, settings, loop)
     except Exception as error:
         facts.miss(f"{type(error).__name__}: {error}", *_OF_MODEL)
-        return
+        return lambda found, pairs: None
     facts.attempt("indexer", lambda found: _indexer(found, model))
-    facts.attempt("flops", lambda found: _flops(found, model, args, config, recomputation, settings))
+    count = partial(
+        _flops,
+        model=model,
+        args=args,
+        config=config,
+        recomputation=recomputation,
+        fp8=settings.fp8 if settings else FP8(),
+    )
+    facts.attempt("flops", count)
+    return count
 
 
 def cache_folders() -> dict[str, Path]:
@@ -220,7 +236,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
-        plan = _also_in_fp8(plan, "experts by triton_fp8")
+        plan = _also_in_fp8(plan, _BY_TRITON)
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -292,31 +308,44 @@ def _indexer(facts: Facts, model: Model) -> None:
 
 
 def _flops(
-    facts: Facts, model: Model, args: Any, config: Any, recomputation: Recomputation, settings: PluginConfig | None
+    facts: Facts,
+    pairs: tuple[int, int] | None = None,
+    *,
+    model: Model,
+    args: Any,
+    config: Any,
+    recomputation: Recomputation,
+    fp8: FP8,
 ) -> None:
-    """Add the FLOPs of a step, from which the assembly derives rates."""
+    """Add the FLOPs of a step, from which the assembly derives rates; ``pairs`` are those of a step of packed documents."""
     import torch
 
     from megacpp_mcore.arguments.chunks import model_chunks
 
-    if facts.values.get("batch.documents") != "together":
-        facts.miss("documents are kept apart, and how long they were is not recorded", "flops")
+    if pairs is None and (documents := facts.values.get("batch.documents")) != "together":
+        facts.miss(f"documents are {documents}, and how long they were is not recorded", "flops")
         return
-    if settings is not None and settings.fp8.recipe is not None:
-        facts.miss("the share of dense products in FP8 scopes is not counted", "flops")
-        return
-    step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
+    size: dict[str, Any] = {"seq_length": args.seq_length, "vocab_size": args.padded_vocab_size}
+    step = flops.step(model, args.global_batch_size, pairs=pairs, **size)
     again = recomputed(model, step, recomputation, model_chunks(config))
-    kernel_fp8 = facts.values["precision.kernel_fp8"]
-    if "triton_fp8" in kernel_fp8:
-        facts.miss("the experts' products in FP8 are not counted apart", "flops")
-        return
+    kernels = facts.values["precision.kernel_fp8"].split("; ")
     plan = precision.PrecisionPlan(
-        model_dtype=facts.values["precision.model_dtype"],
-        kernel_fp8="experts" if kernel_fp8 == "experts" else "none",
+        model_dtype=facts.values["precision.model_dtype"], kernel_fp8="experts" if "experts" in kernels else "none"
     )
-    tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
-    parts, more = (flops_report.by_precision(model, one, plan, tf32=tf32) for one in (step, again))
+    numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
+    parts, more = (
+        flops_report.by_precision(
+            model,
+            one,
+            plan,
+            tf32=bool(torch.backends.cuda.matmul.allow_tf32),
+            experts=[
+                number for number, letter in enumerate(model.layers, 1) if letter == "E" and _BY_TRITON in kernels
+            ],
+            scoped=[number for number in numbers if model.layers[number - 1] in fp8.letters],
+        )
+        for one in (step, again)
+    )
     by_precision = {
         name: {"model_flops": part.total.training, "hardware_flops": part.total.training + more[name].total.training}
         for name, part in parts.items()

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.observe.receipts.assemble import write
+from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.patches.hybrid_flops import packed_pairs
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.indices import IndexOverlap
@@ -68,6 +70,9 @@ class ReceiptWriter(Listener):
         self.facts = of_run.at_start(launched)
         """What is known of the run by field, and why other fields are not known."""
         self._chunks: Sequence[Any] = ()
+        self._count: Callable[[Facts, tuple[int, int]], None] = lambda found, pairs: None
+        self._pairs = [0, 0, 0]
+        """Attention pairs of packed documents (causal, and kept by top-k), and the steps that had them."""
         self._failed: list[str] = []
         # Entries in this host's caches before anything of this run, its warm-up included, compiles.
         self._folders = of_run.cache_folders() if os.environ.get("LOCAL_RANK", "0") == "0" else {}
@@ -78,12 +83,18 @@ class ReceiptWriter(Listener):
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Collect and write what the model and Megatron's arguments show."""
         self._chunks = chunks
-        self.facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
+
+        def learn(found: Facts) -> None:
+            self._count = of_run.of_model(found, chunks, self._settings, self._loop)
+
+        self.facts.attempt("model", learn)
         self.facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
         self._write_facts()
 
     def on_step(self, step: Step) -> None:
         """Write what changes, if it is due: after the first step, when this start has something to lose, later more rarely."""
+        if (pairs := packed_pairs()) is not None:
+            self._pairs = [one + more for one, more in zip(self._pairs, (*pairs, 1), strict=True)]
         if time.monotonic() - self._written >= max(self._every_s, _RARELY * self._log.clock.age_ns() / 1e9):
             self._write()
 
@@ -121,6 +132,10 @@ class ReceiptWriter(Listener):
             "routing": self._routes.record(),
             "indexer.overlap": dict(self._indices.by_pair),
         }
+        causal, selected, steps = self._pairs
+        if steps:
+            self.facts.attempt("flops", lambda found: self._count(found, (causal // steps, selected // steps)))
+            known["flops"] = self.facts.values.get("flops")
         if self._chunks:
             try:
                 known |= of_run.memory(self._chunks)

@@ -319,6 +319,7 @@ def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
         from megatron.training.models.gpt import GPTModelBuilder
 
         base = preset("nam56r_tiny")
@@ -327,6 +328,7 @@ def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), **keys}))
         monkeypatch.setenv(plugin_config.VARIABLE, str(file))
         destroy_moe_metrics_tracker()
+        MTPLossLoggingHelper.tracker.clear()  # as long as the depth of the first model of the process
         random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         torch.manual_seed(1234)
         config = stock.model_config(words_of(model, *(() if fused else (ALONE,)), transformer_impl=impl))

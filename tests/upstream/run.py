@@ -14,7 +14,6 @@ import csv
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -75,12 +74,9 @@ class Run:
         """Start torchrun, wait, and read what the ranks wrote; that and the log stay in a folder of ``work``."""
         records = work / f"{self.gpus}-{self.arm.replace(' ', '-')}"
         records.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.gpus)),
-            *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "pytest", "-p", "arm_plugin"),
+            *("--standalone", "--local-addr", "127.0.0.1", "-m", "pytest", "-p", "arm_plugin"),
             *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(checkout), "--confcutdir", str(checkout)),
             *("--outcomes", str(records), "--apply-patches", ",".join(ARMS[self.arm])),
             *(str(checkout / TESTS / file) for file in files),

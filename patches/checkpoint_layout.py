@@ -33,7 +33,9 @@ def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
         state = original(checkpoint_dir)
         content = state.get("content_metadata")
         if content is not None and _SPECS in sys.modules:
-            checkpoint_layout.note_source(content, checkpoint_dir)
+            content[checkpoint_layout.LOADED_FROM] = str(checkpoint_dir)
+            if checkpoint_layout.FORMAT not in content:  # which upstream reads where the run's optimizer is distributed
+                content |= {checkpoint_layout.FORMAT: checkpoint_layout.FULLY, checkpoint_layout.UNSHARDED: True}
         return state
 
     return load_common_state_dict

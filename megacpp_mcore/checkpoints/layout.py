@@ -6,7 +6,6 @@ It is stored in the checkpoint's content metadata, which Megatron provides for s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +32,6 @@ RESAVE = (
 )
 """What to do with a checkpoint that is cut as its run was."""
 _SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
-_OPTIMIZER = "use_distributed_optimizer"
 
 
 def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
@@ -73,18 +71,11 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
                 "weights into this model (--finetune)"
             )
     saved = metadata.get(EXPERTS_KEY, "stock")
-    if experts not in (None, saved) and metadata.get(FORMAT) == FLAT and loads_optimizer():
+    if experts not in (None, saved) and metadata.get(FORMAT) == FLAT and _loads_optimizer():
         # Flat buffers concatenate all parameters: ours and stock's have equal length but different order.
         refuse_flat_state(
             folder, f"its experts are the backend {saved}, and the run's {experts} (backends: {{experts: {saved}}})"
         )
-
-
-def note_source(content: dict[str, Any], folder: object) -> None:
-    """Note in the content metadata of a checkpoint being loaded its folder, and a format that upstream looks for."""
-    content[LOADED_FROM] = str(folder)
-    if FORMAT not in content:
-        content |= {FORMAT: FULLY, UNSHARDED: True}
 
 
 def refuse_other_layout(state: Any) -> None:
@@ -96,14 +87,20 @@ def refuse_other_layout(state: Any) -> None:
     Raises:
         CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step.
     """
-    run, saved = arguments(), (state or {}).get("args")
+    run, saved = _arguments(), (state or {}).get("args")
     if run is None or saved is None or run.finetune:
         return
     content = state.get("content_metadata") or {}
     is_torch = getattr(saved, "ckpt_format", None) == "torch"
-    is_flat = LOADED_FROM in content and content[FORMAT] == FLAT
-    has_optimizer = loads_optimizer() and not getattr(saved, "no_save_optim", False)
-    if different := _differences(run, saved, (*_SIZES, _OPTIMIZER) if has_optimizer else _SIZES):
+    is_flat = LOADED_FROM in content and content.get(FORMAT) == FLAT
+    has_optimizer = not (run.no_load_optim or getattr(saved, "no_save_optim", False))
+    names = (*_SIZES, "use_distributed_optimizer") if has_optimizer else _SIZES
+    pairs = [
+        (name, getattr(saved, name), getattr(run, name))
+        for name in names
+        if hasattr(saved, name) and hasattr(run, name)
+    ]
+    if different := ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new):
         if is_torch:
             raise CheckpointError(
                 f"the checkpoint {run.load} is in the format torch, which only a run of the same layout and optimizer can "
@@ -122,13 +119,6 @@ def refuse_other_layout(state: Any) -> None:
             )
 
 
-def _differences(run: Any, saved: Any, names: Sequence[str]) -> str:
-    """The arguments of ``names`` that both have and that differ, with both values; empty if none does."""
-    known = (name for name in names if hasattr(run, name) and hasattr(saved, name))
-    pairs = ((name, getattr(saved, name), getattr(run, name)) for name in known)
-    return ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new)
-
-
 def refuse_flat_state(folder: str, difference: str) -> NoReturn:
     """Refuse the distributed optimizer's state in Megatron's default format, for a run that is not cut as the saved one was.
 
@@ -142,7 +132,7 @@ def refuse_flat_state(folder: str, difference: str) -> NoReturn:
     )
 
 
-def arguments() -> Any:
+def _arguments() -> Any:
     """The stock script's; None without one, where get_args() would assert."""
     from megatron.training import global_vars
 
@@ -151,12 +141,12 @@ def arguments() -> Any:
 
 def _is_finetuned() -> bool:
     """Whether this process's stock script begins training anew from a checkpoint's weights."""
-    return bool((args := arguments()) is not None and args.finetune)
+    return bool((args := _arguments()) is not None and args.finetune)
 
 
-def loads_optimizer() -> bool:
+def _loads_optimizer() -> bool:
     """Whether this process's stock script loads optimizer state; assumed if there is no stock script."""
-    return (args := arguments()) is None or not (args.no_load_optim or args.finetune)
+    return (args := _arguments()) is None or not (args.no_load_optim or args.finetune)
 
 
 def check_version(prefix: str, version: int | None) -> None:

@@ -41,7 +41,7 @@ RUN = {"finetune": False, "no_load_optim": False, "load": "saved", "use_distribu
 
 
 def _refuse(state: object, **run: object) -> None:
-    with mock.patch.object(layout, "arguments", return_value=Namespace(**RUN | run)):
+    with mock.patch.object(layout, "_arguments", return_value=Namespace(**RUN | run)):
         layout.refuse_other_layout(state)
 
 

@@ -28,7 +28,7 @@ from megacpp_mcore.observe import run as observation
 from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.settings import PluginConfig
-from megacpp_mcore.util import schema
+from megacpp_mcore.util import schema, stand_in
 from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.nearest import nearest
 
@@ -99,7 +99,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         launched = launch_policy(trained, config, overrides, settings, environment)
         for line in launched.lines(settings):
             say(line)
-        stack.enter_context(process.environment(launched.environment()))
+        stack.enter_context(stand_in.environment(launched.environment()))
         policy.check_memory(policy_run(trained, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())

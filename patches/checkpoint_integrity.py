@@ -8,10 +8,8 @@ Provenance: megatron-core 0.19.2 ``training/checkpointing.py`` and ``core/dist_c
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +18,7 @@ from megacpp_mcore.checkpoints.layout import RESAVE, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.files import is_remote
+from megacpp_mcore.util.stand_in import environment
 
 _PLAIN_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 """Read by every ``torch.load``: objects are restored by torch's allow-list, to which Megatron adds its own classes."""
@@ -51,7 +50,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             with (
-                _plain_data(),
+                environment(_PLAIN_DATA),
                 # For this load alone: another one, of a teacher, has iterations of its own.
                 mock.patch.object(args, "ckpt_step", chosen, create=True),
                 mock.patch.object(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
@@ -72,20 +71,6 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         return loaded
 
     return _load_base_checkpoint
-
-
-@contextlib.contextmanager
-def _plain_data() -> Iterator[None]:
-    """Set the variables of :data:`_PLAIN_DATA`, and no others: libraries that a load imports set theirs."""
-    before = {name: os.environ.get(name) for name in _PLAIN_DATA}
-    os.environ.update(_PLAIN_DATA)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
 
 
 def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:

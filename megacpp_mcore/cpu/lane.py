@@ -15,6 +15,7 @@ from megacpp_mcore.cpu import torch_cuda
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.policy.compile import disabled_by
 from megacpp_mcore.util import flags
+from megacpp_mcore.util.stand_in import environment
 
 REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),
@@ -120,23 +121,14 @@ def answers_here() -> bool:
     return isinstance(torch.overrides._get_current_function_mode(), torch_cuda.CpuDeviceMode)
 
 
-def _disable_dynamo(lane: CpuLane, environment: Mapping[str, str]) -> None:
+def _disable_dynamo(lane: CpuLane, values: Mapping[str, str]) -> None:
     """Set the environment variables; Dynamo reads its own when a function is decorated."""
-    lane.callback(_set_variables, {name: os.environ.get(name) for name in environment})
-    os.environ |= environment
-    settings = ", ".join(f"{name}={value}" for name, value in environment.items())
+    lane.enter_context(environment(values))
+    settings = ", ".join(f"{name}={value}" for name, value in values.items())
     if "torch._dynamo.config" in sys.modules:  # already imported: functions compiled so far check the configuration
         lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
         settings += ", torch._dynamo.config.disable=True"
     lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
-
-
-def _set_variables(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -150,10 +142,11 @@ def stepping_aside() -> Iterator[None]:
         return
     from torch._dynamo import config as dynamo
 
-    variable = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     no_gpu = mock.patch.object(torch.cuda, "is_available", bool)  # bool() is False
-    try:
-        with no_gpu, dynamo.patch(disable=False), torch.overrides._pop_mode_temporarily():
-            yield
-    finally:
-        _set_variables({"TORCHDYNAMO_DISABLE": variable})
+    with (
+        environment({"TORCHDYNAMO_DISABLE": None}),
+        no_gpu,
+        dynamo.patch(disable=False),
+        torch.overrides._pop_mode_temporarily(),
+    ):
+        yield

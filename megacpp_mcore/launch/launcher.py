@@ -37,6 +37,7 @@ from megacpp_mcore.patches.spec_import import import_named
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.policy.values import FSDP_CONNECTIONS
 from megacpp_mcore.util.collectives import say
+from megacpp_mcore.util.stand_in import environment
 
 _RUN_ID = "megacpp-mcore-"
 """Prefix of torchrun's run ids for processes that are children of a launch."""
@@ -132,7 +133,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
 
     # As torchrun does: N processes with one thread per core each would compete for the cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-    with process.environment(threads), tempfile.TemporaryDirectory(prefix="megacpp-mcore-") as logs:
+    with environment(threads), tempfile.TemporaryDirectory(prefix="megacpp-mcore-") as logs:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -174,7 +175,7 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         for line in launched.lines(settings):
             say(line)
         stack.enter_context(policy.said())
-        stack.enter_context(process.environment(launched.environment()))
+        stack.enter_context(environment(launched.environment()))
         policy.check_memory(run)  # starts CUDA, which reads the environment once
         if chosen.has_own_spec:
             sys.argv += _verified_data(chosen.arguments)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.graphs import reset_graphs
-from megacpp_mcore.util.stand_in import stand_in
+from megacpp_mcore.util.stand_in import environment, stand_in
 
 
 @contextlib.contextmanager
@@ -91,17 +91,6 @@ def process_environment() -> contextlib.AbstractContextManager[None]:
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     return environment({name: value for name, value in defaults.items() if name not in os.environ})
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set, for the duration, those of the environment variables that are unset."""
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
 
 
 def end_with_the_parent() -> None:

@@ -1,10 +1,11 @@
-"""Temporary replacement of a function, until a context ends."""
+"""Temporary replacement of a function, or of environment variables, until a context ends."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -27,3 +28,22 @@ def stand_in(holder: Any, name: str, run: Callable[..., Any]) -> contextlib.Abst
         return run(stock, *args, **kwargs)
 
     return mock.patch.object(holder, name, standing_in)
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Within the context, set these environment variables, or unset those that are None; others that are set in it stay."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_variables(values)
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -153,6 +153,8 @@ class Log:
         self.began_ns = time.time_ns() - clock.age_ns()
         self.number, self._file = _create(self.run, rank)
         self.path = Path(self._file.name)
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called by the heartbeat's thread at every heartbeat."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         first = {"began": self.began_ns, "rank": rank, "world_size": world_size}
         self._append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
@@ -192,6 +194,7 @@ class Log:
     def _beat(self, heartbeat_s: float) -> None:
         while not self._ended.wait(heartbeat_s):
             self.write()
+            self.on_beat()
 
 
 def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:

@@ -93,8 +93,10 @@ def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixtur
     assert {**found, "written_at": ""} == {**written, "written_at": ""}
     assert set(found["unknown"]) == {
         "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
-        "precision.dequantised",
+        "precision.dequantised", "card",
     }  # fmt: skip
+    assert found["unknown"]["card"] == "the device is a CPU"
+    assert 0 < found["time_to_first_step_s"] < found["goodput"]["wall_s"]
     assert (found["status"], found["family"]) == ("finished", "NAM56R")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
     assert found["experimental_taxes"] == []
@@ -150,6 +152,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     for number in model().layer_numbers("E"):
         assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
     assert found["ddp"]["grad_reduce_dtype"] == ["float32"]
+    assert sum(found["ddp"]["bucket_elements"]) >= found["model"]["parameters"]
     names = {patch["name"] for patch in found["patches"]}
     assert {"mtp-shared-block", "spec-import"} <= names
     assert all(patch["fingerprints"] for patch in found["patches"])

@@ -147,6 +147,7 @@ class Window:
         seconds: of each step, by number, in the order of the steps.
         compiled: nanoseconds of compilation, over all ranks, of those measured steps in which any rank compiled.
         compiled_ns: nanoseconds of compilation of all ranks in the whole start.
+        first_ns: nanoseconds from the start of a process to the end of its first step, of the rank that took longest; 0: none.
     """
 
     done: int
@@ -155,6 +156,7 @@ class Window:
     seconds: Mapping[int, float]
     compiled: Mapping[int, int]
     compiled_ns: int
+    first_ns: int = 0
 
 
 def measure(one: Start, left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
@@ -172,7 +174,8 @@ def measure(one: Start, left_out: int, profiled: Sequence[tuple[int, int]] = ())
             if compiling:
                 compiled[span.step] = compiling
     median_s = percentile(sorted(seconds.values()), 50) if seconds else 0.0
-    return Window(done, one.rank, median_s, seconds, compiled, compiled_ns)
+    first_ns = next((span.at - one.began_ns for span in one.spans if span.step is not None), 0)
+    return Window(done, one.rank, median_s, seconds, compiled, compiled_ns, first_ns)
 
 
 def together(windows: Sequence[Window]) -> Window:
@@ -183,6 +186,7 @@ def together(windows: Sequence[Window]) -> Window:
         done=max(one.done for one in windows),
         compiled=dict(sorted(compiled.items())),
         compiled_ns=sum(one.compiled_ns for one in windows),
+        first_ns=max(one.first_ns for one in windows),
     )
 
 
@@ -209,6 +213,7 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     why = "steps had different numbers of tokens" if sizes else "no step was recorded"
     found.put("batch.effective_tokens", sizes.pop() if len(sizes) == 1 else None, why)
     found.put("window.left_out", WARM_UP_STEPS)
+    found.put("time_to_first_step_s", window.first_ns / 1e9 or None, "no step was recorded")
     seconds = sorted(window.seconds.values())
     if not seconds:
         left = f"has no step after its first {WARM_UP_STEPS} that was not profiled"
@@ -263,6 +268,7 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "indexer.overlap": _means,
     "cache.files": _sums,
     "cache.added": _sums,
+    **dict.fromkeys(("card.matmul_tflops_per_s", "card.copy_bytes_per_s", "card.sm_clock_mhz"), min),
 }
 """How the values of all ranks become one; the other fields are rank 0's."""
 

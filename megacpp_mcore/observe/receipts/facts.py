@@ -26,6 +26,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
+from megacpp_mcore.observe import card as cards
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
@@ -369,7 +370,23 @@ def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
     rows = [*resolved, *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
     facts.put("backends", rows)
     reason = "something else than Megatron's DistributedDataParallel holds the gradients"
-    facts.put("ddp.grad_reduce_dtype", _grad_reduce_dtype(chunks), reason)
+    buckets = _buckets(chunks)
+    dtypes = None if buckets is None else sorted({str(one.dtype).removeprefix("torch.") for one in buckets})
+    sizes = None if buckets is None else [one.numel() for one in buckets]
+    facts.put_all("ddp", {"grad_reduce_dtype": dtypes, "bucket_elements": sizes}, reason)
+
+
+def card(facts: Facts, chunks: Sequence[Any], samples: cards.Samples) -> None:
+    """Add this process's GPU's own rates, and begin to sample its clock and power."""
+    if _device_type(chunks) != "cuda":
+        facts.miss("the device is a CPU", "card")
+        return
+    cards.measure(facts)
+    try:
+        samples.read = cards.reader()
+    except Exception as error:
+        why = f"NVML does not answer: {error!r}"
+        facts.miss(why, "card.sm_clock_mhz", "card.power_w", "card.throttled")
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -420,12 +437,12 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
                 yield number, name.rpartition(".")[2], module
 
 
-def _grad_reduce_dtype(chunks: Sequence[Any]) -> list[str] | None:
-    """The dtypes of the gradient buckets in memory; None where something other than Megatron's DDP reduces."""
+def _buckets(chunks: Sequence[Any]) -> list[Any] | None:
+    """The gradient buckets in memory, in the order in which they are reduced; None where not Megatron's DDP reduces."""
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
         return None
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return sorted({str(one.grad_data.dtype).removeprefix("torch.") for buffer in buffers for one in buffer.buckets})
+    return [one.grad_data for buffer in buffers for one in buffer.buckets]
 
 
 def _computes(name: str, module: Any) -> bool:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe.card import Samples
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.receipts import facts as of_run
-from megacpp_mcore.observe.receipts.assemble import write
+from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
 from megacpp_mcore.observe.receipts.schema import Facts
 from megacpp_mcore.patches.hybrid_flops import packed_pairs
 
@@ -69,6 +70,8 @@ class ReceiptWriter(Listener):
         """What was written last of what changes."""
         self.facts = of_run.at_start(launched)
         """What is known of the run by field, and why other fields are not known."""
+        self._samples, self._steps = Samples(), 0
+        log.on_beat = self._sample
         self._chunks: Sequence[Any] = ()
         self._count: Callable[[Facts, tuple[int, int]], None] = lambda found, pairs: None
         self._pairs = [0, 0, 0]
@@ -89,10 +92,12 @@ class ReceiptWriter(Listener):
 
         self.facts.attempt("model", learn)
         self.facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
+        self.facts.attempt("card", lambda found: of_run.card(found, chunks, self._samples))
         self._write_facts()
 
     def on_step(self, step: Step) -> None:
         """Write what changes, if it is due: after the first step, when this start has something to lose, later more rarely."""
+        self._steps += 1
         if (pairs := packed_pairs()) is not None:
             self._pairs = [one + more for one, more in zip(self._pairs, (*pairs, 1), strict=True)]
         if time.monotonic() - self._written >= max(self._every_s, _RARELY * self._log.clock.age_ns() / 1e9):
@@ -120,6 +125,11 @@ class ReceiptWriter(Listener):
                 logger.error("the receipt was not written: %s", problem)
         self._chunks = ()
 
+    def _sample(self) -> None:
+        """Sample the GPU once the window has begun."""
+        if self._steps >= WARM_UP_STEPS:
+            self._samples.take()
+
     def _write_facts(self) -> None:
         self._log.write(facts={**self.facts.values, "unknown": self.facts.unknown})
 
@@ -131,6 +141,7 @@ class ReceiptWriter(Listener):
             "noted": [*observed.notes(), *of_run.graphs(self._chunks)],
             "routing": self._routes.record(),
             "indexer.overlap": dict(self._indices.by_pair),
+            **self._samples.record(),
         }
         causal, selected, steps = self._pairs
         if steps:

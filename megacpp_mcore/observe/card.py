@@ -1,0 +1,107 @@
+"""This process's GPU: its own rates before the first step, its clock and power while it trains. No torch at import."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from megacpp_mcore.observe.receipts.schema import Facts
+
+SIZE = 8192
+"""Rows and columns of the matrices that are multiplied and copied."""
+SECONDS = 1.0
+"""How long each of the two is repeated."""
+REASONS = (
+    "idle", "application clocks", "software power cap", "hardware slowdown", "sync boost", "software thermal",
+    "hardware thermal", "hardware power brake", "display clocks",
+)  # fmt: skip
+"""NVML's reasons for a lower clock, by bit (``nvmlClocksEventReasons``, NVML 12)."""
+_SAMPLES = 4096
+_Read = Callable[[], tuple[int, float, int]]
+
+
+def measure(facts: Facts) -> None:
+    """Add the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written; leaves no memory reserved."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(1)  # the run's own random numbers stay what they are
+    with torch.no_grad():
+        held = [torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+
+        def copy() -> None:
+            for place in range(3):  # together larger than the L2 cache
+                held[place].copy_(held[place - 1])
+
+        facts.put("card.matmul_tflops_per_s", 2 * SIZE**3 / _seconds(lambda: torch.mm(*held[:2], out=held[2])) / 1e12)
+        facts.put("card.copy_bytes_per_s", 3 * 2 * held[0].nbytes / _seconds(copy))
+        held.clear()
+    torch.cuda.empty_cache()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Seconds that one call takes, over calls for :data:`SECONDS`."""
+    import torch
+
+    def run(calls: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / calls
+
+    run(3)
+    return run(max(3, round(SECONDS / run(10))))
+
+
+def reader() -> _Read:
+    """A function that reads this process's GPU: SM clock (MHz), power (W), and the bits of :data:`REASONS`.
+
+    Raises:
+        ImportError, pynvml.NVMLError: pynvml is not there, or does not answer.
+    """
+    import pynvml  # type: ignore[import-not-found]
+    import torch
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(
+        f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    )
+    return lambda: (
+        pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+    )
+
+
+class Samples:
+    """Samples of the GPU's clock and power, the last few thousand; a thread takes them, so that no step waits for NVML.
+
+    Attributes:
+        read: reads one; None: nothing is sampled.
+    """
+
+    def __init__(self) -> None:
+        self.read: _Read | None = None
+        self._taken: deque[tuple[int, float, int]] = deque(maxlen=_SAMPLES)
+
+    def take(self) -> None:
+        """Take a sample; after an error no more are taken."""
+        if self.read is not None:
+            try:
+                self._taken.append(self.read())
+            except Exception:
+                self.read = None
+
+    def record(self) -> dict[str, Any]:
+        """The fields of a receipt: medians, and the share of samples by reason; empty before a sample."""
+        taken: Sequence[tuple[int, float, int]] = list(self._taken)
+        if not taken:
+            return {}
+        clocks, powers, bits = zip(*taken, strict=True)
+        found = Counter(name for one in bits for bit, name in enumerate(REASONS) if one >> bit & 1)
+        shares = {name: count / len(taken) for name, count in found.items()}
+        return {"card.sm_clock_mhz": median(clocks), "card.power_w": median(powers), "card.throttled": shares}

@@ -361,6 +361,9 @@ def warm_up(
         batch: the batch dimension that a layer gets.
         packed: whether the samples of a micro-batch are packed into one row, which is not warmed up.
     """
+    if policy.mode == "regional":
+        names = ", ".join(sorted({each.name for each in _REGIONS.values()}))
+        say(f"compile: regional compiles {names or 'nothing: the backends of this run have no region'}")
     skipped = f"skipped ({policy.reason}): {policy.why}"
     if packed and (policy.warm_up == EXPLICIT or policy.precompile):
         return say("compile warm-up: skipped (packed): graphs of rows with several documents are compiled in step 1")

@@ -28,8 +28,8 @@ SAMPLED = 64
 class IndexOverlap(Listener):
     """Samples the selections published in the index caches, in the first micro-batch of every ``interval``-th step.
 
-    Pairs are successive Full layers of this rank. The device is read once, after such a step. A CUDA graph publishes nothing
-    when it is replayed: layers in graphs are not sampled.
+    Pairs are successive Full layers of this rank. The device is read once, after such a step. A CUDA graph samples whenever it
+    is replayed, into memory that it was captured with: of a layer in graphs the last micro-batch is read.
     """
 
     def __init__(self, interval: int = 10) -> None:
@@ -37,6 +37,8 @@ class IndexOverlap(Listener):
         self.by_pair: dict[str, float] = {}
         """The last sampled share of keys that two layers have in common, keyed by their numbers: ``5-9``."""
         self._rows: dict[int, tuple[Any, int]] = {}
+        self._captured: dict[int, tuple[Any, int]] = {}
+        """Samples that graphs write, as :attr:`_rows`."""
         self._hooks = contextlib.ExitStack()
         self._sampling = False
         self._errors = HookErrors()
@@ -57,7 +59,7 @@ class IndexOverlap(Listener):
         sample = self._errors.guard(self._sample)
 
         def publish(stock: Callable[..., None], layer: int, selection: Any) -> None:
-            if self._sampling:
+            if self._sampling or is_capturing():
                 sample(layer, selection.index)
             stock(layer, selection)
 
@@ -69,15 +71,17 @@ class IndexOverlap(Listener):
 
     def on_step(self, step: Step) -> None:
         """Compare the samples; raise an error of a hook."""
-        rows, self._rows, self._sampling = self._rows, {}, False
+        rows, self._rows = self._rows | (self._captured if self._sampling else {}), {}
+        self._sampling = False
         self._errors.raise_first()
         for one, other in itertools.pairwise(sorted(rows)):
             index_BRN, keys = rows[one]
             self.by_pair[f"{one}-{other}"] = overlap(index_BRN, rows[other][0], keys)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and let go of the graphs' memory."""
         self._hooks.close()
+        self._captured.clear()
         self._errors.raise_first()
 
     def _sample(self, layer: int, index_BSN: Any) -> None:
@@ -85,10 +89,11 @@ class IndexOverlap(Listener):
         import torch
 
         _, queries, selected = index_BSN.shape
-        if layer in self._rows or is_capturing() or queries <= selected:
+        rows = self._captured if is_capturing() else self._rows
+        if (layer in rows and rows is self._rows) or queries <= selected:
             return
         rows_R = torch.linspace(selected, queries - 1, min(SAMPLED, queries - selected), device=index_BSN.device)
-        self._rows[layer] = index_BSN.detach()[:, rows_R.round().long()].long(), queries
+        rows[layer] = index_BSN.detach()[:, rows_R.round().long()].long(), queries
 
 
 def overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:

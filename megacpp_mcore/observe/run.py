@@ -17,7 +17,7 @@ from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.profile import Profiler
+from megacpp_mcore.observe.profile import FamilyRanges, Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.policy import LaunchPolicy
@@ -125,7 +125,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
         receipt = ReceiptWriter(
             log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop
         )
-        listeners: list[Listener] = [recorder, routes, indices]
+        listeners: list[Listener] = [recorder, routes, indices, FamilyRanges(loop, rank)]
         if details.profile is not None:  # on every rank: families differ by stage, and experts by rank
             first, last = parse_steps(details.profile)
             listeners.append(Profiler(log.run, rank, first, last, clock, trace=details.profile_trace))

@@ -51,7 +51,9 @@ def train_stock(model: Any, chosen: CompilePolicy | None = None, **changes: Any)
         with regions.before_training(chosen or policy(), said.append):
             assert training.setup_model_and_optimizer() is built
         assert training.setup_model_and_optimizer is before
-    (line,) = said
+    compiles, line = said
+    names = ", ".join(sorted({each.name for each in regions._REGIONS.values()}))
+    assert compiles == f"compile: regional compiles {names or 'nothing: the backends of this run have no region'}"
     return line
 
 
@@ -101,7 +103,7 @@ def test_a_warm_up_is_what_policy_and_run_say(
 
     layer = mock.Mock(spec=regions.RegionLayer, family="M", self_attention=mock.Mock(), layer_number=3)
     model = mock.Mock(modules=lambda: [] if "none" in says else [layer])
-    with mock.patch.object(regions, "_run_layer") as run:
+    with mock.patch.object(regions, "_run_layer") as run, mock.patch.dict(regions._REGIONS, clear=True):
         said = train_stock(model, chosen, **changes)
     assert says in said
     assert run.call_args_list == ([mock.call(layer, rows, B)] if rows and "none" not in says else [])

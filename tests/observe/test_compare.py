@@ -287,8 +287,14 @@ def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
 # --- The command -------------------------------------------------------------------------------------------------------
 
 
+MEASURED: Changes = {
+    "dominant_time": "mamba", "dominant_flops": "expert", "shares__groups": {"mamba": 0.413, "expert": 0.2},
+    "card__matmul_tflops_per_s": 705.2, "card__copy_bytes_per_s": 4.02e12,
+}  # fmt: skip
+
+
 def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, changes in (("a", {}), ("b", {**FP8, "throughput__tokens_per_s": 1310.0})):
+    for name, changes in (("a", {}), ("b", {**FP8, **MEASURED, "throughput__tokens_per_s": 1310.0})):
         (tmp_path / name).write_text(json.dumps(receipt(**changes)))
     files = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert report("compare", *files) == REFUSED
@@ -296,9 +302,11 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert "≠ precision: A has kernel_fp8 none, B has kernel_fp8 experts" in said
     assert "no claim:" in said
     assert report("compare", *files, "--varies", "precision") == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision",
         f"  step times: A {STEPS}; B {STEPS}; floor 7 %, by which equal runs part",
+        "  A: dominant share not known",
+        "  B: mamba is 41.3 % of the time; card by itself 705 TFLOP/s, copies 4.02 TB/s",
     ]
     assert report("compare", *files, "--varies", "precision", "--json") == 0
     printed = json.loads(capsys.readouterr().out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megacpp_mcore.observe import indices
 from megacpp_mcore.observe.indices import SAMPLED, IndexOverlap, overlap
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from tests.observe.recorded import a_step
@@ -31,6 +32,25 @@ def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
     assert listener.latest() == {"index_overlap": 1.0}
     listener.on_end(None)
     assert "publish" not in vars(cache)
+
+
+def test_what_a_graph_writes_is_compared_in_every_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay calls nothing here: it writes where it wrote when it was captured."""
+    listener, cache = IndexOverlap(interval=2), IndexCache({})
+    listener.watch(cache)
+    monkeypatch.setattr(indices, "is_capturing", lambda: True)
+    keys = torch.arange(2 * SAMPLED).view(1, -1, 1)
+    for layer in (5, 9):
+        cache.publish(layer, Selection(keys.clone()))
+    monkeypatch.setattr(indices, "is_capturing", lambda: False)
+    for number in (1, 2, 3, 4):
+        listener.on_step_begin(number)
+        if number == 3:
+            listener._captured[9][0].add_(1)  # the graph's own memory
+        listener.on_step(a_step(number))
+        assert listener.by_pair == ({} if number == 1 else {"5-9": 0.0 if number == 4 else 1.0}), number
+    listener.on_end(None)
+    assert not listener._captured
 
 
 def test_rows_without_a_choice_are_not_compared() -> None:

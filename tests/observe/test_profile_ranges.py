@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.profile import Profiler
+from megacpp_mcore.observe.profile import FamilyRanges, Profiler
+from megacpp_mcore.observe.profile import ranges as profile_ranges
 from megacpp_mcore.observe.profile.ranges import Ranges, named
+from tests.observe.recorded import a_step
 
 BUCKETS = {
     "start_grad_sync": "gradients",
@@ -105,3 +109,30 @@ def test_megatron_has_the_functions_that_ranges_stand_in_for() -> None:
     assert all(callable(getattr(MegatronOptimizer, name)) for name in OPTIMIZER)
     assert callable(DistributedDataParallel.zero_grad_buffer)
     assert callable(P2PCommunicator._communicate)
+
+
+def test_the_steps_of_megatrons_own_profile_have_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def opened(*what: Any) -> Iterator[None]:
+        assert what[1:] == (["a chunk"], "an optimizer")
+        seen.append("open")
+        yield
+        seen.append("closed")
+
+    monkeypatch.setattr(profile_ranges, "named", opened)
+    args = SimpleNamespace(profile=True, profile_ranks=[], profile_step_start=2, profile_step_end=4)
+    for rank, ranks, there in ((1, [], True), (1, [0], False), (0, [0], True)):
+        args.profile_ranks = ranks
+        listener = FamilyRanges(SimpleNamespace(arguments=lambda: args), rank)  # type: ignore[arg-type]
+        listener.on_model(["a chunk"], "an optimizer")
+        during = {}
+        for number in range(1, 7):
+            listener.on_step_begin(number)
+            during[number] = seen[-1:]
+            listener.on_step(a_step(number))
+        listener.on_end(None)
+        assert [number for number, what in during.items() if what == ["open"]] == ([3, 4] if there else [])
+        assert seen == (["open", "closed"] if there else [])
+        seen.clear()

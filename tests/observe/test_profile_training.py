@@ -140,7 +140,13 @@ def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
     found = table(plain)
     assert found["attributed_share"] >= 0.95
     assert (found["steps"], found["phase"], found["device"]) == ([2, 3], "steady", "CPU")
-    families = found["families"]
+    families, parts = found["families"], found["parts"]
+    assert parts.keys() == {"E routing", "E experts", "E shared expert"}
+    assert all(0 < row["total_ns"] < families["E"]["total_ns"] for row in parts.values())
+    assert sum(row["total_ns"] for row in parts.values()) < families["E"]["total_ns"]
+    assert all(row["backward_ns"] and row["forward_ns"] for row in parts.values())
+    of_layers = [row["total_ns"] for label, row in found["layers"].items() if label.startswith("E/")]
+    assert (len(of_layers), sum(of_layers)) == (5, families["E"]["total_ns"])
     assert {"A", "M", "E", "R", "MTP", "head", "embedding", "norm", "optimizer", "gradients", "data"} <= families.keys()
     assert {label for label in found["layers"] if label[1:2] == "/"} == {
         "A/1", "E/2", "M/3", "E/4", "A/5", "E/6", "M/7", "E/8", "A/9", "E/10", "M/11", "R/12"}  # fmt: skip

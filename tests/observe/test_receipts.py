@@ -225,7 +225,13 @@ GOOD: dict[str, Any] = {
     "indexer.warmup_steps": 0,
     "backends": [],
     "batch.rampup": False,
+    "overlap": [],
+    "parallelism.world_size": 2,
+    "device": "NVIDIA H200",
 }
+REDUCED: dict[str, Any] = {"name": "gradient reduce", "asked": True, "possible": True, "reason": "it has a stream"}
+ONE_BUCKET = REDUCED | {"possible": False, "reason": "one bucket holds all"}
+UNKNOWN = REDUCED | {"possible": False, "reason": "how many buckets there are is not known"}
 NAMED = {
     "op": "mla", "layer": 4, "requested": "kernel", "observed": "reference", "speed": "reference",
     "slower_than_best": False, "reason": "disabled",
@@ -242,6 +248,16 @@ NAMED = {
         ({"indexer.warmup_steps": 9}, "indexer untrained", "first 9 steps"),
         ({"backends": [NAMED]}, "fall-back", "op mla in layer 4 asked for kernel and runs on reference: disabled"),
         ({"batch.rampup": True}, "batch changed", "--rampup-batch-size"),
+        (
+            {"overlap": [ONE_BUCKET]},
+            "overlap hid nothing",
+            "gradient reduce was asked to be hidden and cannot be: one bucket",
+        ),
+        (
+            {"overlap": [REDUCED], "profiler.hidden_share": 0.0},
+            "overlap hid nothing",
+            "gradient reduce: asked to be hidden, and the profile shows 0.0% of communication so",
+        ),
     ],
 )
 def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
@@ -252,6 +268,23 @@ def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, An
     assert [one["name"] for one in found] == [name]
     assert evidence in found[0]["evidence"]
     assert unjudged == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"overlap": [REDUCED]},
+        {"overlap": [REDUCED | {"asked": False}], "profiler.hidden_share": 0.0},
+        {"overlap": [ONE_BUCKET], "profiler.hidden_share": 0.4},  # seen is better than derived
+        {"overlap": [ONE_BUCKET], "parallelism.world_size": 1},  # nothing is communicated
+        {"overlap": [ONE_BUCKET], "device": "CPU (any)"},
+    ],
+)
+def test_overlap_that_hides_something_or_has_nothing_to_hide(change: dict[str, Any]) -> None:
+    judged = compare.judge(compare.Case(GOOD | change, [], {}, None))
+    assert not any(one["name"] == "overlap hid nothing" for both in judged for one in both)
+    unknown = compare.judge(compare.Case(GOOD | {"overlap": [UNKNOWN]}, [], {}, None))[1]
+    assert any(one["name"] == "overlap hid nothing" and "not known" in one["reason"] for one in unknown)
 
 
 def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> None:

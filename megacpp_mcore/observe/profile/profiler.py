@@ -27,6 +27,7 @@ from megacpp_mcore.observe.profile import trace as traces
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
+    from megacpp_mcore.observe.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,43 @@ class Profiler(Listener):
             **found,
             "events": len(events),
         }
+
+
+class FamilyRanges(Listener):
+    """Opens the ranges in the steps of Megatron's own ``--profile``: its ``emit_nvtx`` makes them NVTX ranges.
+
+    Args:
+        loop: the loop that trains, whose arguments say which steps.
+        rank: of this process.
+    """
+
+    def __init__(self, loop: Loop, rank: int) -> None:
+        self._loop, self._rank = loop, rank
+        self._built: tuple[Sequence[Any], Any] = (), None
+        self._steps = range(0)
+        self._open = contextlib.ExitStack()
+
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Find out the steps."""
+        args, self._built = self._loop.arguments(), (chunks, optimizer)
+        if getattr(args, "profile", False) and (not args.profile_ranks or self._rank in args.profile_ranks):
+            self._steps = range(args.profile_step_start + 1, args.profile_step_end + 1)
+
+    def on_step_begin(self, number: int) -> None:
+        """Open them at the first of these steps."""
+        if number in self._steps[:1]:
+            from megacpp_mcore.observe.profile.ranges import Ranges, named
+
+            self._open.enter_context(named(Ranges(), *self._built))
+
+    def on_step(self, step: Step) -> None:
+        """Close them after the last one."""
+        if step.step >= self._steps.stop - 1:
+            self._open.close()
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Close them."""
+        self._open.close()
 
 
 class _Window:

@@ -28,6 +28,8 @@ from megacpp_mcore.util.stand_in import stand_in
 
 BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER, PIPELINE = PARTS
 MTP = "MTP"
+_OF_EXPERTS = {"router": "routing", "experts": "experts", "shared_experts": "shared expert"}
+"""Parts of a layer of experts with a range inside its own, ``megacpp::E/2/routing``, by the attribute of its ``mlp``."""
 
 _STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
 """Stages of the forward pass, one after the other."""
@@ -130,7 +132,10 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
                 if hasattr(part, "cudagraph_manager"):  # Megatron runs no hooks when it replays this, and refuses them
                     _range_around(stack, ranges, part, "run_captured", label)
                 elif part is not None:
-                    _hook(stack, part, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
+                    _name_module(stack, ranges, part, label)
+                    for attribute, name in _OF_EXPERTS.items():
+                        if (inner := getattr(getattr(part, "mlp", None), attribute, None)) is not None:
+                            _name_module(stack, ranges, inner, f"{label}/{name}")
         elif isinstance(module, MultiTokenPredictionBlock):
             _name_depths(stack, ranges, module)
 
@@ -178,6 +183,10 @@ def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
             ranges.in_forward_step = False
 
     stack.enter_context(stand_in(schedules, "forward_step", forward_step))
+
+
+def _name_module(stack: contextlib.ExitStack, ranges: Ranges, module: torch.nn.Module, label: str) -> None:
+    _hook(stack, module, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
 
 
 def _hook(

@@ -92,12 +92,16 @@ _Rows = defaultdict[str, _Row]
 
 def _record(layers: _Rows) -> dict[str, Any]:
     """The rows as JSON; a family's row is the sum of its layers'."""
-    families = _Rows(_Row)
-    for label, row in layers.items():
-        families[label.partition("/")[0]] += row
+    families, parts = _Rows(_Row), _Rows(_Row)
+    for label, row in list(layers.items()):
+        family, *inner = label.split("/")
+        families[family] += row
+        if len(inner) > 1:  # a part of a layer, which belongs to it
+            parts[f"{family} {inner[1]}"] += row
+            layers["/".join((family, inner[0]))] += layers.pop(label)
     total_ns = sum(row.ns.total() for row in families.values())
-    by_family, by_layer = (
-        sorted(rows.items(), key=lambda item: (-item[1].ns.total(), item[0])) for rows in (families, layers)
+    by_family, by_part, by_layer = (
+        sorted(rows.items(), key=lambda item: (-item[1].ns.total(), item[0])) for rows in (families, parts, layers)
     )
     known = [name for name, row in by_family if name != UNATTRIBUTED and row.ns.total()]
     lost_ns = families[UNATTRIBUTED].ns.total() if UNATTRIBUTED in families else 0
@@ -106,6 +110,7 @@ def _record(layers: _Rows) -> dict[str, Any]:
         "attributed_share": 1 - lost_ns / total_ns if total_ns else None,
         "dominant": known[0] if known else None,
         "families": {name: row.record(total_ns) | {"top": row.top()} for name, row in by_family},
+        "parts": {name: row.record(total_ns) for name, row in by_part},
         "layers": {name: row.record(total_ns) for name, row in by_layer},
     }
 
@@ -225,7 +230,7 @@ def page(profile: Mapping[str, Any]) -> str:
     def rows(what: str) -> list[str]:
         heads = "".join(f"{_HEADS[column]:>{_WIDTH}}" for column in columns)
         lines = [f"{what:<14}{'total':>{_WIDTH}}{'share':>8}{heads}"]
-        for name, row in profile["families" if what == "family" else "layers"].items():
+        for name, row in profile.get({"family": "families", "layer": "layers", "part": "parts"}[what], {}).items():
             cells = "".join(f"{a_step(row[f'{column}_ns']):>{_WIDTH}}" for column in columns)
             share = "" if row["share"] is None else f"{row['share']:.1%}"
             lines.append(f"{name:<14}{a_step(row['total_ns']):>{_WIDTH}}{share:>8}{cells}")
@@ -271,6 +276,7 @@ def page(profile: Mapping[str, Any]) -> str:
         )
     if UNATTRIBUTED in profile["families"]:
         lines.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
+    lines += ["", *rows("part")] if profile.get("parts") else []
     lines += ["", *rows("layer")]
     for name, row in profile["families"].items():
         lines += ["", f"{name}: what takes longest (milliseconds a step, calls a step)"]

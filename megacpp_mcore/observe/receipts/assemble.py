@@ -288,9 +288,7 @@ def _merged(processes: Sequence[Start]) -> Facts:
     found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
     found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
     found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
-    unsampled = (
-        "no two Full layers of one rank were sampled in a step with more tokens than top-k, or they are in CUDA graphs"
-    )
+    unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
     found.put("indexer.overlap", found.values.get("indexer.overlap"), unsampled)
     return found
 

@@ -137,6 +137,27 @@ def _batch(case: Case) -> str:
     return f"steps had {', '.join(map(str, sizes))} tokens" if len(sizes) > 1 else ""
 
 
+def _not_hidden(case: Case) -> str:
+    """Overlap that was asked for and hid nothing: by the profile, or else by what the policy says of streams and buckets."""
+    asked = [one for one in case.known("overlap") if one["asked"]]
+    if not asked or case.known("parallelism.world_size") == 1 or case.known("device").startswith("CPU"):
+        return ""
+    hidden = case.values.get("profiler.hidden_share")
+    if hidden is not None:
+        names = ", ".join(one["name"] for one in asked)
+        return (
+            ""
+            if hidden > _HIDDEN
+            else f"{names}: asked to be hidden, and the profile shows {hidden:.1%} of communication so"
+        )
+    impossible = [
+        f"{one['name']} was asked to be hidden and cannot be: {one['reason']}" for one in asked if not one["possible"]
+    ]
+    if any("not known" in one for one in impossible):
+        raise _Unjudged(impossible[0])
+    return "; ".join(impossible)
+
+
 _FORCED = "tokens are routed at random (--moe-router-force-load-balancing)"
 _JUDGES: Mapping[str, Callable[[Case], str]] = {
     "mock data": lambda case: "the run trains on Megatron's mock data" if case.known("data.kind") == "mock" else "",
@@ -149,6 +170,7 @@ _JUDGES: Mapping[str, Callable[[Case], str]] = {
     "fall-back": _fallen_back,
     "NaN skipped": _skipped,
     "batch changed": _batch,
+    "overlap hid nothing": _not_hidden,
     "overlapping starts": lambda case: case.overlap,
 }
 """The evidence of each disqualifier, empty where there is none."""
@@ -163,6 +185,8 @@ STEADY_STEPS = 30
 NOISE = 0.07
 """By how much equal runs differ in speed, one run each: pairs of the same command on the same machine differed by 2 to 7 % in
 tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). One pair of runs cannot show a smaller one."""
+_HIDDEN = 0.005
+"""Share of the communication in a profile below which nothing of it is hidden."""
 STANDARD_ERRORS = 2.0
 """How many standard errors apart two medians must be before the spread of the steps does not explain the difference."""
 _P90_DEVIATIONS = 1.2816
@@ -258,6 +282,7 @@ class Comparison:
         noise_floor: the share by which one must be faster than the other before noise does not explain it.
         told_from_noise: whether one is.
         step_times: both medians, their spread, and the origin of the floor, in words.
+        dominant: what takes most of a step of each, with its share, and what the card does by itself, in words.
         differences: the differences on no line.
         varies: the key of the one declared difference.
         declared: the disqualifiers that both were declared to carry.
@@ -271,6 +296,7 @@ class Comparison:
     noise_floor: float
     told_from_noise: bool | None
     step_times: str
+    dominant: tuple[str, ...]
     differences: tuple[Line, ...]
     varies: str | None = None
     declared: tuple[str, ...] = ()
@@ -282,7 +308,7 @@ class Comparison:
         text += [f"  · {line.describe()}" for line in self.differences]
         verdict = ["no claim:", *(f"  {refusal}" for refusal in self.refusals)]
         if self.claim is not None:
-            verdict = [f"claim: {self.claim}", f"  {self.step_times}"]
+            verdict = [f"claim: {self.claim}", f"  {self.step_times}", *(f"  {words}" for words in self.dominant)]
         return "\n".join([*text, *verdict])
 
 
@@ -344,6 +370,7 @@ def compare(
         noise_floor=floor,
         told_from_noise=differs,
         step_times=steps,
+        dominant=tuple(f"{name}: {_dominant(values)}" for name, values in zip("AB", both, strict=True)),
         differences=differences,
         varies=varies[0] if varies else None,
         declared=declared,
@@ -489,6 +516,16 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     if of_steps > floor:
         floor, reason = of_steps, f"{STANDARD_ERRORS:g} standard errors of these medians"
     return floor, f"step times: A {words[0]}; B {words[1]}; floor {_percent(floor)}, {reason}"
+
+
+def _dominant(values: Mapping[str, Any]) -> str:
+    """The group with the largest share of a step, and the card's own rates, in words."""
+    group, what = values["dominant_time"] or values["dominant_flops"], "time" if values["dominant_time"] else "FLOPs"
+    share = (values["shares.groups"] or {}).get(group)
+    words = "dominant share not known" if share is None else f"{group} is {_percent(share)} of the {what}"
+    if (card := values["card.matmul_tflops_per_s"]) is not None:
+        words += f"; card by itself {card:.0f} TFLOP/s, copies {values['card.copy_bytes_per_s'] / 1e12:.2f} TB/s"
+    return words
 
 
 def _percent(share: float) -> str:

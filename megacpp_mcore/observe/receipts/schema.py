@@ -19,7 +19,7 @@ SCHEMA = 2
 """The version of the schema; another number is another schema."""
 DISQUALIFIERS = (
     "mock data", "forced balance", "capacity drop", "indexer untrained", "warm-up inside the window", "fall-back",
-    "NaN skipped", "batch changed", "overlapping starts",
+    "NaN skipped", "batch changed", "overlap hid nothing", "overlapping starts",
 )  # fmt: skip
 """Reasons why a run's speed is not the speed of training, in the order in which they are judged."""
 RUNNING = "running"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,9 @@ DATA_FLAGS = ("--data-path", *SPLIT_FLAGS)
 """Flags whose values are prefixes, or alternating weights and prefixes."""
 _FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-data-args-path",))
 """The ways to name datasets, of which Megatron accepts one: the first two are split by ``--split``, the others already are."""
+
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's, with --data-path alone
+_SHARES = ("training", "validation", "test")
 
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
 
@@ -75,6 +79,7 @@ def bridge_words(dataset: Any) -> list[str]:
     path, blend = getattr(dataset, "data_path", None), getattr(dataset, "blend", None)
     written = path.split() if isinstance(path, str) else [str(word) for word in path or ()]
     words = ["--data-path", *(_blend_words(*blend) if blend else written)] if blend or written else []
+    words += ["--split", str(dataset.split)] if words and getattr(dataset, "split", None) else []
     for flag, one in zip(SPLIT_FLAGS, getattr(dataset, "blend_per_split", None) or (), strict=False):
         words += [flag, *_blend_words(*one)] if one else []
     return words
@@ -103,6 +108,9 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     note = fim.check(given, tokenizer)
     vocab_size, eod_id, checksum = _vocabulary(given, tokenizer)
     verify_for_training(prefixes, vocab_size=vocab_size, eod_id=eod_id, tokenizer_checksum=checksum)
+    for blend in blends(arguments):
+        if blend.flag not in SPLIT_FLAGS:
+            _check_shares(blend.datasets(), flags.first(given, "--split") or _DEFAULT_SPLIT)
     line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
     return f"{line}; {note}" if note else line
 
@@ -172,8 +180,32 @@ def _check_forms(given: flags.Flags) -> None:
 
 
 def _is_split(text: str) -> bool:
-    shares = [_number(share) if re.fullmatch(r"\s*[\d.]+\s*", share) else None for share in text.split(",")]
+    shares = _shares(text)
     return len(shares) <= 3 and None not in shares and any(shares)
+
+
+def _shares(text: str) -> list[float | None]:
+    return [_number(share) if re.fullmatch(r"\s*[\d.]+\s*", share) else None for share in text.split(",")]
+
+
+def _check_shares(datasets: Sequence[tuple[str, float | None]], split: str) -> None:
+    """Refuse a share of a split that gets no document: Megatron would count epochs of nothing for ever.
+
+    Bounds are rounded as in megatron-core 0.19.2, ``core/datasets/blended_megatron_dataset_builder.py``. In a blend without
+    weights, of which Megatron counts no epochs, a dataset may lack a share that another one has.
+    """
+    shares = [share or 0.0 for share in _shares(split)]
+    bounds = [0.0, *itertools.accumulate(share / sum(shares) for share in shares)]
+    documents = {prefix: load_manifest(prefix).documents for prefix, _ in datasets}
+    for name, share, (first, last) in zip(_SHARES, shares, itertools.pairwise(bounds), strict=False):
+        empty = [each for each, count in documents.items() if share and round(first * count) == round(last * count)]
+        is_needed = len(documents) == 1 or datasets[0][1] is not None
+        if empty and (is_needed or len(empty) == len(documents)):
+            raise DataError(
+                f"{empty[0]} has {documents[empty[0]]} documents, of which --split {split} leaves none for {name}; expected "
+                f"at least one, or Megatron waits for ever: set that share to 0, such as --split 100,0,0, enlarge it, or "
+                f"name the datasets of each share ({', '.join(SPLIT_FLAGS)})"
+            )
 
 
 def _read(path: str) -> str:

@@ -22,8 +22,8 @@ BYTES = ByteTokenizer().stock_flags()
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    source = tmp_path / "text.txt"
-    source.write_text("a short document\n" * 200)
+    source = tmp_path / "text.jsonl"
+    source.write_text('{"text": "a short document"}\n' * 600)  # so many that each share of Megatron's default split gets one
     prepare([str(source)], str(tmp_path / "set"))
     return str(tmp_path / "set")
 
@@ -80,8 +80,8 @@ def test_a_file_of_datasets_that_cannot_be_used_is_named(tmp_path: Path, content
 
 @pytest.fixture
 def two(prefix: str, tmp_path: Path) -> tuple[str, str]:
-    (tmp_path / "other.txt").write_text("another document, in words of its own\n" * 100)
-    prepare([str(tmp_path / "other.txt")], str(tmp_path / "other"))
+    (tmp_path / "other.jsonl").write_text('{"text": "another document, in words of its own"}\n' * 10)
+    prepare([str(tmp_path / "other.jsonl")], str(tmp_path / "other"))
     return prefix, str(tmp_path / "other")
 
 
@@ -155,6 +155,31 @@ def test_splits_that_stock_reads_as_they_are_written(prefix: str, split: str) ->
     verify_arguments(["--data-path", prefix, "--split", split, *BYTES])
 
 
+SHARES = {  # A has 600 documents, B 10
+    "default of stock": ("--data-path B", "validation"),
+    "a blend": ("--data-path 1 A 3 B --split 90,8,2", "test"),
+    "a weight for one": ("--data-path 1 B --split 99,1,0", "validation"),
+    "a file": ("--data-args-path F --split 98,2,0", "validation"),
+    "training": ("--data-path B --split 1,99,0", "training"),
+    "no shares of any": ("--data-path B B --split 98,2,0", "validation"),
+    "the first lacks it": ("--data-path 1 B 1 A --split 969,30,1", "validation"),
+    "another one has it": ("--data-path B A --split 969,30,1", None),
+    "every share has one": ("--data-path B --split 80,10,10", None),
+}
+
+
+@pytest.mark.parametrize(("words", "lacking"), SHARES.values(), ids=SHARES.keys())
+def test_a_share_without_a_document_is_refused(
+    two: tuple[str, str], tmp_path: Path, words: str, lacking: str | None
+) -> None:
+    given = named(words, two, tmp_path)
+    if lacking is None:
+        assert verify_arguments(given).startswith("data: ")
+        return
+    with pytest.raises(DataError, match=f"other has 10 documents, of which .* leaves none for {lacking}"):
+        verify_arguments(given)
+
+
 NULL = "--tokenizer-type NullTokenizer --vocab-size"
 
 
@@ -194,7 +219,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_tokenizer_that_changed_is_noticed(prefix: str, folder: Path, tmp_path: Path) -> None:
-    prepare([str(tmp_path / "text.txt")], str(tmp_path / "words"), tokenizer=str(folder))
+    prepare([str(tmp_path / "text.jsonl")], str(tmp_path / "words"), tokenizer=str(folder))
     words = ["--data-path", str(tmp_path / "words"), "--tokenizer-type", "HuggingFaceTokenizer"]
     words += ["--tokenizer-model", str(folder)]
     verify_arguments(words)
@@ -211,7 +236,7 @@ def test_a_tokenizer_that_changed_is_noticed(prefix: str, folder: Path, tmp_path
 
 
 def test_bytes_and_words_are_not_taken_for_each_other(prefix: str, folder: Path, tmp_path: Path) -> None:
-    prepare([str(tmp_path / "text.txt")], str(tmp_path / "words"), tokenizer=str(folder))
+    prepare([str(tmp_path / "text.jsonl")], str(tmp_path / "words"), tokenizer=str(folder))
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     for data, tokenizer, kind in ((prefix, words, "byte"), (str(tmp_path / "words"), BYTES, "huggingface")):
         with pytest.raises(DataError, match=f"made with the {kind} tokenizer of checksum"):
@@ -321,7 +346,7 @@ def fim_words(fim_folder: Path, tmp_path: Path) -> list[str]:
         (tmp_path / f"{number}.md").write_text(f"# document {number}\n" + "a sentence of the text, " * (number + 5))
     prepare([str(tmp_path / f"{number}.md") for number in range(8)], str(tmp_path / "set"), tokenizer=str(fim_folder))
     words = ["--data-path", str(tmp_path / "set"), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-    return [*words, str(fim_folder), "--fim-data"]
+    return [*words, str(fim_folder), "--split", "100,0,0", "--fim-data"]
 
 
 def test_the_tokens_of_fim_are_said(fim_words: list[str]) -> None:

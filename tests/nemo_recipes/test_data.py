@@ -25,6 +25,7 @@ def config(**dataset: Any) -> Any:
         ({"data_path": "one"}, ["--data-path", "one"], ["one"]),
         ({"data_path": ["0.3", "one", "0.7", "two"]}, ["--data-path", "0.3", "one", "0.7", "two"], ["one", "two"]),
         ({"blend": (["one"], None)}, ["--data-path", "one"], ["one"]),
+        ({"data_path": "one", "split": "98,2,0"}, ["--data-path", "one", "--split", "98,2,0"], ["one"]),
         (
             {"blend": (["one", "two"], [3, 7]), "data_path": "other"},
             ["--data-path", "3", "one", "7", "two"],

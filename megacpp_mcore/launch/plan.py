@@ -97,17 +97,58 @@ def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
     """Refuse an incomplete torchrun environment (a rank would be made up, the others waited for), and nested launches."""
     if nproc < 1:
         raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in environment]
-    if missing and environment.get("WORLD_SIZE", environment.get("RANK", "1")) != "1":
-        raise LaunchError(
-            f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
-            "them with torchrun or --nproc, or unset RANK and WORLD_SIZE"
-        )
+    _check_ranks(environment)
     if nproc > 1 and "RANK" in environment:
         raise LaunchError(
             f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
             "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
         )
+
+
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": "srun",  # of the step: a batch script is one task of a job of many
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "MV2_COMM_WORLD_SIZE": "mpirun_rsh",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+}
+"""Variable with the number of tasks, by launchers that set none of torchrun's."""
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets, and torch and Megatron read, in one of several processes."""
+
+
+def _check_ranks(environment: Mapping[str, str]) -> None:
+    """Refuse an environment of which a rank would be made up, so that it trains alone or the others wait for it."""
+    for name, launcher in _TASKS.items():
+        if "WORLD_SIZE" not in environment and environment.get(name, "1") != "1":
+            raise LaunchError(
+                f"{launcher} started this as one of {environment[name]} tasks ({name}), and each would train by itself: start "
+                f"torchrun in one task per host, or set {', '.join(_NEEDED)} in every task; for tasks that are to train by "
+                "themselves, set WORLD_SIZE=1 RANK=0 LOCAL_RANK=0"
+            )
+    sizes = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+    given = {name: environment[name] for pair in sizes.items() for name in pair if name in environment}
+    wrong = [f"{name}={text!r}" for name, text in given.items() if not text.isdecimal()]
+    wrong = wrong or [
+        f"{rank}={given[rank]} of {size}={given[size]}"
+        for rank, size in sizes.items()
+        if rank in given and size in given and int(given[rank]) >= int(given[size])
+    ]
+    if wrong:
+        raise LaunchError(
+            f"the environment says {', '.join(wrong)}; expected whole numbers, ranks from 0 and below their number: mend or "
+            "unset them, or start the processes with torchrun or --nproc"
+        )
+    if given.get("WORLD_SIZE", given.get("RANK", "1")) == "1":
+        return
+    port = environment.get("MASTER_PORT", "")
+    if missing := [name for name in _NEEDED if not environment.get(name)]:
+        raise LaunchError(
+            f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
+            "them with torchrun or --nproc, set those for all of them, or unset RANK and WORLD_SIZE"
+        )
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise LaunchError(f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535")
 
 
 _OWN_OPTIONS = ["--observe", "--no-observe", "--device", "--nproc", "--allow-spec-from", "--patch"]

@@ -109,6 +109,23 @@ def test_plan_of_a_whole_command(tmp_path: Path) -> None:
     assert "spec megacpp_mcore.nam56r | device cpu | world size 4" in said
 
 
+RANKS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        RANKS,
+        RANKS | {"SLURM_STEP_NUM_TASKS": "2"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
+        {"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},  # eight trials
+    ],
+)
+def test_environments_of_a_job_that_are_whole(environment: dict[str, str]) -> None:
+    assert plan(*CPU_ARGUMENTS, environment=environment).device == "cpu"
+
+
 @pytest.mark.parametrize("spec", ["os.path", "megacpp_mcore_evil.spec", "torch.nn.Linear"])
 def test_spec_outside_the_allow_list_is_refused(spec: str) -> None:
     with pytest.raises(SpecImportError, match="--allow-spec-from " + spec.split(".")[0]):
@@ -129,8 +146,19 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"device": "tpu"}, "auto, cpu, cuda"),
         ([], {"nproc": 0}, "1 or more"),
         ([], {"nproc": 2, "environment": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}}, "torchrun"),
-        ([], {"environment": {"WORLD_SIZE": "4"}}, "does not hold RANK, LOCAL_RANK"),
+        ([], {"environment": {"WORLD_SIZE": "4"}}, "does not hold RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_P"),
         ([], {"environment": {"RANK": "3"}}, "does not hold WORLD_SIZE, LOCAL_RANK"),
+        ([], {"environment": RANKS | {"MASTER_ADDR": ""}}, "does not hold MASTER_ADDR;"),
+        ([], {"environment": RANKS | {"MASTER_PORT": "0"}}, "MASTER_PORT is '0'"),
+        ([], {"environment": RANKS | {"MASTER_PORT": "http"}}, "MASTER_PORT is 'http'"),
+        ([], {"environment": RANKS | {"RANK": "one", "LOCAL_RANK": ""}}, "says RANK='one', LOCAL_RANK=''"),
+        ([], {"environment": RANKS | {"RANK": "2"}}, "says RANK=2 of WORLD_SIZE=2"),
+        ([], {"environment": {"WORLD_SIZE": "1", "RANK": "1"}}, "says RANK=1 of WORLD_SIZE=1"),
+        ([], {"environment": RANKS | {"LOCAL_WORLD_SIZE": "1"}}, "says LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
+        ([], {"environment": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}}, "srun started this as one of 2 tasks"),
+        ([], {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "srun started this as one of 2 tasks"),
+        ([], {"environment": {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}}, "mpirun started this as one of 4 tasks"),
+        ([], {"environment": {"PMI_SIZE": "3"}}, "mpiexec started this as one of 3 tasks"),
         (["--use-checkpoint-args"], {}, "from a checkpoint, --spec among them"),
         (["--yaml-cfg=x.yaml"], {}, "from a file, --spec among them"),
         (["--lr", "1", "--observe", "run"], {}, "--observe is an option of the launch.* put it before the `--`"),

@@ -25,6 +25,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--tokenizer", default="byte", metavar="byte|DIR", help="bytes, or a local Hugging Face folder (default: byte)")
     add("--split", metavar="NAME=SHARE,...", help="such as train=0.98,valid=0.02; writes PREFIX_NAME for each")
     add("--glob", action="append", default=[], help="names to take from folders instead of *.txt *.py *.md *.jsonl")
+    add(
+        "--json-key", default="text", metavar="KEY", help="key of the text in .jsonl, .ndjson and .json (default: text)"
+    )
     add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     add("--overwrite", action="store_true", help="replace existing datasets")
     errors = "what to do with text that cannot be decoded: stop, or list it in the manifest (default: strict)"
@@ -70,6 +73,7 @@ def _prepare(args: argparse.Namespace) -> int:
         workers=args.workers,
         overwrite=args.overwrite,
         skip_errors=args.errors == "skip",
+        json_key=args.json_key,
     )
     _print_datasets(prefixes)
     _print_flags(args.tokenizer)

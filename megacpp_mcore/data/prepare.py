@@ -32,6 +32,7 @@ import numpy as np
 from megacpp_mcore.data.files import hash_file
 from megacpp_mcore.data.manifest import describe_sources, describe_tokenizer, manifest_path, write_manifest
 from megacpp_mcore.data.sources import (
+    JSON_KEY,
     Piece,
     Skipped,
     Source,
@@ -63,6 +64,7 @@ class Plan:
     split: str | None = None
     skip_errors: bool = False
     overwrite: bool = False
+    json_key: str = JSON_KEY
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def prepare(
     workers: int = 1,
     overwrite: bool = False,
     skip_errors: bool = False,
+    json_key: str = JSON_KEY,
 ) -> list[str]:
     """Tokenize text files into Megatron datasets with their manifests.
 
@@ -114,7 +117,8 @@ def prepare(
         output: path prefix of the dataset; with ``split`` the prefix of ``<output>_<name>``.
         tokenizer: ``byte`` or a local Hugging Face folder.
         split: shares by name, such as ``train=0.98,valid=0.02``; the side of a document is decided by a hash of its
-            relative path (of its text for a ``.jsonl`` line), so it never changes sides.
+            relative path (of its text for a JSON line), so it never changes sides.
+        json_key: the key of the text in JSON lines.
         globs: file names to take from folders instead of ``*.txt *.py *.md *.jsonl``.
         workers: processes that tokenize.
         overwrite: replace existing datasets.
@@ -129,6 +133,7 @@ def prepare(
     command += ["--split", split] if split else []
     command += [word for glob in globs for word in ("--glob", glob)]
     command += ["--errors", "skip"] if skip_errors else []
+    command += ["--json-key", json_key] if json_key != JSON_KEY else []
     plan = Plan(
         output=output,
         sources=find_sources(inputs, globs),
@@ -137,6 +142,7 @@ def prepare(
         split=split,
         skip_errors=skip_errors,
         overwrite=overwrite,
+        json_key=json_key,
     )
     return carry_out(plan, workers)
 
@@ -277,11 +283,11 @@ def _reported(results: Iterable[tuple[Piece, Encoded]], sources: Sequence[Source
 
 
 def _move(plan: Plan, built: Sequence[str]) -> None:
-    """Move the datasets into place; a manifest, which marks them as complete, is removed first and moved last."""
+    """Move the datasets into place; the manifests, which mark them as complete, are removed first and moved last."""
     for prefix in plan.prefixes:
         Path(manifest_path(prefix)).unlink(missing_ok=True)
-    for new, prefix in zip(built, plan.prefixes, strict=True):
-        for suffix in (".bin", ".idx", ".manifest.json"):
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        for new, prefix in zip(built, plan.prefixes, strict=True):
             os.replace(new + suffix, prefix + suffix)
 
 
@@ -364,7 +370,7 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     shares = plan.shares.values()
     documents = [
         (choose_split(key, shares), _encode(plan, tokenizer, text, piece.source), len(text))
-        for key, text in read_documents(piece, skipped if plan.skip_errors else None)
+        for key, text in read_documents(piece, skipped if plan.skip_errors else None, plan.json_key)
     ]
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
     if make_source(Path(piece.source.path), piece.source.relative) != piece.source:

@@ -1,7 +1,8 @@
 """Text sources of a dataset: which files, in which order, and the documents in them.
 
-A file is one document; of a ``.jsonl`` file each line is one, the string under its key ``text``. Documents without text
-are left out. Text is UTF-8 and is kept byte for byte: no newline translation, no byte-order-mark removal.
+A file is one document; of JSON lines (``.jsonl``, ``.ndjson``, ``.json``, in any case) each line is one, the string under a
+key. Documents without text are left out. Text is UTF-8 and is kept byte for byte: no newline translation, no byte-order-mark
+removal.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import itertools
 import json
 import os
 import stat
+import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megacpp_mcore.data.files import require_readable
 from megacpp_mcore.errors import DataError
 
 DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")
+_LINES = (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".parquet", ".arrow")
+JSON_KEY = "text"
 LEFT_OUT = (".*", "__pycache__")
 """Names of files and folders that are ignored in a folder."""
 
@@ -40,10 +46,15 @@ class Source:
     mtime_ns: int
     identity: tuple[int, int] = field(compare=False)
 
+    @property
+    def are_lines(self) -> bool:
+        """Whether the name is that of JSON lines."""
+        return self.relative.lower().endswith(_LINES)
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``start`` to ``stop`` of source ``number``; all of it unless the source is ``.jsonl``."""
+    """Bytes ``start`` to ``stop`` of source ``number``; all of it unless the source is JSON lines."""
 
     number: int
     source: Source
@@ -52,7 +63,7 @@ class Piece:
 
 
 Skipped = dict[str, str | int]
-"""A file, or a line of a ``.jsonl`` file, left out under ``--errors skip``: ``relative`` (path), ``offset``, ``reason``."""
+"""A file, or a JSON line, left out under ``--errors skip``: ``relative`` (path), ``offset``, ``reason``."""
 
 
 def make_source(path: Path, relative: str) -> Source:
@@ -80,8 +91,8 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     """Return the files of ``inputs``, sorted by relative path.
 
     An INPUT that is a file is taken as it is. A folder is searched recursively for names that match one of ``globs``
-    (default: ``*.txt *.py *.md *.jsonl``); names that begin with a dot and ``__pycache__`` are left out, and links to
-    folders are not followed.
+    (default: ``*.txt *.py *.md *.jsonl``, in any case, and a line on stderr counts the others); names that begin with a dot
+    and ``__pycache__`` are left out, and links to folders are not followed.
 
     Raises:
         DataError: an INPUT does not exist or cannot be read, nothing was found, two files would share a relative path,
@@ -92,7 +103,13 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     for given in inputs:
         root = Path(given)
         if os.path.isdir(root):
-            sources += [make_source(path, path.relative_to(root).as_posix()) for path in walk_files(root, patterns)]
+            found = list(walk_files(root, patterns if globs else ("*",)))
+            taken = [path for path in found if globs or _matches(path.name.lower(), patterns)]
+            sources += [make_source(path, path.relative_to(root).as_posix()) for path in taken]
+            others = Counter(path.suffix.lower() or "without a suffix" for path in set(found) - set(taken))
+            if others and taken:
+                kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
+                print(f"{root}: files left out: {kinds} (take some with --glob)", file=sys.stderr)
         else:
             sources.append(make_source(root, root.name))
     sources.sort()
@@ -140,38 +157,53 @@ def _refuse_twice(sources: Sequence[Source]) -> None:
 
 
 def cut_sources(sources: Sequence[Source], piece_bytes: int) -> Iterator[Piece]:
-    """Yield the sources in order, ``.jsonl`` files in pieces of ``piece_bytes``."""
+    """Yield the sources in order, JSON lines in pieces of ``piece_bytes``."""
     for number, source in enumerate(sources):
-        step = piece_bytes if source.relative.endswith(".jsonl") else source.size
+        step = piece_bytes if source.are_lines else source.size
         for start in range(0, max(source.size, 1), max(step, 1)):
             yield Piece(number, source, start, min(start + step, source.size))
 
 
-def read_documents(piece: Piece, skipped: list[Skipped] | None) -> Iterator[tuple[str, bytes]]:
+def read_documents(
+    piece: Piece, skipped: list[Skipped] | None, json_key: str = JSON_KEY
+) -> Iterator[tuple[str, bytes]]:
     """Yield the documents that begin in ``piece``: the key whose hash decides the side of a split, and the UTF-8 text.
 
-    ``skipped`` takes what cannot be decoded; None raises instead.
+    ``skipped`` takes what cannot be decoded; None raises instead. ``json_key`` is the key of the text in JSON lines.
 
     Raises:
-        DataError: the file cannot be read, or holds something other than UTF-8 text (or JSON lines with ``text``); the
-            message names the byte offset.
+        DataError: the file cannot be read, or holds something other than UTF-8 text (or JSON lines with that key), or JSON
+            lines by another name; the message names the byte offset.
     """
     source = piece.source
     with require_readable(source.path), open(source.path, "rb") as stream:
-        if source.relative.endswith(".jsonl"):
-            yield from _read_lines(piece, stream, skipped)
+        if source.are_lines:
+            yield from _read_lines(piece, stream, skipped, json_key)
             return
         text = stream.read()
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8", skipped)
+        unpack = "; unpack it first" if source.relative.lower().endswith(_PACKED) else ""
+        _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8{unpack}", skipped)
         return
-    if text:
+    if isinstance(_record(text.lstrip().partition(b"\n")[0]).get(json_key), str):
+        _refuse(source, 0, f"a JSON line with the key {json_key!r} begins there: name the file .jsonl", skipped)
+    elif text:
         yield source.relative, text
 
 
-def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -> Iterator[tuple[str, bytes]]:
+def _record(line: bytes) -> dict[str, Any]:
+    """The JSON object in ``line``; empty where there is none."""
+    if line.startswith(b"{"):
+        with suppress(ValueError, RecursionError):
+            return dict(json.loads(line))
+    return {}
+
+
+def _read_lines(
+    piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None, json_key: str
+) -> Iterator[tuple[str, bytes]]:
     """Yield the documents of the lines that begin in the piece."""
     offset = max(piece.start - 1, 0)
     stream.seek(offset)
@@ -181,19 +213,25 @@ def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -
     for line in stream:
         if offset >= piece.stop:
             return
-        if line.strip() and (text := _parse_line(piece.source, line, offset, skipped)):
+        if line.strip() and (text := _parse_line(piece.source, line, offset, skipped, json_key)):
             # A line has no name of its own. Its text names it, so copies of one text fall on one side of a split.
             yield hashlib.sha256(text).hexdigest(), text
         offset += len(line)
 
 
-def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None) -> bytes:
+def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None, json_key: str) -> bytes:
     """Return the text of one JSON line; empty when it was skipped."""
     try:
         record = json.loads(line.decode("utf-8"))
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise ValueError("no string under the key 'text'")
-        return record["text"].encode("utf-8")
+        if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
+            keys = (
+                [f"{key!r}, a {type(value).__name__}" for key, value in record.items()]
+                if isinstance(record, dict)
+                else []
+            )
+            found = f"found {'; '.join(keys[:8])}: --json-key names another" if keys else "found no object with keys"
+            raise ValueError(f"no string under the key {json_key!r}; {found}")
+        return str(record[json_key]).encode("utf-8")
     except UnicodeDecodeError as error:
         _refuse(source, offset + error.start, f"byte 0x{line[error.start]:02x} is not UTF-8", skipped)
     except (ValueError, RecursionError) as error:
@@ -204,8 +242,9 @@ def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped]
 def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | None) -> None:
     """Record what cannot be decoded, or raise when nothing may be skipped."""
     if skipped is None:
+        expected = "JSON objects, one a line" if source.are_lines else "UTF-8 text"
         raise DataError(
-            f"{source.path}, byte offset {offset}: {reason}; expected UTF-8 text. Repair the file, leave it out, or "
+            f"{source.path}, byte offset {offset}: {reason}; expected {expected}. Repair the file, leave it out, or "
             "pass --errors skip to list it in the manifest and go on"
         )
     skipped.append({"relative": source.relative, "offset": offset, "reason": reason})

@@ -23,7 +23,9 @@ BYTES = ByteTokenizer().stock_flags()
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     source = tmp_path / "text.jsonl"
-    source.write_text('{"text": "a short document"}\n' * 600)  # so many that each share of Megatron's default split gets one
+    source.write_text(
+        '{"text": "a short document"}\n' * 600
+    )  # so many that each share of Megatron's default split gets one
     prepare([str(source)], str(tmp_path / "set"))
     return str(tmp_path / "set")
 

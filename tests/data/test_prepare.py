@@ -187,6 +187,11 @@ def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_a
         torn += len(whole) < 2 and os.path.exists(f"{prefixes[0]}.bin")
         for prefix in whole:
             verify(prefix)
+        if any(
+            "split" in (load_manifest(prefix).command) for prefix in whole
+        ):  # of the new ones: the others are there, too
+            assert all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
+            assert len({os.path.getsize(prefix + ".bin") for prefix in prefixes} - {os.path.getsize(old + ".bin")}) == 2
         if killed:
             run(texts, folder / "data", split=SPLIT, overwrite=os.path.exists(f"{prefixes[0]}.bin"))
         assert read_outputs(folder) == read_outputs(tmp_path / "whole"), operation
@@ -336,6 +341,58 @@ def test_unusable_json_lines_are_named_or_listed(tmp_path, line, reason, offset)
     (skipped,) = verify(prefix).skipped
     assert (skipped["relative"], skipped["offset"]) == ("records.jsonl", offset)
     assert reason in skipped["reason"]
+
+
+@pytest.mark.parametrize("name", ["some.json", "SOME.JSONL", "some.ndjson", "some.Json"])
+def test_json_lines_are_known_by_their_names(tmp_path, name):
+    (tmp_path / name).write_text('{"content": "one", "id": 1}\n{"content": "two", "id": 2}\n')
+    (prefix,) = run(tmp_path / name, tmp_path / "set", json_key="content")
+    assert read_back(prefix) == [b"one", b"two"]
+    assert "--json-key content" in load_manifest(prefix).command
+    with pytest.raises(
+        DataError, match=r"found 'content', a str; 'id', a int: --json-key names another; expected JSON"
+    ):
+        run(tmp_path / name, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "lines",
+            b'{"text": "one"}\n{"text": "two"}\n',
+            "offset 0: a JSON line with the key 'text' .*name the file [.]jsonl",
+        ),
+        ("lines.txt", b'\n{"text": "one"}\n', "name the file [.]jsonl"),
+        ("lines.jsonl.gz", b"\x1f\x8b\x08", "byte 0x8b is not UTF-8; unpack it first"),
+        ("lines.PARQUET", b"PAR1\x15\x80", "unpack it first"),
+        ("whole.json", b'{\n "text": "one"\n}\n', "offset 0: .*expected JSON objects, one a line"),
+        ("list.json", b'[{"text": "one"}]\n', "found no object with keys"),
+        ("wide.txt", "words".encode("utf-16"), "byte 0xff is not UTF-8; expected UTF-8 text"),
+        ("mark.jsonl", b'\xef\xbb\xbf{"text": "one"}\n', "UTF-8 BOM"),
+    ],
+)
+def test_documents_in_another_form_are_no_text(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        run(tmp_path / name, tmp_path / "set")
+
+
+def test_text_that_looks_a_little_like_json_is_text(tmp_path):
+    texts = [b"{} is an empty object\n", b'{"other": "key"}\n', b'{"text": 3}\n', b"{}", b"{"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    (prefix,) = run([tmp_path / f"{number}.txt" for number in range(len(texts))], tmp_path / "set")
+    assert read_back(prefix) == texts
+
+
+def test_what_a_folder_holds_besides_is_counted(texts, tmp_path, capsys):
+    for name in ("a.jsonl.gz", "b.gz", "c", "UPPER.TXT"):
+        (texts / name).write_text("words")
+    assert "UPPER.TXT" in [source.relative for source in find_sources([texts])]
+    assert (
+        f"{texts}: files left out: 2 .gz, 1 .png, 1 without a suffix (take some with --glob)" in capsys.readouterr().err
+    )
 
 
 def test_inputs_are_found_as_documented(texts, tmp_path):

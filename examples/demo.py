@@ -552,7 +552,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             score_tokens = options.score_tokens
             if score_tokens is None:
                 score_tokens = CPU_SCORE_TOKENS if device == "cpu" else 0
-            run_demo(options.output.resolve(), device, options.steps, score_tokens)
+            run_demo(Path(os.path.realpath(options.output)), device, options.steps, score_tokens)
     except DemoError as error:
         show_failure(error)
         return error.status

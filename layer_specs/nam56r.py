@@ -193,6 +193,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     """
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
         return
+    lowering.check_unused(sys.argv[1:])
     on_cpu = cpu.answers_here()
     run = policy.Run.from_arguments(
         sys.argv[1:],

@@ -16,6 +16,7 @@ from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, precision
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.util import flags
 
 SPEC = ("megacpp_mcore", "nam56r")
 HYBRID_SPEC = ("megacpp_mcore", "nam56r_hybrid")
@@ -25,6 +26,49 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "
 """Host to the stock script that builds it."""
 
 _MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid"}
+
+
+_UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(
+    {
+        (
+            "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-groups", "--mamba-num-heads",
+            "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype",
+        ): "is of stock's Mamba-2; Mamba-3's sizes are the model's, `overrides: {mamba3: …}` in the file of MEGACPP_CONFIG",
+        (
+            "--linear-conv-kernel-dim", "--linear-key-head-dim", "--linear-value-head-dim", "--linear-num-key-heads",
+            "--linear-num-value-heads", "--linear-attention-freq",
+        ): "is of the gated delta net, which the model does not have",
+        (
+            "--rotary-scaling-factor", "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor",
+            "--mscale", "--mrope-section", "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
+        ): "scales positions, which the model's plain RoPE does not",
+        (
+            "--apply-query-key-layer-scaling", "--window-attn-skip-freq", "--add-qkv-bias", "--num-query-groups",
+        ): "is of an attention that the model does not have",
+        (
+            "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
+        ): "is of a router that the model does not have",
+        ("--openai-gelu",): "is another GELU than the model's",
+        (
+            "--attention-backend", "--use-flash-attn", "--flash-attention-version",
+        ): "chooses kernels of stock's attention; the model's are `backends: {mla: …}` in the file of MEGACPP_CONFIG",
+    }
+)  # fmt: skip
+"""Flags of Megatron that the layers of this package would take without a word and without effect, and why."""
+
+
+def check_unused(words: Sequence[str]) -> None:
+    """Refuse a command line for one of our specs with flags that would have no effect, whatever their value.
+
+    Raises:
+        ArgumentMismatchError: one line per flag.
+    """
+    given = flags.read(words)
+    found = [f"{flag} {why}" for unused, why in _UNUSED.items() for flag in unused if flag in given]
+    if found:
+        raise ArgumentMismatchError(
+            f"{'; '.join(found)}. NAM56R's layers read {'none of that' if len(found) > 1 else 'it not'}: leave it out"
+        )
 
 
 def host_of(spec: Sequence[str] | None) -> str | None:
@@ -167,6 +211,7 @@ def _attention_arguments(model: Model) -> list[Argument]:
         _absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
         _absent("--no-rope-freq", "no_rope_freq", None),
         _absent("--qk-l2-norm", "qk_l2_norm", False),
+        _absent("--kv-channels", "kv_channels", model.hidden_size // model.heads),
         _absent("--qk-clip", "qk_clip", False),
         _absent("--log-max-attention-logit", "log_max_attention_logit", False),
         _absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),

@@ -240,7 +240,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     host = args.host or GPT
     if of_run.get("cuda_graphs") and not is_captured(layout, training, host):
         print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)
-    env = {} if settings is None else {plugin_config.VARIABLE: str(settings.resolve())}
+    env = {} if settings is None else {plugin_config.VARIABLE: os.path.realpath(settings)}
     if layout.tensor > 1 and training.device == "cuda":
         # Megatron 0.19 stops without it on GPUs before Blackwell; the CPU lane sets it itself.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -127,8 +127,8 @@ def prepare(
     Raises:
         DataError: the inputs, the settings or the output folder do not allow it.
     """
-    name = tokenizer if tokenizer == "byte" else Path(tokenizer).resolve().name
-    command = ["megacpp-mcore", "data", "prepare", *(Path(given).resolve().name for given in inputs)]
+    name = tokenizer if tokenizer == "byte" else os.path.basename(os.path.realpath(tokenizer))
+    command = ["megacpp-mcore", "data", "prepare", *(os.path.basename(os.path.realpath(given)) for given in inputs)]
     command += ["--output", os.path.basename(output), "--tokenizer", name]
     command += ["--split", split] if split else []
     command += [word for glob in globs for word in ("--glob", glob)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
@@ -84,6 +85,7 @@ def plan(
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_spec(script, spec, arguments, allowed_spec_prefixes)
+    _check_supported(script, arguments, lowering.host_of(spec) is not None)
     resolved = _resolve_device(device, nproc, environment)
     chosen = Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
     if chosen.has_own_spec:
@@ -168,6 +170,46 @@ def _check_arguments(arguments: Sequence[str]) -> None:
                 f"{word} is an option of the launch, and Megatron has no such argument; put it before the `--`, as in "
                 f"`megacpp-mcore launch {word} … -- …`"
             )
+
+
+UNSUPPORTED = {
+    "sft": "--sft",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "logits_load_dir": "--logits-load-dir",
+    "inprocess_restart": "--inprocess-restart",
+    "perform_rl_step": "--perform-rl-step",
+}
+"""Arguments of Megatron (attribute: flag) that ``pretrain_gpt.py`` handles itself and the wheel's loop does not."""
+
+_PACKAGES = {
+    "transformers": ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer"),
+    "sentencepiece": ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+    "tiktoken": ("TikTokenizer",),
+}
+"""What Megatron's tokenizers import, by ``--tokenizer-type``."""
+
+
+def _check_supported(script: Path | None, arguments: Sequence[str], has_own_layers: bool) -> None:
+    """Refuse what the loop does not do, what our layers would not read, and a tokenizer whose package is not installed."""
+    given = flags.read(arguments)
+    if found := [flag for flag in UNSUPPORTED.values() if flag in given and script is None]:
+        raise LaunchError(
+            f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py of a Megatron-LM "
+            "checkout as the first word of the launch command"
+        )
+    if has_own_layers:
+        lowering.check_unused(arguments)
+        if "--sft" in given:
+            raise LaunchError(
+                "--sft reads conversations, which the datasets and layers of NAM56R do not do; leave it out, and prepare texts "
+                "with `megacpp-mcore data prepare`"
+            )
+    kind = flags.first(given, "--tokenizer-type")
+    package = next((package for package, kinds in _PACKAGES.items() if kind in kinds), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise LaunchError(
+            f"--tokenizer-type {kind} needs the package {package}, which is not installed here: pip install {package}"
+        )
 
 
 def _check_packed(script: Path | None, words: Sequence[str]) -> None:

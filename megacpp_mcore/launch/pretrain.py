@@ -46,6 +46,7 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch.plan import UNSUPPORTED
 from megacpp_mcore.ops.packed.documents import check_masked_count, fixed_cu_seqlens
 
 # B: micro-batch (1 when packed), S: sequence (of this context-parallel rank; of all B samples when packed), N: documents
@@ -53,15 +54,6 @@ ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 BATCH_KEYS = (*ROW_KEYS, *DOCUMENT_KEYS)
 PACKED_ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-
-UNSUPPORTED = {
-    "sft": "--sft",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "logits_load_dir": "--logits-load-dir",
-    "inprocess_restart": "--inprocess-restart",
-    "perform_rl_step": "--perform-rl-step",
-}
-"""Arguments of Megatron (attribute: flag) that ``pretrain_gpt.py`` handles itself and this entry point does not."""
 
 SPIKE_FACTOR = 10
 """``--check-for-spiky-loss`` reports a loss above this many times the largest one seen."""

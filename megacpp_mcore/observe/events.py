@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
@@ -205,7 +206,12 @@ def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return number, path.open("xb", buffering=0)
-        except FileExistsError:  # another process was faster; readers report the overlap
+        except FileExistsError as error:
+            if not run.is_dir():  # else another process was faster; readers report the overlap
+                raise DataError(
+                    f"{error.filename} is no folder, or a link to nothing; expected a folder, or a name that is free: mount "
+                    "what it leads to, or remove it"
+                ) from error
             number += 1
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; expected a folder that can be written to") from error
@@ -220,8 +226,8 @@ def replace(path: Path, text: str) -> None:
         DataError: the folder cannot be written to, or ``path`` is not a regular file.
     """
     try:
-        path = path.resolve()
-        if path.exists() and not path.is_file():
+        path = Path(os.path.realpath(path))
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # a link by now leads to itself
             raise DataError(f"{path} is no regular file; expected one, or a name that is free")
         files.replace(path, text.encode())
     except OSError as error:
@@ -229,6 +235,32 @@ def replace(path: Path, text: str) -> None:
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+_NUMBER = (int, float)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "at": (int,), "began": (int,), "rank": (int,), "world_size": (int,), "heartbeat_s": _NUMBER, "how": (str, NoneType),
+    "step": (int, NoneType), "resumed_at": (int,), "time_s": _NUMBER, "tokens": (int,), "skipped": (bool,),
+    "grad_norm": (*_NUMBER, NoneType), "learning_rate": (*_NUMBER, NoneType),
+    "phases": (dict,), "losses": (dict,), "metrics": (dict,), "facts": (dict,),
+}  # fmt: skip
+_INNER: Mapping[str, tuple[type, ...]] = {"phases": (int,), "losses": _NUMBER, "metrics": (*_NUMBER, NoneType)}
+"""Of the values of a line, and of the values in those."""
+
+
+def _check_kinds(line: Mapping[str, Any]) -> None:
+    """Raise ValueError if a value of a line has not the kind that a run writes, so that no reader trips over it later."""
+    for key, value in line.items():
+        if (kinds := _KINDS.get(key)) is not None and type(value) not in kinds:
+            raise ValueError(f"{key} is {value!r:.80}")
+        if (inner := _INNER.get(key)) is not None:
+            for name, each in value.items():
+                if type(each) not in inner:
+                    raise ValueError(f"{key}: {name} is {each!r:.80}")
+    if "metrics" in line and type(line["metrics"].get("step")) is not int:
+        raise ValueError("metrics are of no step")
+    if not all(math.isfinite(line.get(key, 0)) for key in ("time_s", "heartbeat_s")):
+        raise ValueError("a time is not finite")
 
 
 class Span(NamedTuple):
@@ -286,7 +318,12 @@ class Start:
         return [span.step for span in self.spans if span.step is not None]
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line other than the first."""
+        """Add a line other than the first.
+
+        Raises:
+            ValueError, LookupError: it is not what a run writes.
+        """
+        _check_kinds(line)
         if "phases" in line:
             self.spans.append(Span(line["at"], line["phases"], line.get("step")))
         if "step" in line:
@@ -383,6 +420,9 @@ def _read_file(path: Path, number: int) -> Start | None:
                     place += 1
                     line = parsed[index] if parsed else json.loads(text)
                     if start is None:
+                        _check_kinds(line)
+                        if line["rank"] != int(path.stem.removeprefix("rank_")) or line["world_size"] <= line["rank"]:
+                            raise ValueError(f"rank {line['rank']} of {line['world_size']} in the file of another")
                         start = Start(
                             number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"], line["began"]
                         )

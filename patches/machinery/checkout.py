@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,12 +62,12 @@ class Checkout:
     """
 
     def __init__(self, folder: str | Path, registry: Registry | None = None, tree: SourceTree | None = None) -> None:
-        self.root = Path(folder).resolve()
+        self.root = Path(os.path.realpath(folder))
         self.registry = default() if registry is None else registry
         self.tree = tree or SourceTree((self.root,))
         _require_megatron(self.root)
         # If __init__.py is a symbolic link, its target is replaced, and the link stays.
-        self.file = (self.root / HOOKED_FILE).resolve()
+        self.file = Path(os.path.realpath(self.root / HOOKED_FILE))
         version = self.tree.version()
         if version is None:
             raise PatchError(

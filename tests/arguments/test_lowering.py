@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from megacpp_mcore.arguments import launch_flags
+from megacpp_mcore.arguments import launch_flags, lowering
 from megacpp_mcore.arguments.lowering import (
     GPT,
     HYBRID,
@@ -119,6 +120,21 @@ def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_
     assert asked & listed == set()
     assert sorted(fields - asked - listed) == []
     assert sorted(listed - fields) == []
+
+
+def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = {flag for action in add_megatron_arguments(ArgumentParser())._actions for flag in action.option_strings}
+    flags = {flag for unused in lowering._UNUSED for flag in unused}
+    assert sorted(flags - known) == []
+    for flag in flags:
+        with pytest.raises(ArgumentMismatchError, match=f"^{flag} .* leave it out"):
+            lowering.check_unused(["--seed", "1", f"{flag}=1"])
+    with pytest.raises(ArgumentMismatchError, match=r"^--mamba-state-dim is .*; --openai-gelu is .* none of that"):
+        lowering.check_unused(["--openai-gelu", "--mamba-state-dim", "128"])
+    for name in PRESETS:
+        lowering.check_unused(lower(preset(name), Layout(), Training()))
 
 
 def test_all_contradictions_are_listed_at_once() -> None:
@@ -281,7 +297,8 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
     ("changes", "fields"),
     [
         (["--num-layers", "13"], {"num_layers", "moe_layer_freq"}),
-        (["--hidden-size", "256"], {"hidden_size"}),
+        (["--hidden-size", "256"], {"hidden_size", "kv_channels"}),
+        (["--kv-channels", "64"], {"kv_channels"}),
         (["--moe-router-topk", "1"], {"moe_router_topk"}),
         (["--rotary-base", "10000"], {"rotary_base"}),
         (["--rotary-percent", "0.5"], {"rotary_percent"}),

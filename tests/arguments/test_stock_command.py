@@ -315,6 +315,7 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
     with pytest.raises(LaunchError, match="asks for 8 GPUs on this host, one a process, and torch sees 2"):
         launch_plan.plan(["--x"], device="cuda", nproc=8, environment={})
     started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    started |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(LaunchError, match="asks for 4 GPUs on this host"):
         launch_plan.plan(["--x"], device="cuda", environment=started)
 

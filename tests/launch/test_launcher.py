@@ -18,7 +18,14 @@ from megacpp_mcore import cpu
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.errors import CheckoutError, ConfigFileError, DataError, LaunchError, SpecImportError
+from megacpp_mcore.errors import (
+    ArgumentMismatchError,
+    CheckoutError,
+    ConfigFileError,
+    DataError,
+    LaunchError,
+    SpecImportError,
+)
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import Layout, preset
@@ -109,6 +116,32 @@ def test_plan_of_a_whole_command(tmp_path: Path) -> None:
     assert "spec megacpp_mcore.nam56r | device cpu | world size 4" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [
+        ("TikTokenizer", "tiktoken"),
+        ("Llama2Tokenizer", "sentencepiece"),
+        ("SFTTokenizer", "transformers"),
+        ("HuggingFaceTokenizer", "transformers"),
+    ],
+)
+def test_a_tokenizer_needs_its_package(monkeypatch: pytest.MonkeyPatch, kind: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        LaunchError, match=f"--tokenizer-type {kind} needs the package {package}, .* pip install {package}"
+    ):
+        plan("--tokenizer-type", kind, *CPU_ARGUMENTS)
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--mamba-state-dim=128"])
+def test_what_our_layers_would_not_read_is_refused_on_a_script_too(tmp_path: Path, flag: str) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    assert plan(str(script), flag, *CPU_ARGUMENTS).spec is None  # stock's own
+    with pytest.raises((LaunchError, ArgumentMismatchError), match=flag.partition("=")[0]):
+        plan(str(script), flag, "--spec", "megacpp_mcore", "nam56r", *CPU_ARGUMENTS)
+
+
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -167,6 +200,8 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "srun started this as one of 2 tasks"),
         ([], {"environment": {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}}, "mpirun started this as one of 4 tasks"),
         ([], {"environment": {"PMI_SIZE": "3"}}, "mpiexec started this as one of 3 tasks"),
+        (["--sft", "--spec", "megacpp_mcore", "nam56r"], {}, "loop does not do --sft"),
+        (["--logits-load-dir", "x"], {}, "loop does not do --logits-load-dir"),
         (["--use-checkpoint-args"], {}, "from a checkpoint, --spec among them"),
         (["--yaml-cfg=x.yaml"], {}, "from a file, --spec among them"),
         (["--lr", "1", "--observe", "run"], {}, "--observe is an option of the launch.* put it before the `--`"),

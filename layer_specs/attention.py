@@ -84,8 +84,7 @@ class _Projections:
         self.projection_backend = dispatcher.request("mla_projection", **needs)
         self.keys_backend = dispatcher.request("mla_keys", **needs)
         self.latents_backend = None
-        widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
-        if [len(down.weight) for down in (self.linear_q_down_proj, self.linear_kv_down_proj)] == widths:
+        if len(self.linear_q_down_proj.weight) == config.q_lora_rank:  # not cut, nor is that of the keys
             self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
 
     def _projected(

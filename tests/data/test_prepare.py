@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -501,6 +502,20 @@ def test_progress_is_said_now_and_then_and_at_the_end(texts, tmp_path, monkeypat
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 2
     assert lines[-1].startswith("14/14 files  0.0/0.0 MB")
+
+
+def test_progress_names_the_rate_and_the_time_left(monkeypatch, capsys):
+    """Of 6 MB, 2 in 20 s and 6 in 40 s."""
+    clock = iter([0.0, 20.0, 20.0, 20.0, 25.0, 40.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    sources = [SimpleNamespace(size=2e6), SimpleNamespace(size=4e6)]
+    pieces = [SimpleNamespace(start=0, stop=stop) for stop in (2e6, 4e6)]
+    results = [(piece, SimpleNamespace(sha256="0")) for piece in pieces]
+    assert list(prepare_module._reported(results, sources)) == results
+    assert capsys.readouterr().err.splitlines() == [
+        "1/2 files  2.0/6.0 MB  0.1 MB/s  left 40 s",
+        "2/2 files  6.0/6.0 MB  0.1 MB/s  left 0 s",
+    ]
 
 
 # --- the standard library -----------------------------------------------------------------------------------------------

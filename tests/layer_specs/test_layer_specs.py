@@ -127,6 +127,24 @@ def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: 
     close(found, out.flatten(2) @ p["out_proj.weight"].T)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_m2rnn_sums_over_ranks_only_where_there_are_several(
+    model: Any, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Kernels compute the norm by themselves unless they are given a sum."""
+    mixer, given = layer(model, FAMILIES["R"]).self_attention, {}
+    backend = mixer.backend
+
+    def fn(*rows: torch.Tensor, **options: Any) -> Any:
+        given.update(options)
+        return backend.fn(*rows, **options)
+
+    monkeypatch.setattr(mixer, "tp_size", ranks)
+    mixer.backend = dataclasses.replace(backend, fn=fn)
+    mixer(random(S, B, D))
+    assert (given["reduce"] is None) == (ranks == 1)
+
+
 def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
     from megacpp_mcore.ops.m2rnn import reference
 
@@ -695,3 +713,20 @@ def test_without_settings_the_arguments_must_describe_a_preset(process: Path, de
     config = stock.model_config(stock.words(definition))
     with pytest.raises(ArgumentMismatchError, match="contradict nam56r_tiny in 3 places"):
         GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
+    process: Path, definition: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacpp_mcore.backends import Dispatcher
+    from megacpp_mcore.layer_specs import nam56r as of_model
+
+    seen: list[tuple[int, str]] = []
+    plan = SimpleNamespace(spec=lambda spec, letter: letter, mtp=lambda block: block)
+    graphs = SimpleNamespace(spec=lambda letter, number: seen.append((number, letter)), mtp=lambda block: block)
+    monkeypatch.setattr(of_model, "region_plan", lambda *_: plan)
+    monkeypatch.setattr(of_model, "graph_plan", lambda *_: graphs)
+    config = stock.model_config(stock.words(definition)).transformer
+    numbers = range(5, definition.depth - 1)
+    of_model.block_submodules(definition, config, numbers, None, Dispatcher(None))
+    assert seen == [(number, definition.layers[number - 1]) for number in numbers]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megacpp_mcore.layer_specs.initial import filled
 from megacpp_mcore.model import preset
 from tests import stock
 
@@ -50,3 +53,17 @@ def test_families_start_alike_at_full_width(process: Path) -> None:
 
 def rms(values: torch.Tensor) -> float:
     return float(values.detach().square().mean().sqrt())
+
+
+def test_a_parameter_is_drawn_in_float32_and_then_cast() -> None:
+    config: Any = SimpleNamespace(use_cpu_initialization=True, perform_initialization=True)
+    drawn: list[torch.dtype] = []
+
+    def init(tensor: torch.Tensor) -> None:
+        drawn.append(tensor.dtype)
+        tensor.fill_(1 + 2**-12)
+
+    assert filled((2,), config, init, torch.bfloat16).tolist() == [1.0, 1.0]
+    whole, cast = filled((2,), config, init), filled((2,), config, init, torch.bfloat16)
+    assert (whole.dtype, cast.dtype, set(drawn)) == (torch.float32, torch.bfloat16, {torch.float32})
+    assert whole.tolist() == [1 + 2**-12] * 2

@@ -34,6 +34,20 @@ def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
     assert "publish" not in vars(cache)
 
 
+def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
+    listener, cache = IndexOverlap(interval=1), IndexCache({})
+    listener.watch(cache)
+    listener.on_step_begin(1)
+    queries, selected = 4 * SAMPLED + 3, 4
+    cache.publish(5, Selection(torch.arange(queries).view(1, -1, 1).expand(2, -1, selected)))
+    rows_BRN, keys = listener._rows[5]
+    assert (rows_BRN.shape, keys) == ((2, SAMPLED, selected), queries)
+    sampled = rows_BRN[0, :, 0]
+    assert (int(sampled[0]), int(sampled[-1])) == (selected, queries - 1)
+    assert set(sampled.diff().tolist()) <= {4, 5}
+    listener.on_end(None)
+
+
 def test_what_a_graph_writes_is_compared_in_every_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay calls nothing here: it writes where it wrote when it was captured."""
     listener, cache = IndexOverlap(interval=2), IndexCache({})

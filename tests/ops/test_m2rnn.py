@@ -317,3 +317,15 @@ def test_what_a_kernel_would_read_beyond_is_refused(path: str, name: str) -> Non
     said = {"h0": "initial_state.h", "window0": "initial_state.window"}.get(name, name)
     with pytest.raises(ModelError, match=f"^{said} (has shape|is torch.int32)"):
         outcome(call, case, inputs)
+
+
+def test_the_last_rows_of_another_document_are_not_handed_on() -> None:
+    """Whichever document is last: rows of others are zeros for the convolution of a later call, also those from before."""
+    rows_BSC, before_BTC = torch.arange(1.0, 5.0).view(1, 4, 1), torch.full((1, 3, 1), 9.0)
+    seq_idx_BS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    assert ref.last_window(rows_BSC, 3, None, None).flatten().tolist() == [2, 3, 4]
+    assert ref.last_window(rows_BSC, 3, seq_idx_BS, None).flatten().tolist() == [0, 3, 4]
+    short = ref.last_window(rows_BSC[:, 1:3], 3, seq_idx_BS[:, 1:3], before_BTC)
+    assert short.flatten().tolist() == [0, 0, 3]
+    same = ref.last_window(rows_BSC[:, :2], 3, seq_idx_BS[:, :2], before_BTC)
+    assert same.flatten().tolist() == [9, 1, 2]

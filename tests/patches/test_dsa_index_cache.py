@@ -32,8 +32,6 @@ from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import HIDDEN, dsa_config
 
-pytestmark = pytest.mark.exhaustive
-
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
 TOLERANCE = 1e-6
 """Relative, of the norm of each gradient's difference; everything is fp32."""
@@ -301,6 +299,7 @@ def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return write
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("how", ["periodic", "file"])
@@ -384,6 +383,7 @@ def alone(number: int, **changes: Any) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
+@pytest.mark.exhaustive
 def test_two_models_of_one_configuration_and_an_evaluation_between(patched: Registry) -> None:
     config = transformer_config(**RECOMPUTE["full, layer by layer"], **PERIODIC)
     models = [build(config) for _ in range(2)]
@@ -399,6 +399,7 @@ def test_two_models_of_one_configuration_and_an_evaluation_between(patched: Regi
     assert [name for name in vars(config) if "topk_holder" in name] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "full, layer by layer"])
 @pytest.mark.parametrize("how", ["periodic", "repeated", "file"])
 def test_mtp_layers_share_among_themselves(
@@ -422,6 +423,7 @@ def test_mtp_layers_share_among_themselves(
     assert differing(reference_gradients(spy.first, sources, 2, **mtp), found, sources) == []
 
 
+@pytest.mark.exhaustive
 def test_without_a_schedule_the_model_is_stock(patched: Registry) -> None:
     found = in_flight(build(transformer_config()), (0, 1), lambda: None)
     layers = dsa_layers(build(transformer_config()))
@@ -432,6 +434,7 @@ def test_without_a_schedule_the_model_is_stock(patched: Registry) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.exhaustive
 def test_shared_layers_have_no_indexer_and_draw_no_random_numbers(
     patched: Registry, schedule: Callable[[str], None]
 ) -> None:
@@ -468,6 +471,7 @@ def sharding_of(model: Any) -> list[str]:
     return []
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_have_no_holes(patched: Registry) -> None:
     assert sharding_of(build(transformer_config(**PERIODIC))) == []
     assert not transformer_config().hetereogenous_dist_checkpoint
@@ -476,6 +480,7 @@ def test_checkpoints_have_no_holes(patched: Registry) -> None:
     assert "indexer" in problem
 
 
+@pytest.mark.exhaustive
 def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
 
@@ -499,6 +504,7 @@ def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     assert nothing == {}
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
     """What an earlier model had logged, and nobody read, goes with the values and with their count."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
@@ -514,6 +520,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
     assert logged["indexer loss"].item() == pytest.approx(6.0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "changes", "words"),
     [
@@ -567,6 +574,7 @@ def test_what_does_not_fit_is_refused(
     assert all(word in str(of_block.value) for word in words), str(of_block.value)
 
 
+@pytest.mark.exhaustive
 def test_a_split_that_fits_is_checked_by_stock_all_the_same(patched: Registry) -> None:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
@@ -576,6 +584,7 @@ def test_a_split_that_fits_is_checked_by_stock_all_the_same(patched: Registry) -
         specs._validate_dsa_index_share_pipeline_split(config, [1, 2])
 
 
+@pytest.mark.exhaustive
 def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Callable[[str], None]) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 
@@ -602,6 +611,7 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
     assert layers["d1"].index_share
 
 
+@pytest.mark.exhaustive
 def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
     patched: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

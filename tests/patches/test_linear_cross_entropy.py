@@ -31,8 +31,6 @@ from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import Recorder, elements
 
-pytestmark = pytest.mark.exhaustive
-
 ROOT = Path(__file__).parents[2]
 B, S, H, V = 2, 32, 32, 384
 TOLERANCE = 2e-6
@@ -220,6 +218,7 @@ def test_losses_and_all_gradients(process: Path, build: Callable[..., Any], vari
     check_same(model, 1 + (model.config.mtp_num_layers or 0))
 
 
+@pytest.mark.exhaustive
 def test_evaluation_and_frozen_heads(process: Path) -> None:
     model = gpt()
     with torch.no_grad():
@@ -235,6 +234,7 @@ def test_evaluation_and_frozen_heads(process: Path) -> None:
         assert differing_tensors(expected, outcome(model), TOLERANCE) == []
 
 
+@pytest.mark.exhaustive
 def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
     """Stock ignores no label: one outside of the vocabulary costs log-sum-exp less the largest logit."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -254,6 +254,7 @@ def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
     assert differing_tensors(expected, found, TOLERANCE) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_composes_with_mtp_shared_block(process: Path, first: str) -> None:
     """Decayed weights of the depths scale the gradient of what compute_language_model_loss returns, logits or not."""
@@ -277,6 +278,7 @@ def test_composes_with_mtp_shared_block(process: Path, first: str) -> None:
     assert differing_tensors(plain, found, 1e-3) != []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [gpt, hybrid])
 @pytest.mark.parametrize("script", [False, True])
 def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
@@ -294,6 +296,7 @@ def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
     assert torch.equal(of_main, mask.t()) if script else of_main is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [gpt, hybrid])
 def test_without_a_mask_the_depths_have_that_of_mtp(process: Path, build: Callable[..., Any]) -> None:
     """Bridge's forward step passes none."""
@@ -321,6 +324,7 @@ TWO_RANKS: tuple[Mapping[str, Any], ...] = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     stock.on_ranks("tests.patches.test_linear_cross_entropy", 2, str(tmp_path / "store"))
@@ -346,6 +350,7 @@ def main(store: str) -> None:
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [gpt, hybrid])
 def test_no_tensor_of_tokens_times_vocabulary(process: Path, build: Callable[..., Any]) -> None:
     model = build()
@@ -361,6 +366,7 @@ def test_no_tensor_of_tokens_times_vocabulary(process: Path, build: Callable[...
 # --- gradients in main_grad --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("flagged", [False, True])
 def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, flagged: bool) -> None:
@@ -457,6 +463,7 @@ OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_stock_stays_where_logits_are_needed(process: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     model = gpt()
@@ -502,6 +509,7 @@ def test_stock_stays_for_callers_who_need_logits(process: Path, tmp_path: Path) 
         assert len(made) == 3
 
 
+@pytest.mark.exhaustive
 def test_other_layers_and_other_models_are_stock(process: Path) -> None:
     """A failure leaves no trace: outside of a model's own forward its output layer returns logits again."""
     model = gpt()
@@ -525,6 +533,7 @@ def lazy(process: Path) -> LazyLogits:
     return LazyLogits(layer, torch.randn(S, B, H), layer.weight)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "use",
     [

@@ -177,6 +177,20 @@ def test_megatron_fsdp_is_refused_where_it_would_lose_a_depth(
     check_gradients(config, None)
 
 
+def test_what_would_lose_a_depth_is_refused_where_the_layer_is_built(
+    process: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacpp_mcore.layer_specs import mtp
+
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        mtp, "check_gradients", lambda config, arguments: seen.append((config.mtp_num_layers, arguments))
+    )
+    monkeypatch.setattr(mtp, "global_vars", SimpleNamespace(_GLOBAL_ARGS=(arguments := SimpleNamespace())))
+    stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+    assert seen == [(OVERRIDES["mtp"]["depth"], arguments)]
+
+
 def test_bounds_on_the_host_are_left_to_stock() -> None:
     """The kernel-side shift reads bounds where the tokens are."""
     calls = []

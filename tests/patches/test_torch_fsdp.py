@@ -14,6 +14,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import Training
 from tests import stock
+from tests.micro_batch import backward, causal_mask, draw_tokens, losses_of
 
 TINY = preset("nam56r_tiny")
 FSDP = "--use-torch-fsdp2"
@@ -47,6 +48,31 @@ def test_plan_of_a_bf16_model(tmp_path: Path) -> None:
     whole = {name for name, parameter in root.named_parameters() if not isinstance(parameter, DTensor)}
     assert whole == {name for name, parameter in root.named_parameters() if parameter.dtype == torch.float32}
     assert {name.rpartition(".")[2] for name in whole} >= {"dt_bias", "D", "b_bias", "W", "A_log"}
+
+
+def test_a_step_of_cut_parameters_is_that_of_whole_ones(tmp_path: Path) -> None:
+    """One process, whose cut parameters are whole; tests/distributed cuts them over two, and resumes."""
+    from torch.distributed.tensor import DTensor
+
+    tokens = draw_tokens(1, TINY.seq_length)
+    told = {"attention_mask": causal_mask(TINY.seq_length)}
+    found = []
+    for is_cut in (False, True):
+        model = stock.build({}, TINY, tmp_path).train()
+        root = wrap(model) if is_cut else model
+        stock.loss_scale(1.0)
+        loss = losses_of(root, tokens, **told).mean()
+        backward(loss)
+        gradients = {name.removeprefix("module."): one.grad for name, one in root.named_parameters()}
+        assert any(isinstance(one, DTensor) for one in gradients.values()) == is_cut
+        found.append(
+            (float(loss), {n: one.full_tensor() if isinstance(one, DTensor) else one for n, one in gradients.items()})
+        )
+    (loss, whole), (cut_loss, cut) = found
+    assert cut_loss == loss
+    assert whole.keys() == cut.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,7 @@ def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None
     """
     try:
         torch._assert_async(holds, what)
-    except RuntimeError as error:
-        if holds.device.type != "cpu":
-            raise
+    except RuntimeError as error:  # on a CPU
         raise ModelError(explain()) from error
 
 

@@ -1,6 +1,9 @@
 """Packaging of megacpp-mcore: one import package, optional parts as extras, nothing fetched under a borrowed name."""
 
+import atexit
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -77,7 +80,12 @@ if lost := [name for name in MOUNTED if not (ROOT / name).is_dir()]:
         "In a clone on Linux or WSL: `git config core.symlinks true && git checkout -- megacpp_mcore`, then install again"
     )
 
+# pip builds in the source folder, and would leave build/ and *.egg-info in the clone.
+scratch = tempfile.mkdtemp(prefix="megacpp-mcore-build-")
+atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+
 setup(
+    options={"build": {"build_base": scratch}, "egg_info": {"egg_base": scratch}},
     name="megacpp-mcore",
     version=version(),
     description="The hybrid model NAM56R (MLA, Mamba-3, MoE, M2RNN) for stock Megatron-Core, as a plugin package",

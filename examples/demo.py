@@ -140,7 +140,7 @@ def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
 
 def launch_words(plan: Plan, *options: str) -> list[str]:
     """``megacpp-mcore launch`` as this Python's module."""
-    return [sys.executable, "-m", "megacpp_mcore", "launch", "--device", plan.device, *options, "--"]
+    return [sys.executable, "-m", "megacpp_mcore", "launch", "--verbose", "--device", plan.device, *options, "--"]
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -423,6 +423,7 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
     found = score(plan, heldout_prefix)
     write_page(plan, output, first, second, repeat, found)
     report(plan, found, progress)
+    progress.say(f"megacpp-mcore here: PYTHONPATH={ROOT} {sys.executable} -m megacpp_mcore COMMAND …")
     progress.say(f"page: {shown(output / 'index.html')}   (all took {clock(time.monotonic() - began)})")
 
 

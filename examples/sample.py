@@ -10,7 +10,6 @@ Shapes: B batch (1), S rows of one call, V vocabulary.
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.launch.heldout import load_model
+from megacpp_mcore.util import console
 
 
 def generate(model: Any, prompt: bytes, count: int, temperature: float, seed: int) -> Iterator[int]:
@@ -75,10 +75,15 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    if args.tokenizer_type != "NullTokenizer" or args.null_tokenizer_eod_id != BYTE_EOD_ID:
+        raise DataError(
+            f"the model's tokens are those of --tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}; "
+            "expected a byte model's (`data prepare` without --tokenizer), as this script prints bytes as text"
+        )
     model = load_model(args)
     prompt = args.prompt.encode()
     sample = bytes(generate(model, prompt, args.sample_tokens, args.temperature, args.seed))
-    sys.stdout.write((prompt + sample).decode(errors="replace") + "\n")
+    console.say((prompt + sample).decode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megacpp_mcore.data.score import byte_counts, entropy
 from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows
+from megacpp_mcore.util import console
 from megacpp_mcore.util.files import replace
 
 
@@ -61,7 +62,7 @@ def main() -> None:
         seconds=time.monotonic() - began,
     )
     replace(Path(args.score_output), json.dumps(asdict(score), indent=1).encode() + b"\n")
-    print(f"held-out bits per byte {score.bits_per_byte:.6f}; unigram {score.unigram_bits_per_byte:.6f}", flush=True)
+    console.say(f"held-out bits per byte {score.bits_per_byte:.6f}; unigram {score.unigram_bits_per_byte:.6f}")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def _train(
         command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
-        command += ["launch", "--device", args.device, "--nproc", str(training.processes), *left]
+        command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
         command += ["--", *lower(model, Layout(**arm.layout), training, arm.host)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if args.device == "cuda" else {}

@@ -111,8 +111,7 @@ class Observability:
         heartbeat_s: seconds between heartbeats of a recorded process, at most :data:`LONGEST_BEAT_S`.
         profile: the first and last step to profile, such as ``10-14``; None: none.
         profile_trace: whether the profile's events are saved as well, for a trace viewer.
-        console: output of a recorded run's steps: ``progress``, one readable line below Megatron's own, or ``stock``, only
-            Megatron's.
+        console: ``progress``: one readable line a step, Megatron's output in a file; or ``stock``: only Megatron's output.
     """
 
     policy: str = "text"
@@ -399,7 +398,7 @@ def _read(file: Path) -> Any:
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad dates or numbers; endless brackets
-        raise ConfigFileError(f"{file}: not valid YAML: {error}") from error
+        raise ConfigFileError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _mapping(file: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.util import console
 from megacpp_mcore.util.files import replace, sha256_of
 
 DIGESTS = "sha256.json"
@@ -52,7 +53,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
                 "once without them and with the same --data-cache-path, below which the data's contents choose a folder"
             )
         if any(folder.glob(f"{base}-*")):
-            print(f"megacpp-mcore: {problem}; the sample indices are built anew", flush=True)
+            console.say(f"megacpp-mcore: {problem}; the sample indices are built anew")
         try:
             return _build(self, original, folder, base)
         except OSError as error:

@@ -111,7 +111,8 @@ def as_args(command: StockCommand) -> str:
 def as_cli(command: StockCommand) -> str:
     """One shell command: the environment through ``env``, one variable per line, the program, one argument per line.
 
-    On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself.
+    On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself. Of a file with the command,
+    further arguments follow the command's own.
     """
     environment = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
     head = ["env", *(f"  {pair}" for pair in environment)] if environment else []
@@ -120,7 +121,7 @@ def as_cli(command: StockCommand) -> str:
     else:
         words = _torchrun(command, str(command.nodes), shlex.quote(command.recipe), _HEAD_NODE)
     return " \\\n".join(
-        [*head, " ".join([*words, *_script(command)]), *(f"  {line}" for line in _argument_lines(command))]
+        [*head, " ".join([*words, *_script(command)]), *(f"  {line}" for line in _argument_lines(command)), '  "$@"']
     )
 
 
@@ -178,7 +179,7 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
         *(f"  {line}" for line in _argument_lines(command)),
         ")",
         "",
-        " ".join(["srun", "--kill-on-bad-exit=1", *run, *_script(command), '"${arguments[@]}"']),
+        " ".join(["srun", "--kill-on-bad-exit=1", *run, *_script(command), '"${arguments[@]}"', '"$@"']),
     ]
     return "\n".join(lines)
 

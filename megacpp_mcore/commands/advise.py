@@ -29,4 +29,4 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``advise``; returns the exit status."""
     options = [f"--{name}={getattr(args, name)}" for name in ("heldout", "tokens", "batch", "tolerance")]
     command = [str(Path(advise.__file__)), *args.stock_command, *options]
-    return launcher.launch(command, device=args.device, recording=launcher.Recording(no_observe=True))
+    return launcher.launch(command, device=args.device, recording=launcher.Recording(no_observe=True), verbose=False)

@@ -10,13 +10,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import megacpp_mcore
 from megacpp_mcore.commands import advise, bench, checkpoint, data, doctor, patch, recipe, report
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
+from megacpp_mcore.util.nearest import suggestion
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -79,10 +80,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line, with the nearest known names."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            USER_ERROR, f"{self.prog}: error: {message}; {suggestion(message, _options(self))}see {self.prog} --help\n"
+        )
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a command and of all below it."""
+    below = (one.choices.values() for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return [*parser._option_string_actions, *(name for found in below for each in found for name in _options(each))]
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megacpp-mcore", description="The hybrid model NAM56R for stock Megatron-Core."
-    )
+    parser = _Parser(prog="megacpp-mcore", description="The hybrid model NAM56R for stock Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megacpp-mcore {megacpp_mcore.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -99,7 +113,7 @@ def _add_launch(subparsers: Any) -> None:
         "launch",
         help="run a stock Megatron script, or the stock loop of the wheel",
         usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
-        "[--observe DIR | --no-observe] [--profile FIRST-LAST] "
+        "[--observe DIR | --no-observe] [--profile FIRST-LAST] [--verbose] "
         "-- [script.py] ARGUMENTS",
     )
     parser.add_argument(
@@ -116,6 +130,7 @@ def _add_launch(subparsers: Any) -> None:
     parser.add_argument(
         "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"
     )
+    parser.add_argument("--verbose", action="store_true", help="leave Megatron's output on the console, not in a file")
     launcher.Recording.add_arguments(parser)
     parser.set_defaults(run=_launch)
 
@@ -128,4 +143,5 @@ def _launch(args: argparse.Namespace) -> int:
         allowed_spec_prefixes=(*launch_plan.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
         patches=args.patch,
         recording=launcher.Recording.read(args),
+        verbose=args.verbose,
     )

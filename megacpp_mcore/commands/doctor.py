@@ -208,7 +208,7 @@ with open(answer_file, "w", encoding="utf-8") as file:
 def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = TIME_LIMIT_S) -> list[Finding]:
     """Look for every component and try those that are installed."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return [_python(), *pool.map(lambda component: _examine(component, time_limit_s), components)]
+        return [_python(), *pool.map(lambda component: _examine_aloud(component, time_limit_s), components)]
 
 
 def _python() -> Finding:
@@ -216,6 +216,13 @@ def _python() -> Finding:
     supported = SpecifierSet(PYTHON_VERSIONS).contains(version, prereleases=True)
     reason = "" if supported else f"Python {PYTHON_VERSIONS} is needed"
     return Finding("python", WORKS if supported else BROKEN, version, reason, blocks=not supported)
+
+
+def _examine_aloud(component: Component, time_limit_s: float) -> Finding:
+    """Examine a component, and say on stderr that it was: each is imported in a process of its own, which takes seconds."""
+    finding = _examine(component, time_limit_s)
+    print(f"examined {component.name}", file=sys.stderr, flush=True)
+    return finding
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:

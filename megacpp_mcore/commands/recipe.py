@@ -52,6 +52,7 @@ _OF_LAYOUT: dict[str, Mapping[str, Any]] = {
 }
 _OF_RUN: dict[str, Mapping[str, Any]] = {
     "settings": {"metavar": "FILE", "help": "write the changed model there, for MEGACPP_CONFIG; --set of a model needs it"},
+    "overwrite": {"action": "store_true", "help": "replace the file of --settings, whatever it says"},
     "host": {"choices": tuple(SPECS), "help": "gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py"},
     "via": {
         "choices": WAYS,
@@ -227,7 +228,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     model.check_layout(layout)  # first, because processes and batch follow from it
     settings = None if loaded is None else loaded.path
     if model != original:
-        settings = _write_settings(name, model, loaded, args.settings)
+        settings = _write_settings(args, name, model, loaded)
     elif args.settings is not None:
         raise LaunchError(
             f"--settings {args.settings} is for a model that --set changes, and nothing is changed; leave it out"
@@ -315,9 +316,11 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
     return nodes, per_node
 
 
-def _write_settings(name: str, model: Model, loaded: plugin_config.PluginConfig | None, file: str | None) -> Path:
-    """Write the settings file of ``model``, which has the other settings of ``loaded``; no other file is overwritten."""
-    if file is None:
+def _write_settings(
+    args: argparse.Namespace, name: str, model: Model, loaded: plugin_config.PluginConfig | None
+) -> Path:
+    """Write the file of ``--settings`` for ``model``, with the other settings of ``loaded``; no other file is replaced."""
+    if args.settings is None:
         raise LaunchError(
             f"--set changes the model {name}, and a run is checked against its model: that has to be in a file that "
             f"{plugin_config.VARIABLE} names; add --settings FILE, which is written"
@@ -326,10 +329,10 @@ def _write_settings(name: str, model: Model, loaded: plugin_config.PluginConfig 
     # The file's other settings are kept: they were checked when it was loaded.
     content = {} if loaded is None else yaml.safe_load(loaded.path.read_text(encoding="utf-8"))
     content |= {"model": base, "overrides": overrides.differences(model, preset(base))}
-    text, path = yaml.safe_dump(content, sort_keys=False), Path(file)
+    text, path = yaml.safe_dump(content, sort_keys=False), Path(args.settings)
     try:
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise LaunchError(f"{path} is there and says something else; name another file, or remove it")
+        if not args.overwrite and path.exists() and path.read_text(encoding="utf-8") != text:
+            raise LaunchError(f"{path} exists with different content; choose another file, or add --overwrite")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error}); name another file with --settings") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sysconfig
 from pathlib import Path
 
+from megacpp_mcore.data.manifest import verify
 from megacpp_mcore.data.prepare import Plan, carry_out
 from megacpp_mcore.data.sources import LEFT_OUT, Source, make_source, walk_files
 from megacpp_mcore.errors import DataError
@@ -41,13 +43,20 @@ def find_stdlib_sources() -> list[Source]:
 def prepare_stdlib_corpus(output_prefix: str, *, workers: int = 1, overwrite: bool = False) -> tuple[str, str]:
     """Prepare the standard library as byte datasets, split by file, and return the train and held-out prefixes.
 
+    A corpus that is there already, whole and of this Python, stays.
+
     Raises:
         DataError: as :func:`megacpp_mcore.data.prepare.prepare` does.
     """
+    command = f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}"
+    found = f"{output_prefix}_train", f"{output_prefix}_heldout"
+    with contextlib.suppress(DataError):  # none, or a damaged one, which is refused below
+        if not overwrite and all(verify(prefix).command == command for prefix in found):
+            return found
     plan = Plan(
         output=output_prefix,
         sources=find_stdlib_sources(),
-        command=f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}",
+        command=command,
         split=STDLIB_SPLIT,
         overwrite=overwrite,
     )

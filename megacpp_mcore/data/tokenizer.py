@@ -68,12 +68,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            raise DataError(
-                f"tokenizer folder {self.folder} has no tokenizer.json; expected a Hugging Face 'fast' tokenizer saved "
-                "with save_pretrained(). Nothing is fetched from a hub: download or convert it first"
-            )
+        path = _check_folder(self.folder)
         self._tokenizer = _load(path)
         # A saved truncation or padding is of the texts that it was saved with; transformers ignores both, too.
         self._tokenizer.no_truncation()
@@ -129,6 +124,17 @@ class HuggingFaceTokenizer:
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.folder)]
 
 
+def _check_folder(folder: Path) -> Path:
+    """The ``tokenizer.json`` of ``folder``; DataError without one."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f"tokenizer folder {folder} has no tokenizer.json; expected a Hugging Face 'fast' tokenizer saved with "
+            "save_pretrained(). Nothing is fetched from a hub: download or convert it first"
+        )
+    return path
+
+
 def _load(path: Path) -> Any:
     """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and contacts no hub."""
     try:
@@ -175,9 +181,10 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
         data: prefix of the dataset, whose manifest then determines the end-of-document id.
 
     Raises:
-        DataError: as :func:`end_of_document`.
+        DataError: the folder holds no tokenizer; or as :func:`end_of_document`.
     """
     if folder is not None:
+        _check_folder(Path(folder))
         return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
     if model.vocab_size == BYTE_VOCAB_SIZE:
         return tuple(ByteTokenizer().stock_flags())

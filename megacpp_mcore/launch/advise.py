@@ -15,6 +15,7 @@ from typing import Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, SHARED_INDEX
+from megacpp_mcore.util import console
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ def main() -> None:
     rounds: list[Round] = []
     for one in search(schedules.full, loss):
         rounds.append(one)
-        print(describe(schedules, one, rounds[0].loss), flush=True)
-    print(advice(schedules, rounds, args.tolerance), flush=True)
+        console.say(describe(schedules, one, rounds[0].loss))
+    console.say(advice(schedules, rounds, args.tolerance))
 
 
 if __name__ == "__main__":

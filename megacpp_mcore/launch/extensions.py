@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.util import console
 from megacpp_mcore.util.stand_in import stand_in
 
 _MARK = b"held by flock"
@@ -41,7 +42,7 @@ def _try_acquire(stock: Callable[[Any], bool], baton: Any) -> bool:
             fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if found.read() == _MARK and os.path.samestat(os.fstat(found.fileno()), lock.stat()):
                 lock.unlink()
-                print(f"megacpp-mcore: {lock}, {age}, was left by a process that has ended; removed", flush=True)
+                console.say(f"megacpp-mcore: {lock}, {age}, was left by a process that has ended; removed")
                 return _try_acquire(stock, baton)
     except FileNotFoundError:  # released since
         return stock(baton)
@@ -49,5 +50,5 @@ def _try_acquire(stock: Callable[[Any], bool], baton: Any) -> bool:
         return False
     except OSError:
         pass
-    print(f"megacpp-mcore: waiting for {lock}, {age}; if no other program builds it, delete it", flush=True)
+    console.say(f"megacpp-mcore: waiting for {lock}, {age}; if no other program builds it, delete it")
     return False

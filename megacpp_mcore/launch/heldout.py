@@ -22,6 +22,7 @@ from megacpp_mcore.data.manifest import verify
 from megacpp_mcore.data.score import BitsPerByte, byte_counts
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError, LaunchError
+from megacpp_mcore.util import console
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = 
         kept = nats_BS.double().cpu().numpy()[mask_BS]
         score.add(float(kept.sum()), int(byte_counts(windows.labels_WS[part][mask_BS]).sum()))
         if progress:
-            print(
-                f"scored {min(start + batch, len(windows.inputs_WS))} of {len(windows.inputs_WS)} windows", flush=True
-            )
+            console.say(f"scored {min(start + batch, len(windows.inputs_WS))} of {len(windows.inputs_WS)} windows")
     return score
 
 

@@ -29,7 +29,7 @@ from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP, check_torch_fsdp
 from megacpp_mcore.backends import Dispatcher, vendors
-from megacpp_mcore.launch import extensions, process
+from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.patches.machinery import registry
@@ -87,6 +87,7 @@ def launch(
     allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
     patches: Sequence[str] = (),
     recording: Recording | None = None,
+    verbose: bool = True,
 ) -> int:
     """Run a stock Megatron script, or the wheel's stock loop, and return its exit status.
 
@@ -99,6 +100,7 @@ def launch(
         patches: names of patches to apply, besides ``dataset-helpers``, ``spec-import`` where there is a spec, and
             ``hybrid-flops`` where it is one of ours; ``exit-signal`` with ``--exit-signal-handler``.
         recording: what is recorded of the run, and where.
+        verbose: leave Megatron's output on the console; otherwise, as the command line does, send it to a file that is named.
 
     Raises:
         LaunchError, CheckoutError, SpecImportError, ConfigFileError, DataError, PatchError: what cannot work, before Megatron
@@ -111,12 +113,12 @@ def launch(
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         process.end_with_the_parent()
     if chosen.nproc > 1:
-        options = ["--device", chosen.device, *recording.words()]
+        options = ["--device", chosen.device, *recording.words(), *["--verbose"] * verbose]
         options += [word for prefix in allowed_spec_prefixes for word in ("--allow-spec-from", prefix)]
         options += [word for name in chosen.patches for word in ("--patch", name)]
         return _run_processes(chosen.nproc, [*options, "--", *command])
     try:
-        _run_here(chosen, recording)
+        _run_here(chosen, recording, verbose)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -157,7 +159,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
     return 0
 
 
-def _run_here(chosen: Plan, recording: Recording) -> None:
+def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
     """Run the script in this process; its exit passes through the recording, which thereby learns of a failure."""
     from megacpp_mcore.checkpoints.folder import release as release_folder  # imports torch
 
@@ -179,6 +181,13 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         policy.check_memory(run)  # starts CUDA, which reads the environment once
         if chosen.has_own_spec:
             sys.argv += _verified_data(chosen.arguments)
+        observed = recording.choose(chosen.arguments, settings)
+        for line in observed.describe():
+            say(line)
+        quiet = (
+            not verbose and observed.details.console != "stock" and not {"-h", "--help"}.intersection(chosen.arguments)
+        )
+        log = stack.enter_context(process.quiet(observed.folder)) if quiet else None
         if chosen.script is not None:
             stack.enter_context(process.first_on_path(chosen.script.parent))
         if chosen.device == "cpu":
@@ -201,11 +210,9 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
             from megacpp_mcore.layer_specs import regions
 
             stack.enter_context(regions.before_training(launched.compile, say))
-        observed = recording.choose(chosen.arguments, settings)
-        for line in observed.describe():
-            say(line)
-        stack.enter_context(observation.observed(observed, launched))
+        stack.enter_context(observation.observed(observed, launched, progress=quiet))
         stack.enter_context(ranks.compared_early(settings))
+        stack.enter_context(refusals.in_one_line(log))
         if chosen.spec is not None:
             import_named(*chosen.spec)
         try:

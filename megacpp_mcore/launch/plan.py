@@ -13,6 +13,7 @@ from pathlib import Path
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import CheckoutError, LaunchError, SpecImportError
+from megacpp_mcore.launch import refusals
 from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import spec_words
@@ -81,6 +82,7 @@ def plan(
         )
     _check_processes(nproc, environment)
     _check_arguments(words)
+    refusals.check_words(words)
     _check_packed(script, words)
     arguments, spec = split_spec(words)
     if spec is not None:
@@ -153,7 +155,7 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
         raise LaunchError(f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535")
 
 
-_OWN_OPTIONS = ["--observe", "--no-observe", "--device", "--nproc", "--allow-spec-from", "--patch"]
+_OWN_OPTIONS = ["--observe", "--no-observe", "--verbose", "--device", "--nproc", "--allow-spec-from", "--patch"]
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

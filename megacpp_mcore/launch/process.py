@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.graphs import reset_graphs
 from megacpp_mcore.util.stand_in import environment, stand_in
@@ -69,8 +71,36 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
     with cpu.install(**options) as lane:
         for message in lane.messages:
-            say(message)
+            print(f"megacpp-mcore: {message}")
+        say("CPU lane: torch.cuda, and what Megatron calls of it, are answered by the CPU")
         yield
+
+
+@contextlib.contextmanager
+def quiet(folder: Path | None) -> Iterator[Path]:
+    """For the duration, what this process prints goes to a file in ``folder``, or in the temporary folder for None; yields it.
+
+    Raises:
+        LaunchError: the file cannot be written.
+    """
+    rank = f"rank_{int(os.environ['RANK']):05d}"
+    with contextlib.ExitStack() as stack:
+        try:
+            if folder is None:
+                descriptor, name = tempfile.mkstemp(prefix=f"megacpp-mcore_{rank}_", suffix=".log")
+                os.close(descriptor)
+                file = Path(name)
+            else:
+                file = folder / f"megatron_{rank}.log"
+                folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(console.redirected(file))
+        except OSError as error:
+            raise LaunchError(
+                f"{folder or tempfile.gettempdir()} cannot be written to: {error}; expected a folder"
+            ) from error
+        others = "" if os.environ["WORLD_SIZE"] == "1" else ", a file for each rank"
+        say(f"Megatron's output is in {file}{others}; --verbose leaves it on the console")
+        yield file
 
 
 def leave_process_group() -> None:

@@ -1,12 +1,16 @@
-"""Live metrics of a run: a line below Megatron's own, and scalars for TensorBoard and W&B. No torch at import.
+"""Live metrics of a run: a line a step on the console, and scalars for TensorBoard and W&B. No torch at import.
 
 They come from the last rank, where Megatron has the losses and its writers, for every step that Megatron logs (every
-``--log-interval`` steps, and the first of every start). Megatron's own line and all its other output are unchanged.
+``--log-interval`` steps, and the first of every start). Megatron's own output is unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
@@ -15,6 +19,8 @@ from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.receipts.assemble import utilisation
 from megacpp_mcore.observe.receipts.schema import Facts
 from megacpp_mcore.observe.steps import recorded, standing
+from megacpp_mcore.util import console
+from megacpp_mcore.util.stand_in import stand_in
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.indices import IndexOverlap
@@ -42,11 +48,9 @@ routers or indexers.
 """
 
 
-def line(metrics: Mapping[str, Any], step: Step, steps: int) -> str:
-    """The progress line of ``step`` of a run of ``steps``."""
-    allocated, reserved = (metrics[f"memory_{kind}_bytes"] / 1e9 for kind in ("allocated", "reserved"))
+def line(step: Step, steps: int, pace: Sequence[str], metrics: Mapping[str, Any] | None = None) -> str:
+    """The progress line of ``step`` of a run of ``steps``: with ``metrics`` if it is recorded, its :class:`Pace` last."""
     depths = sorted(name for name in step.losses if name.startswith("mtp_"))
-    rate, mfu, skipped = (metrics[name] for name in ("tokens_per_s", "mfu", "skipped"))
     parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
     if "lm loss" in step.losses:
         parts.append(f"loss {step.losses['lm loss']:.4f}")
@@ -55,13 +59,58 @@ def line(metrics: Mapping[str, Any], step: Step, steps: int) -> str:
         parts.append(f"grad norm {step.grad_norm:.3f}")
     if step.learning_rate is not None:
         parts.append(f"lr {step.learning_rate:.2e}")
-    parts += [
-        f"{rate:,.0f} tokens/s" if rate is not None else "first of this start",
-        f"MFU {mfu:.1%}" if mfu is not None else f"no MFU ({metrics['mfu_reason'].partition(';')[0]})",
-        f"goodput {metrics['goodput']:.1%}",
-        f"memory {allocated:.2f} of {reserved:.2f} GB",
-    ]
-    return "  ".join([*parts, *([f"SKIPPED {skipped}"] if skipped else [])])
+    if metrics is not None:
+        allocated, reserved = (metrics[f"memory_{kind}_bytes"] / 1e9 for kind in ("allocated", "reserved"))
+        rate, mfu = metrics["tokens_per_s"], metrics["mfu"]
+        parts += [
+            f"{rate:,.0f} tokens/s" if rate is not None else "first of this start",
+            f"MFU {mfu:.1%}" if mfu is not None else f"no MFU ({metrics['mfu_reason'].partition(';')[0]})",
+            f"goodput {metrics['goodput']:.1%}",
+            f"memory {allocated:.2f} of {reserved:.2f} GB",
+            *([f"SKIPPED {metrics['skipped']}"] if metrics["skipped"] else []),
+        ]
+    return "  ".join([*parts, *pace])
+
+
+class Pace:
+    """Seconds per step since the last logged step, and the time left at the mean of this start's after its first logged one."""
+
+    def __init__(self) -> None:
+        self.begun: tuple[int, float] | None = None
+        self._last = (0, 0.0)
+
+    def words(self, step: int, time_s: float, steps: int) -> list[str]:
+        """Both as text; nothing for the first logged step."""
+        last, self._last = self._last, (step, time_s)
+        if self.begun is None:
+            self.begun = self._last
+            return []
+        left = (steps - step) * (time_s - self.begun[1]) / (step - self.begun[0])
+        return [f"{(time_s - last[1]) / (step - last[0]):.3g} s/step", f"{timedelta(seconds=round(left))} left"]
+
+
+@contextlib.contextmanager
+def logged_steps() -> Iterator[None]:
+    """Until the context ends, print a line for each step that Megatron's own loop logs on the last rank, unrecorded.
+
+    Losses are read only of a step that Megatron logs, for which it has waited itself, and of the first.
+    """
+    from megatron.training import get_args, training
+
+    pace = Pace()
+
+    def log(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result, options = stock(*args, **kwargs), get_args()
+        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        number, steps = given["iteration"], options.train_iters
+        if options.rank == options.world_size - 1 and (number % options.log_interval == 0 or not pace.begun):
+            losses = {name: float(value) for name, value in given["loss_dict"].items()}
+            step = Step(number, 0, time.time(), 0, losses, None, None, bool(given["skipped_iter"]))
+            console.say(line(step, steps, pace.words(number, step.time_s, steps)))
+        return result
+
+    with stand_in(training, "training_log", log):
+        yield
 
 
 class Live(Listener):
@@ -73,7 +122,7 @@ class Live(Listener):
         facts: what is known of the run, filled in as it becomes known.
         routes: counts the experts' tokens; must come before this listener, too.
         indices: samples the selections of Full layers; likewise.
-        console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
+        console: ``progress`` or ``stock``: whether a line is printed for each.
     """
 
     def __init__(
@@ -88,7 +137,7 @@ class Live(Listener):
     ) -> None:
         self._recorder, self._loop, self._facts = recorder, loop, facts
         self._routes, self._indices, self._console = routes, indices, console
-        self._skipped = 0
+        self._skipped, self._pace = 0, Pace()
         self._before: tuple[int, int] | None = None
 
     def on_step(self, step: Step) -> None:
@@ -100,7 +149,8 @@ class Live(Listener):
         metrics = self._measure(step)
         self._recorder.log.write(metrics=metrics)
         if self._console == "progress":
-            print(line(metrics, step, options.train_iters), flush=True)
+            pace = self._pace.words(step.step, step.time_s, options.train_iters)
+            console.say(line(step, options.train_iters, pace, metrics))
         scalars = {f"{TAG}{name}": metrics[name] for name in SCALARS if metrics[name] is not None}
         writer, wandb = self._loop.writers()
         if writer is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from megacpp_mcore.util import console
+
 
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; 0 and 1 while torch.distributed is not initialized."""
@@ -26,4 +28,4 @@ def gathered(value: Any) -> list[Any]:
 def say(message: str) -> None:
     """Print a line on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"megacpp-mcore: {message}", flush=True)
+        console.say(f"megacpp-mcore: {message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -15,9 +16,25 @@ def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> st
         meant: suggestions to use instead of names with similar spelling.
     """
     names = list(known)
-    near = meant or difflib.get_close_matches(str(word), names, cutoff=0.5)
-    question = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return f"{question}known: {', '.join(names) or 'none'}"
+    return f"{_question(meant or _near(word, names))}known: {', '.join(names) or 'none'}"
+
+
+def suggestion(message: str, options: Iterable[str]) -> str:
+    """``did you mean '--a'? `` for what argparse's ``message`` does not know, of its choices or ``options``; else nothing."""
+    if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        return _question(_near(found[1], re.findall(r"'(.*?)'", found[2]), cutoff=0.7))
+    if found := re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message):
+        return _question(_near(found[1], options, cutoff=0.7))
+    return ""
+
+
+def _near(word: object, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    names = {name.lower(): name for name in known}
+    return [names[near] for near in difflib.get_close_matches(str(word).lower(), names, cutoff=cutoff)]
+
+
+def _question(near: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def nearest_number(found: int, fitting: Iterable[int]) -> int:

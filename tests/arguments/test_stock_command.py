@@ -28,6 +28,8 @@ from megacpp_mcore.model.training import Training
 from megacpp_mcore.util import flags, schema
 
 ROOT = Path(__file__).parents[2]
+MORE = ["--lr", "2 3"]
+"""What is said when a file with the command is run."""
 AWKWARD = "a b'c\"$(touch made)`touch made`\\!*#~ é"
 RUN = StockCommand(
     recipe="nam56r",
@@ -76,7 +78,7 @@ def shell(script: str, folder: Path, **variables: str) -> dict[str, Any]:
     (folder / "script").write_text(script + "\n")
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "RECORD": str(folder / "record"), **variables}
     for options in (["-n"], []):
-        command = ["bash", *options, "script"]
+        command = ["bash", *options, "script", *MORE]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), script
     assert not (folder / "made").exists()
@@ -85,7 +87,7 @@ def shell(script: str, folder: Path, **variables: str) -> dict[str, Any]:
 
 
 def resolved(command: StockCommand, prefix: str) -> list[str]:
-    return [prefix if word == DATA_VARIABLE else word for word in command.arguments]
+    return [*(prefix if word == DATA_VARIABLE else word for word in command.arguments), *MORE]
 
 
 def changed(**values: Any) -> StockCommand:
@@ -160,7 +162,7 @@ def test_yaml_and_shell_quoting_are_reversible(options: dict[str, list[str]], en
     )
     assert [word for flag, value in values for word in (flag, *value)] == list(words)
     split = shlex.split(stock_command.as_cli(command).replace(" \\\n", " "))
-    assert split[len(split) - len(words) :] == list(words)
+    assert split[len(split) - len(words) - 1 :] == [*words, "$@"]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_every_recipe_has_every_form_and_they_agree(
         for flag, value in written["arguments"].items()
     } == given
     split = shlex.split(emit(capsys, *options, "--as", "cli").replace(" \\\n", " "))
-    assert split[len(split) - len(words) :] == words
+    assert split[len(split) - len(words) - 1 :] == [*words, "$@"]
     plan = RECIPES.get(name)
     if plan is not None:
         assert written["processes_per_node"] == plan.processes
@@ -279,7 +281,12 @@ def test_the_file_of_a_changed_model_is_one_that_a_run_takes(
     assert plugin_config.load(file).model.dsa.topk == 8
     assert yaml.safe_load(emit(capsys, *words)) == command  # the same content once more
     words[2] = "dsa.topk=16"
-    assert "says something else" in emit(capsys, *words, status=2)
+    before = file.read_text()
+    assert "add --overwrite" in emit(capsys, *words, status=2)
+    assert file.read_text() == before
+    emit(capsys, *words, "--overwrite")
+    assert plugin_config.load(file).model.dsa.topk == 16
+    file.write_text(before)
     file.write_text(file.read_text() + "backends: {mamba3: reference}\n")
     monkeypatch.setenv(plugin_config.VARIABLE, str(file))  # changes on top of a file's
     second = tmp_path / "second.yaml"

@@ -62,7 +62,7 @@ def launched(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPath
         learning_rate=chosen.training.learning_rate,
         train_iters=STEPS,
     )
-    done = run(bridge_python, "megacpp_mcore", "launch", "--device", "cpu", "--", *words)
+    done = run(bridge_python, "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return folder
 

@@ -112,7 +112,16 @@ def stock(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             "--wandb-save-dir", str(folder), *more,
         )  # fmt: skip
         done = run(
-            bridge_python, "megacpp_mcore", "launch", "--device", "cpu", "--", *words, folder=folder, **environment
+            bridge_python,
+            "megacpp_mcore",
+            "launch",
+            "--verbose",
+            "--device",
+            "cpu",
+            "--",
+            *words,
+            folder=folder,
+            **environment,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return folder

@@ -222,7 +222,7 @@ def test_training_goes_on(first: str, second: str, tmp_path: Path, monkeypatch: 
         words += ["--exit-interval", "2"] if load is None else []
         words += ["--load", str(tmp_path / load)] if load else ["--save", str(tmp_path / "old"), "--save-interval", "2"]
         record = tmp_path / f"steps of {load}"
-        launch = ("megacpp_mcore", "launch", "--device", "cpu", "--observe", str(record), "--")
+        launch = ("megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--observe", str(record), "--")
         output = tiny_run.start(launch, words, tmp_path).finish()
         assert re.search(r"iteration +\d+/", output)
         steps[load] = {step.step: step.losses["lm loss"] for step in read_steps(record)}

@@ -49,6 +49,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
         "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
         "patches": ["linear-cross-entropy", "dsa-graph-safety"],
         "recording": launcher.Recording(observe="here"),
+        "verbose": False,
     }
 
 
@@ -215,7 +216,10 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     assert ended.value.code == 2
-    assert "usage: megacpp-mcore" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith("megacpp-mcore")
+    assert printed.endswith(" --help\n")
+    assert printed.count("\n") == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ def stock_words(command: str) -> tuple[list[str], list[str]]:
     """The words before and after ``pretrain_gpt.py`` of a printed command."""
     words = shlex.split(command.replace("\\\n", " "))
     at = words.index("pretrain_gpt.py")
+    assert words.pop() == "$@"
     return words[:at], words[at + 1 :]
 
 
@@ -108,12 +109,15 @@ def test_words_for_a_program_need_a_dataset(capsys: pytest.CaptureFixture[str]) 
     assert "add --data PREFIX" in recipe(capsys, "emit", "nam56r_tiny", "--as", "args", status=2)
 
 
-def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
-    on_gpu, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--device", "cuda", "--tokenizer", "a b"))
+def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "tokenizer.json").touch()
+    on_gpu, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--device", "cuda", "--tokenizer", str(folder)))
     assert on_gpu == ["torchrun", "--nproc-per-node", "1", *LAUNCHED]
     assert {"--bf16", "transformer_engine", "--moe-grouped-gemm"} <= set(words)
     at = words.index("--tokenizer-type")
-    assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a b"]
+    assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     on_cpu, words = stock_words(recipe(capsys, "emit", "nam56r", "--device", "cpu"))
     assert on_cpu == ["megacpp-mcore", "launch", "--device", "cpu", "--nproc", "1", "--"]
     assert "--bf16" not in words

@@ -529,6 +529,12 @@ def test_the_standard_library_is_a_corpus(tmp_path):
     names = [{record["path"] for record in m.sources["list"]} for m in manifests]
     assert names[0].isdisjoint(names[1])
     assert "argparse.py" in names[0] | names[1]
+    made = Path(train + ".bin").stat()
+    assert prepare_stdlib_corpus(str(tmp_path / "stdlib")) == (train, heldout)  # stays
+    assert Path(train + ".bin").stat() == made
+    Path(heldout + ".bin").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="pass --overwrite"):
+        prepare_stdlib_corpus(str(tmp_path / "stdlib"))
 
 
 def test_the_corpus_holds_nothing_that_describes_one_build(tmp_path, monkeypatch):

@@ -34,7 +34,18 @@ class Job:
     def __init__(self, folder: Path, name: str, words: Sequence[str], device: str, **environment: str) -> None:
         self.record, self.saved = folder / f"{name} observe", folder / name
         self._output = folder / f"{name} output"
-        self._words = ["-m", "megacpp_mcore", "launch", "--device", device, "--observe", str(self.record), "--", *words]
+        self._words = [
+            "-m",
+            "megacpp_mcore",
+            "launch",
+            "--verbose",
+            "--device",
+            device,
+            "--observe",
+            str(self.record),
+            "--",
+            *words,
+        ]
         self._words += [*WORDS, "--save", str(self.saved), "--load", str(self.saved)]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"} | environment

@@ -35,7 +35,7 @@ def train(data: Path, saved: Path, *words: str, load: bool = True, whole: bool =
         options = data / "whole.yaml"
         options.write_text((data / "config.yaml").read_text() + "checkpoints: {load_newest_whole: true}\n")
     stock = tiny_run.words(data, STEPS, "--save-interval", "2", *words, "--deterministic-mode", layout=Layout(expert=2))
-    launch = ["-m", "megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--", *stock]
+    launch = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--no-observe", "--", *stock]
     launch += ["--save", str(saved), *(["--load", str(saved)] if load else [])]
     env = {"PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", settings.VARIABLE: str(options)}
     return forks.run_ranks(launch, 2, env=os.environ | env)

@@ -42,7 +42,7 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
 
 def launch(*data: str, extra: tuple[str, ...] = ()) -> tuple[list[str], list[str], str]:
     """Losses of all steps, those of validation, and the line about the data."""
-    done = python("-m", "megacpp_mcore", "launch", "--device", "cpu", "--", *words(*data, extra=extra))
+    done = python("-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words(*data, extra=extra))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("megacpp-mcore: data: ")]
     return LOSSES.findall(done.stdout), _VALIDATION.findall(done.stdout), line

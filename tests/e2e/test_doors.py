@@ -31,7 +31,7 @@ def _words(data: Path) -> list[str]:
 def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
     arguments = _words(data)
     arguments[arguments.index("--spec") + 1 :] = spec
-    done = _run("launch", "--device", "cpu", "--", *script, *arguments)
+    done = _run("launch", "--verbose", "--device", "cpu", "--", *script, *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = LOSSES.findall(done.stdout)
     assert len(found) == STEPS

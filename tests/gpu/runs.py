@@ -21,7 +21,7 @@ from tests import stock
 ROOT = Path(__file__).parents[2]
 PYTHON = (sys.executable, "-W", "ignore", "-m")
 ALONE = Layout()
-LAUNCH = (*PYTHON, "megacpp_mcore", "launch", "--device", "cuda")
+LAUNCH = (*PYTHON, "megacpp_mcore", "launch", "--verbose", "--device", "cuda")
 
 
 @contextlib.contextmanager

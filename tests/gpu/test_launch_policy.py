@@ -60,7 +60,7 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
         "MASTER_PORT": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cuda", "--", str(script), *words],
+        [sys.executable, "-m", "megacpp_mcore", "launch", "--verbose", "--device", "cuda", "--", str(script), *words],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

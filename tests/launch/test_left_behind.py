@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Signals) -> None:
     saved = tmp_path / "saved"
     words = tiny_run.words(data, 1000, "--save", str(saved), "--save-interval", "2")
-    launch = ["-m", "megacpp_mcore", "launch", "--device", "cpu", "--", *words]
+    launch = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words]
     with started(launch, "successfully saved checkpoint", MEGACPP_CONFIG=str(data / "config.yaml")) as training:
         # A scheduler sends SIGTERM to all processes of a job, the one for the writers' results included.
         (os.killpg if sent == signal.SIGTERM else os.kill)(training.pid, sent)

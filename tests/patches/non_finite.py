@@ -156,7 +156,7 @@ def main(how: str, file: Path, words: list[str]) -> None:
                 file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}").write_text(str(unchanged(before, chunks)))
 
     training.train_step = train_step
-    sys.exit(launch(["launch", "--device", os.environ.get("DEVICE", "cpu"), "--no-observe", "--", *words]))
+    sys.exit(launch(["launch", "--verbose", "--device", os.environ.get("DEVICE", "cpu"), "--no-observe", "--", *words]))
 
 
 if __name__ == "__main__":

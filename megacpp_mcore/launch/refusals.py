@@ -1,0 +1,117 @@
+"""Wrong input that Megatron or torch notices deep inside, as an error of one line that says what to do.
+
+Written against megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.errors import LaunchError, MegacppError
+from megacpp_mcore.util import console, flags
+from megacpp_mcore.util.files import is_remote
+from megacpp_mcore.util.nearest import suggestion
+from megacpp_mcore.util.stand_in import stand_in
+
+_UNWRITTEN = re.compile(
+    r"unexpected pos \d+ vs \d+|Worker failure: .*|No space left on device|Disk quota exceeded|File too large"
+)
+"""What the writers of PyTorch and Megatron, or the system, say of a disk or quota that is full."""
+_OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse what the words show to be wrong, and Megatron would train with, or refuse without saying why.
+
+    Raises:
+        LaunchError: there is nothing to load, or no step to save at or to train to.
+    """
+    given = flags.read(words)
+    _, interval = (flags.whole(given, f"--{name}", LaunchError, 1) for name in ("train-iters", "save-interval"))
+    save, load = (flags.first(given, f"--{name}") for name in ("save", "load"))
+    if save and interval is None:
+        raise LaunchError(
+            "--save has no --save-interval; add --save-interval N, the steps from one checkpoint to the next"
+        )
+    if load is None or is_remote(load):
+        return
+    if found := re.fullmatch(r"(.*?)/?iter_0*(\d+)/?", load):
+        raise LaunchError(
+            f"--load {load} is one checkpoint; expected its folder: --load {found[1] or '.'} --ckpt-step {found[2]}"
+        )
+    if load != save and not os.path.lexists(load):  # a job that saves there starts anew the first time
+        raise LaunchError(
+            f"--load {load} does not exist; expected the folder that --save named, of which the newest checkpoint is loaded "
+            "(--ckpt-step N: another); to start anew, leave --load out"
+        )
+
+
+@contextlib.contextmanager
+def in_one_line(log: Path | None) -> Iterator[None]:
+    """For the duration, what Megatron says of arguments is a LaunchError, as are a port in use, a full disk, another schedule.
+
+    Any other failure shows the end of ``log``, where the process's output goes.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training import arguments
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stand_in(argparse.ArgumentParser, "error", _refuse_words))
+        stack.enter_context(stand_in(TransformerConfig, "__post_init__", _refuse))
+        for name in ("validate_args", "set_global_variables"):
+            stack.enter_context(stand_in(arguments, name, _refuse))
+        try:
+            yield
+        except MegacppError:
+            raise
+        except BaseException as error:
+            if why := _explained("".join(traceback.format_exception(error))):
+                raise LaunchError(why) from error
+            if log is not None and not (isinstance(error, SystemExit) and not error.code):
+                console.say(console.tail(log))
+            raise
+
+
+def _refuse_words(stock: Callable[..., Any], parser: argparse.ArgumentParser, message: str) -> None:
+    near = suggestion(message, parser._option_string_actions)
+    raise LaunchError(f"{message}; {near}`megacpp-mcore launch -- --help` lists Megatron's arguments")
+
+
+def _refuse(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return stock(*args, **kwargs)
+    except MegacppError:
+        raise
+    except Exception as error:
+        # Many of its assertions have no message, and say all in their condition.
+        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise LaunchError(f"Megatron refuses the run's arguments: {said}") from error
+
+
+def _explained(text: str) -> str | None:
+    """What a user has to know of an error with this traceback; None if that is the traceback."""
+    if "EADDRINUSE" in text:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"the port {where} is in use by another program; choose a free MASTER_PORT (torchrun --master-port), or end it"
+    if found := _OTHER_SCHEDULE.search(text):
+        return (
+            f"the learning rate's schedule of the checkpoint has {found[3]} {found[2]}, and the run's {found[1]}; add "
+            "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
+        )
+    if (found := _UNWRITTEN.search(text)) and (save := flags.first(flags.read(sys.argv), "--save")):
+        with contextlib.suppress(OSError):
+            save += f", where {shutil.disk_usage(save).free / 1e9:.3g} GB are free"
+        return (
+            f"a checkpoint could not be written in full to --save {save} ({found[0]}); make room, or name another folder, and "
+            "start again with --load: the checkpoints before it are whole"
+        )
+    return None

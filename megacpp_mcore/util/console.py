@@ -1,0 +1,55 @@
+"""The console of a training process: our own lines, warnings and errors, while all else that it prints goes to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+TAIL_LINES = 15
+"""Lines of the file that are shown when the process fails."""
+
+_stdout: TextIO | None = None
+"""The console while :func:`redirected` is active."""
+
+
+def say(message: str) -> None:
+    """Print a line on the console, also while the output goes to a file."""
+    print(message, file=_stdout or sys.stdout, flush=True)
+
+
+@contextlib.contextmanager
+def redirected(file: Path) -> Iterator[None]:
+    """Until the context ends, append to ``file`` what Python code prints or logs, but for :func:`say` and our warnings.
+
+    What C and C++ libraries write, such as the last words of an aborted process, stays on the console: the redirection is
+    of ``sys.stdout``, ``sys.stderr`` and torch's log handlers.
+    """
+    global _stdout
+    # Left open: log handlers that Megatron makes meanwhile keep it for the rest of the process.
+    log = file.open("a", buffering=1, encoding="utf-8", errors="replace")
+    with contextlib.ExitStack() as stack:
+        for handler in logging.getLogger("torch").handlers:
+            if isinstance(handler, logging.StreamHandler) and (before := handler.setStream(log)) is not None:
+                stack.callback(handler.setStream, before)
+        warnings = logging.StreamHandler(sys.stderr)
+        warnings.setLevel(logging.WARNING)
+        warnings.setFormatter(logging.Formatter("megacpp-mcore: %(levelname)s: %(message)s"))
+        ours = logging.getLogger("megacpp_mcore")
+        ours.addHandler(warnings)
+        stack.callback(ours.removeHandler, warnings)
+        stack.callback(setattr, sys.modules[__name__], "_stdout", _stdout)
+        _stdout = sys.stdout
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        yield
+
+
+def tail(file: Path) -> str:
+    """The last lines of ``file``, with its name."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        return f"the last lines of {file}:\n{''.join(deque(lines, TAIL_LINES))}"

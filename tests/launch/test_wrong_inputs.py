@@ -1,0 +1,200 @@
+"""Wrong inputs of newcomers: each is one line that says what to do, before Megatron's list of arguments, and status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megacpp_mcore.commands import cli
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import LaunchError, MegacppError
+from megacpp_mcore.launch import refusals
+from tests import stock, tiny_run
+
+EMIT = "recipe emit nam56r_tiny"
+LAUNCH = "launch --device cpu -- {words}"
+
+AT_THE_COMMAND_LINE = [
+    ("recpie list", "did you mean 'recipe'?"),
+    ("recipe emmit nam56r", "did you mean 'emit'?"),
+    ("recipe emit NAM56R", "did you mean 'nam56r'"),
+    ("recipe emit nam56r_tyni", "did you mean 'nam56r_tiny'"),
+    (f"{EMIT} --tokenizer nope", "tokenizer folder nope has no tokenizer.json"),
+    (f"{EMIT} --global-batchsize 4", "did you mean '--global-batch-size'"),
+    (f"{EMIT} --lr abc", "invalid float value: 'abc'"),
+    (f"{EMIT} --set hidden_siz=64", "did you mean 'hidden_size'"),
+    (f"{EMIT} --set hidden_size", "KEY=VALUE"),
+    (f"{EMIT} --set dsa.topk=abc", "'abc' is not a whole number"),
+    (f"{EMIT} --set hidden_size=64", "add --settings FILE"),
+    (f"{EMIT} --set hidden_size=64 --settings afile", "choose another file, or add --overwrite"),
+    (f"{EMIT} --global-batch-size 3 --micro-batch-size 2", "change --global-batch-size or --micro-batch-size"),
+    (f"{EMIT} --tensor 3", "the nearest divisor is 4"),
+    (f"{EMIT} --pipeline 5", "choose stages that divide 12"),
+    (f"{EMIT} --nodes 0", "expected 1 or more"),
+    (f"MEGACPP_CONFIG=nope.yaml {EMIT}", "has to name a YAML file"),
+    (f"MEGACPP_CONFIG=key.yaml {EMIT}", "did you mean 'model'"),
+    (f"MEGACPP_CONFIG=broken.yaml {EMIT}", "not valid YAML"),
+    (f"MEGACPP_CONFIG=backend.yaml {EMIT}", "known: auto, triton, stock, reference"),
+    ("data prepare nope.txt --output x/y", "No such file or directory"),
+    ("data prepare afile --output y --tokenizer nope", "pass the folder that holds tokenizer.json"),
+    ("report compare nope nope2", "expected the folder of a run that was observed, or a receipt"),
+    ("bench run nope", "did you mean"),
+    ("patch applly", "did you mean 'apply'?"),
+    ("launch --device cpu {words}", "put -- before the script"),
+    ("launch --device cpu -- latest {words}", "neither a script (*.py) nor an argument"),
+    ("launch --device cpu -- pretrian_gpt.py {words}", "pretrian_gpt.py was not found"),
+    ("launch --device cpu --nproc 0 -- {words}", "expected the number of processes to start, 1 or more"),
+    ("launch --device cpu --patch nope -- {words}", "there is no patch 'nope'"),
+    ("launch --device cpu --profile 5- -- {words}", "expected the first and the last, such as 10-14"),
+    (f"{LAUNCH} --verbose", "put it before the `--`"),
+    (f"{LAUNCH} --load latest", "--load latest does not exist; expected the folder that --save named"),
+    (f"{LAUNCH} --load saved/iter_0000003", "--load saved --ckpt-step 3"),
+    (f"{LAUNCH} --save saved", "add --save-interval N"),
+    (f"{LAUNCH} --save saved --save-interval 0", "expected a whole number, 1 or more"),
+    (f"{LAUNCH} --train-iters 0", "expected a whole number, 1 or more"),
+    (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.nam56r"),
+]
+BY_MEGATRON = [
+    ("--global-batchsize 3", "did you mean '--global-batch-size'"),
+    ("--lr abc", "argument --lr: invalid float value: 'abc'; `megacpp-mcore launch -- --help` lists"),
+    ("--lr", "argument --lr: expected one argument"),
+    ("--global-batch-size 3 --micro-batch-size 2", "(3) must be divisible by eval_micro_batch_size (2)"),
+    ("--seq-length 512", "max_position_embeddings (256) must be greater than or equal to seq_length (512)"),
+    ("--num-attention-heads 3", "assert args.hidden_size % args.num_attention_heads == 0"),
+]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("A text.\n" * 200)
+    prepare([str(folder / "a.txt")], str(folder / "text"))
+    return stock.words(tiny_run.preset("nam56r_tiny"), data=("--data-path", str(folder / "text"), "--split", "100,0,0"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "afile").write_text("a: 1\n")
+    (tmp_path / "key.yaml").write_text("modle: nam56r_tiny\n")
+    (tmp_path / "broken.yaml").write_text("model: [\n")
+    (tmp_path / "backend.yaml").write_text("model: nam56r_tiny\nbackends: {rms_norm: fastest}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "says"), AT_THE_COMMAND_LINE)
+def test_a_wrong_command_is_one_line_before_anything_starts(
+    command: str,
+    says: str,
+    words: list[str],
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = shlex.split(command.format(words=shlex.join(words)))
+    if given[0].startswith("MEGACPP_CONFIG="):
+        monkeypatch.setenv(*given.pop(0).split("="))
+    left = sorted(os.listdir(here))
+    try:
+        status: Any = cli.main(given)
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert says in printed.err
+    assert sorted(os.listdir(here)) == left
+
+
+@pytest.fixture
+def in_one_line() -> Iterator[None]:
+    with refusals.in_one_line(None):
+        yield
+
+
+@pytest.mark.usefixtures("in_one_line")
+@pytest.mark.parametrize(("more", "says"), BY_MEGATRON)
+def test_what_megatron_says_of_arguments_is_one_line(
+    more: str, says: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchError) as raised:
+        stock.parse([*words, *more.split()])
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert capsys.readouterr().err == ""
+
+
+def test_megatrons_functions_are_its_own_afterwards() -> None:
+    from megatron.training import arguments
+
+    before = argparse.ArgumentParser.error, arguments.validate_args
+    with refusals.in_one_line(None):
+        assert argparse.ArgumentParser.error is not before[0]
+    assert (argparse.ArgumentParser.error, arguments.validate_args) == before
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore
+
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(LaunchError, match=f"the port localhost:{port} is in use"), refusals.in_one_line(None):
+            TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+        RuntimeError("Worker failure: An error is caught while starting worker 0, error: <class 'RuntimeError'>"),
+        OSError(28, os.strerror(28)),
+    ],
+)
+def test_a_full_disk_is_named(said: Exception, tmp_path: Path) -> None:
+    with (
+        mock.patch.object(sys, "argv", ["x.py", "--save", str(tmp_path)]),
+        pytest.raises(LaunchError, match=f"could not be written in full to --save {tmp_path}, where .* GB are free"),
+        refusals.in_one_line(None),
+    ):
+        raise said
+
+
+def test_another_length_of_training_names_the_way_on() -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    scheduler = mock.Mock(override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
+    with (
+        pytest.raises(LaunchError, match=r"iterations 12, and the run's 16; add --override-opt_param"),
+        refusals.in_one_line(None),
+    ):
+        OptimizerParamScheduler._check_and_set(scheduler, 16, 12, "total number of iterations")
+
+
+def test_any_other_failure_keeps_its_traceback_and_shows_the_end_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    for failure, is_shown in (
+        (RuntimeError("boom"), True),
+        (SystemExit(3), True),
+        (SystemExit(0), False),
+        (MegacppError("known"), False),
+    ):
+        with pytest.raises(type(failure)), refusals.in_one_line(log):
+            raise failure
+        printed = capsys.readouterr().out
+        assert ("line 99" in printed, "line 9\n" in printed) == (is_shown, False)
+        assert (str(log) in printed) == is_shown

@@ -244,7 +244,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "grad_norm": (*_NUMBER, NoneType), "learning_rate": (*_NUMBER, NoneType),
     "phases": (dict,), "losses": (dict,), "metrics": (dict,), "facts": (dict,),
 }  # fmt: skip
-_INNER: Mapping[str, tuple[type, ...]] = {"phases": (int,), "losses": _NUMBER, "metrics": (*_NUMBER, NoneType)}
+_INNER: Mapping[str, tuple[type, ...]] = {"phases": (int,), "losses": _NUMBER, "metrics": (*_NUMBER, str, NoneType)}
 """Of the values of a line, and of the values in those."""
 
 

@@ -13,11 +13,12 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test test-install kernels test-bridge test-exhaustive test-upstream lint typecheck docs bridge nemo-run clean
+.PHONY: help venv demo test cases test-install kernels test-bridge test-exhaustive test-upstream lint typecheck docs bridge nemo-run clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
 	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout)"
+	@echo "make cases      what people ran into elsewhere, each case a script (tests/cases)"
 	@echo "make test-install  pip install . into an environment of its own, which then trains two steps on the CPU"
 	@echo "make kernels    the GPU kernels without a GPU: interpreted, and compiled for an H200 (nothing spilled, tensor cores used)"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
@@ -40,6 +41,10 @@ demo:
 # Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
 test:
 	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 -m "not gpu and not exhaustive and not kernels" tests
+
+# What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.
+cases:
+	@$(SETUP); PYTHON="$$python" exec tests/cases/run.sh $(CASES)
 
 # What pip brings today, in a temporary environment: no lock file, nothing of the clone on the path.
 test-install: export PYTHONPATH =

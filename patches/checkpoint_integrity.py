@@ -35,10 +35,10 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         global _checked
         from megatron.training import checkpointing
 
+        from megacpp_mcore.checkpoints.folder import choose, read_tracker
+
         step = chosen = getattr(args, "ckpt_step", None)
         if load_dir is not None and not is_remote(load_dir):
-            from megacpp_mcore.checkpoints.folder import choose
-
             if rank0 or _checked is None or _checked[:2] != (load_dir, step):
                 _checked = load_dir, step, choose(Path(load_dir), step)
             chosen = _checked[2]
@@ -57,6 +57,11 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
             ):
                 loaded = original(load_dir, args, rank0, *rest, **kwargs)
         except SystemExit as end:  # Megatron's, with status 0
+            if getattr(args, "exit_on_missing_checkpoint", False) and not chosen and not read_tracker(Path(load_dir)):
+                raise CheckpointError(
+                    f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
+                    "run that has saved, or leave that flag out to start anew"
+                ) from end
             raise CheckpointError(
                 f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above (in the format torch, a run of "
                 f"another layout lacks files: {RESAVE})"

@@ -147,7 +147,7 @@ def test_variables_that_a_load_sets_stay(checkpointing: ModuleType, tmp_path: Pa
 
 def test_no_checkpoint_is_an_error_where_the_run_insists_on_one(checkpointing: ModuleType, tmp_path: Path) -> None:
     """Stock ends with status 0, as if it had trained."""
-    with pytest.raises(CheckpointError, match=f"loaded no checkpoint from {tmp_path}"):
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint in {tmp_path}; expected"):
         checkpointing._load_base_checkpoint(str(tmp_path), arguments(exit_on_missing_checkpoint=True), rank0=True)
     assert checkpointing._load_base_checkpoint(str(tmp_path), arguments(), rank0=True)[0] is None
 

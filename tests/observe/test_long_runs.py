@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.observe import events, page, receipts
+from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe.events import Log
 from megacpp_mcore.observe.receipts.assemble import assemble
-from tests.observe.recorded import at, stepped, with_loss, write_start
+from tests.observe.recorded import a_step, at, file_of, receipt_writer, stepped, with_loss, write_start
 from tests.observe.test_receipt_folder import facts
 
 STEP_S = 1.7
@@ -84,3 +88,20 @@ def test_512_ranks_of_2000_steps_take_less_than_100_mb(tmp_path: Path) -> None:
         f"the receipt of 512 ranks and 2000 steps took {float(seconds):.1f} s and {int(peak_kb) / 1e3:.0f} MB at most"
     )
     assert int(peak_kb) < 100_000
+
+
+def test_facts_are_written_where_they_changed_and_more_rarely_as_a_run_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = itertools.count()  # seconds
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    clock = Clock()
+    monkeypatch.setattr(clock, "age_ns", lambda: round((seconds := next(now)) and seconds * 1e9))
+    log = Log(tmp_path, 0, 1, clock, heartbeat_s=3600)
+    writer = receipt_writer(log, every_s=30.0)
+    for number in range(1, 3001):
+        writer.on_step(a_step(number))
+    log.close()
+    lines = [line for line in file_of(tmp_path).read_text().splitlines() if '"facts"' in line]
+    assert sum('"noted"' in line for line in lines) == 1
+    assert 40 < len(lines) < 130  # 20 until a twentieth of the run is 30 s, then one every twentieth

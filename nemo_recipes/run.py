@@ -73,13 +73,15 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
     Raises:
         LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: the run cannot work; before Megatron starts.
     """
-    chosen = recipe(name)
+    for override in overrides:
+        check_form(override)  # before the minute in which Bridge is imported
+    settings = plugin_config.from_environment()
+    chosen = with_own_model(recipe(name), settings)
     with contextlib.ExitStack() as stack:
         stack.enter_context(process.process_environment())
-        settings = plugin_config.from_environment()
         layout = layout_of(chosen, overrides)
         check_processes(chosen, layout)
-        check_stages(chosen, layout, overrides, settings)
+        check_stages(chosen, layout, overrides)
         environment = dict(os.environ)  # the user's, before the CPU lane modifies it
         on_cpu = chosen.training.device == "cpu"
         if on_cpu:
@@ -95,12 +97,11 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         config = configured(chosen, overrides)
         check_config(config, layout)
         say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
-        trained = chosen if settings is None else dataclasses.replace(chosen, model=settings.model)
-        launched = launch_policy(trained, config, overrides, settings, environment)
+        launched = launch_policy(chosen, config, overrides, settings, environment)
         for line in launched.lines(settings):
             say(line)
         stack.enter_context(stand_in.environment(launched.environment()))
-        policy.check_memory(policy_run(trained, config))  # initializes CUDA, which reads the environment once
+        policy.check_memory(policy_run(chosen, config))  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())
         say(verify_data(config))
@@ -207,17 +208,16 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
             )
 
 
-def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str], settings: PluginConfig | None) -> None:
+def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str]) -> None:
     """Refuse a layout that does not fit the model; stages defined by an override are checked by the spec.
 
     Raises:
         ModelError: names the size that is not divisible, or the DSA schedule that the stages need.
     """
-    model = settings.model if settings is not None else chosen.model
     if any(override.startswith(f"{_STAGES}=") for override in overrides):
-        model.check_cut(layout)
+        chosen.model.check_cut(layout)
     else:
-        model.check_layout(layout)
+        chosen.model.check_layout(layout)
 
 
 def check_config(config: Any, layout: Layout) -> None:
@@ -378,17 +378,45 @@ def _machine(chosen: Recipe, config: Any) -> launch_flags.Machine:
     )
 
 
-def check_override(config: Any, override: str) -> None:
-    """Refuse an override that is not ``section.key=value`` with an existing key; the nearest keys are suggested.
+def with_own_model(chosen: Recipe, settings: PluginConfig | None) -> Recipe:
+    """The recipe's layout and plan, with the model that the file of MEGACPP_CONFIG makes of the recipe's.
+
+    Raises:
+        LaunchError: the file is about another model.
+    """
+    if settings is None:
+        return chosen
+    if settings.preset != chosen.model.name:
+        raise LaunchError(
+            f"{plugin_config.VARIABLE} names {settings.path}, about {settings.preset}; recipe {chosen.name} trains "
+            f"{chosen.model.name}: name a file about that, or a recipe of {settings.preset}"
+        )
+    return dataclasses.replace(chosen, model=settings.model)
+
+
+def check_form(override: str) -> None:
+    """Refuse an override that is not ``section.key=value``.
 
     Hydra's ``+new=…`` and ``~old`` are refused as well: on a configuration of dataclasses Bridge 0.6.2 silently drops them.
 
     Raises:
-        LaunchError: it has another form, or the key does not exist.
+        LaunchError: it has another form, or its value is no number where one is needed.
     """
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if not equals or key.startswith(("+", "~")):
         raise LaunchError(f"the override {override!r} is not of the form KEY=VALUE, for instance train.train_iters=20")
+    if key in _COUNTS and not (value.isdecimal() and int(value)):
+        raise LaunchError(f"{key} is {value!r}; expected a whole number, 1 or more")
+
+
+def check_override(config: Any, override: str) -> None:
+    """Refuse an override of a key that does not exist; the nearest keys are suggested.
+
+    Raises:
+        LaunchError: it has another form, or the key does not exist.
+    """
+    check_form(override)
+    key = override.partition("=")[0]
     holder, path = config, ""
     for part in key.split("."):
         if holder is None:
@@ -420,8 +448,6 @@ def _check_type(key: str, before: Any, after: Any) -> None:
             f"{key}={after!r} is a mapping for a whole section; name its fields one by one, as {key}.FIELD=VALUE"
             + (", in a recipe that has the section: here it is None" if before is None else "")
         )
-    if key in _COUNTS and (type(after) is not int or after < 1):
-        raise LaunchError(f"{key} is {after!r}; expected a whole number, 1 or more")
     if type(before) not in (bool, int, float, str) or after is None:
         return
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
@@ -23,30 +22,25 @@ GPT_KEYS = "has_keys_of_gpt_model"
 """Attribute of a decoder whose model uses the checkpoint keys of a GPTModel."""
 
 
-@dataclass(frozen=True)
-class _Outline:
-    """The properties of a model that the arguments of either host determine."""
-
-    depth: int
-    experts: tuple[int, ...]
-    """1-based numbers of the E layers."""
-    mtp_depth: int
-
-    def __str__(self) -> str:
-        experts = ", ".join(map(str, self.experts)) or "none"
-        return f"{self.depth} layers, experts in {experts}, {self.mtp_depth} MTP depths"
+_SIZES = (
+    "vocab_size", "hidden_size", "num_attention_heads", "ffn_hidden_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+"""Arguments that decide the shapes of parameters, under either host."""
+_MTP = "MTP depths"
 
 
-def _outline(args: Any, host: str) -> _Outline:
-    """Read ``args`` of a run or a checkpoint with the spec of ``host``."""
+def _outline(args: Any, host: str) -> dict[str, Any]:
+    """What the arguments of a run or a checkpoint with the spec of ``host`` say of its model; E layers by 1-based numbers."""
+    sizes = {name: getattr(args, name, None) for name in _SIZES}
     if host == HYBRID:
         trunk, *depths = args.hybrid_layer_pattern.split("/")
         layers = trunk.replace("|", "")
-        experts = tuple(number for number, symbol in enumerate(layers, start=1) if symbol == "E")
-        return _Outline(len(layers), experts, len(depths))
+        experts = [number for number, symbol in enumerate(layers, start=1) if symbol == "E"]
+        return {"layers": len(layers), "layers of experts": experts, _MTP: len(depths), **sizes}
     placed = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else []
-    experts = tuple(number for number, has_experts in enumerate(placed, start=1) if has_experts)
-    return _Outline(args.num_layers, experts, args.mtp_num_layers or 0)
+    experts = [number for number, has_experts in enumerate(placed, start=1) if has_experts]
+    return {"layers": args.num_layers, "layers of experts": experts, _MTP: args.mtp_num_layers or 0, **sizes}
 
 
 def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,14 +49,18 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
         run, saved = (lowering.host_of(getattr(one, "spec", None)) for one in (args, ckpt_args))
-        if run is None or saved is None or run == saved:
+        if run is None or saved is None:
             return original(args, ckpt_args, model)
         wanted, found = _outline(args, run), _outline(ckpt_args, saved)
-        if wanted != found:
+        differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
+        if differ:
+            fields = "; ".join(f"{name} {found[name]}, here {wanted[name]}" for name in differ)
             raise ModelError(
-                f"the checkpoint, of the {saved} host, is of another model: it has {found}; the run, on the {run} host, has "
-                f"{wanted}; name the checkpoint of this model, or train the checkpoint's"
+                f"the checkpoint, of the {saved} host, is of another model than the run, on the {run} host: {fields}; name the "
+                "checkpoint of this model, or train the checkpoint's"
             )
+        if run == saved:
+            return original(args, ckpt_args, model)
         return None, False
 
     return _maybe_setup_gpt_to_hybrid_load

@@ -77,8 +77,8 @@ REFUSED = [
     (TINY, ["+train.bogus=3"], "'+train.bogus=3' is not of the form KEY=VALUE"),
     (TINY, ["~train.train_iters"], "is not of the form KEY=VALUE"),
     (TINY, ["train.train_iters=abc"], "train.train_iters is 'abc'"),
-    (TINY, ["train.train_iters=null"], "train.train_iters is None; expected a whole number, 1 or more"),
-    (TINY, ["train.micro_batch_size=0"], "train.micro_batch_size is 0; expected a whole number, 1 or more"),
+    (TINY, ["train.train_iters=null"], "train.train_iters is 'null'; expected a whole number, 1 or more"),
+    (TINY, ["train.micro_batch_size=0"], "train.micro_batch_size is '0'; expected a whole number, 1 or more"),
     (TINY, ["comm_overlap.tp_comm_overlap=true"], "is of comm_overlap, which is None in this recipe"),
     (TINY, ["env_vars.NCCL_DEBUG=INFO"], "no 'env_vars.NCCL_DEBUG'"),
     (

@@ -272,3 +272,16 @@ def test_a_checkpoint_of_another_model_is_refused(decide: Callable[..., Any], ch
         decide(saved(HYBRID), saved(GPT, **changes), [])
     with pytest.raises(ModelError, match="the checkpoint, of the hybrid host, is of another model"):
         decide(saved(GPT, **changes), saved(HYBRID), [])
+    if "mtp_num_layers" in changes:  # the shared block's depths may change
+        assert decide(saved(GPT), saved(GPT, **changes), []) == "stock's"
+    else:
+        with pytest.raises(ModelError, match="is of another model than the run, on the gpt host"):
+            decide(saved(GPT), saved(GPT, **changes), [])
+
+
+def test_every_field_of_another_model_is_named(decide: Callable[..., Any]) -> None:
+    other = saved(GPT, num_layers=13, hidden_size=64, vocab_size=300)
+    with pytest.raises(
+        ModelError, match=r"layers 13, here 12; vocab_size 300, here \S+; hidden_size 64, here \S+; name"
+    ):
+        decide(saved(GPT), other, [])

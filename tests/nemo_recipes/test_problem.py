@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,17 +146,31 @@ def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch)
     run.check_processes(eight, Layout(expert=4))
 
 
+@pytest.mark.parametrize(
+    "override", ["train.train_iters", "+train.new=1", "train.train_iters=abc", "train.train_iters=0"]
+)
+def test_an_override_that_no_configuration_takes_is_refused_without_bridge(override: str) -> None:
+    """Which takes a minute to import."""
+    with pytest.raises(LaunchError, match=r"KEY=VALUE|expected a whole number, 1 or more"):
+        run.run(TINY, [override])
+    assert "megatron.bridge" not in sys.modules
+
+
 def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> None:
     tiny, stages = RECIPES[TINY], Layout(pipeline=2)
     with pytest.raises(ModelError, match="-FF"):
-        run.check_stages(tiny, stages, [], None)
-    run.check_stages(tiny, stages, ["model.pipeline_model_parallel_layout=Et*9|t*3mL"], None)
+        run.check_stages(tiny, stages, [])
+    run.check_stages(tiny, stages, ["model.pipeline_model_parallel_layout=Et*9|t*3mL"])
     file = tmp_path / "settings.yaml"
     file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
-    run.check_stages(tiny, stages, [], settings.load(file))
+    run.check_stages(run.with_own_model(tiny, settings.load(file)), stages, [])
+    with pytest.raises(
+        LaunchError, match=r"settings.yaml, about nam56r_tiny; recipe .* trains nam56r: name a file about that"
+    ):
+        run.with_own_model(RECIPES[EIGHT], settings.load(file))
     for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
         with pytest.raises(ModelError, match="experts"):
-            run.check_stages(tiny, Layout(expert=3), overrides, None)
+            run.check_stages(tiny, Layout(expert=3), overrides)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

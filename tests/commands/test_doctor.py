@@ -47,6 +47,11 @@ def only(*names: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in found}
 
 
+def test_every_component_is_a_sign_of_life(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only("apex: optimizers", "torch")
+    assert sorted(capsys.readouterr().err.splitlines()) == ["examined apex: optimizers", "examined torch"]
+
+
 def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(folder: Path) -> None:
     place = package(folder, "apex", f"open({str(folder / 'imported')!r}, 'w')", "apex", "0.9.10.dev0")
     found = only("apex: optimizers")

@@ -59,6 +59,21 @@ def test_an_empty_prompt_is_refused(sample: ModuleType) -> None:
         list(sample.generate(SimpleNamespace(), b"", 1, 0.0, 1))
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [("HuggingFaceTokenizer", 0), ("NullTokenizer", 1)],
+    ids=["a tokenizer's", "ids with another end of document"],
+)
+def test_tokens_that_are_no_bytes_are_not_printed_as_text(
+    sample: ModuleType, monkeypatch: pytest.MonkeyPatch, tokens: tuple[str, int]
+) -> None:
+    kind, eod = tokens
+    args = SimpleNamespace(tokenizer_type=kind, tokenizer_model="a folder", null_tokenizer_eod_id=eod)
+    monkeypatch.setattr("megatron.training.arguments.parse_and_validate_args", lambda *_, **__: args)
+    with pytest.raises(DataError, match=f"--tokenizer-type {kind} --tokenizer-model a folder; expected a byte model's"):
+        sample.main()
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_checkpoint_is_sampled_from(tmp_path: Path) -> None:

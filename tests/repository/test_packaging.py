@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -156,8 +157,23 @@ def test_git_archive_and_bare_pythonpath(clone: Path, tmp_path: Path) -> None:
 
 
 def lines(name: str) -> list[str]:
-    text = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
-    return [line for line in text if line and not line.startswith("#")]
+    """The requirements of a lock file without their hashes."""
+    text = (ROOT / "requirements" / name).read_text(encoding="utf-8").replace("\\\n", "").splitlines()
+    return [line.partition(" --hash=")[0].strip() for line in text if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", ["bridge", "demo", "dev", "docs", "nemo-run"])
+def test_every_requirement_of_a_lock_has_its_hashes_and_no_address(name: str) -> None:
+    """With one hash pip asks for all of them, also of what a requirement needs."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    pinned = [line for line in text.replace("\\\n", "").splitlines() if re.match(r"[\w.-]+(\[\w+\])?==", line)]
+    assert len(pinned) == len([line for line in lines(f"{name}.txt") if not line.startswith("-r ")])
+    for line in pinned:
+        _, *hashes = line.split("--hash=sha256:")
+        assert hashes, line
+        assert all(re.fullmatch(r"[0-9a-f]{64} *", one) for one in hashes), line
+    assert "://" not in text
+    assert "-index" not in text
 
 
 def test_lock_files_pin_everything_that_they_need() -> None:

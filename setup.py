@@ -96,7 +96,7 @@ setup(
     python_requires=">=3.12",
     # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
     packages=find_packages(include=["megacpp_mcore*"]),
-    package_data={"megacpp_mcore": ["model/fp8_experts.yaml", "observe/page.html"]},
+    package_data={"megacpp_mcore": ["model/*.yaml", "observe/page.html"]},
     install_requires=[
         "Jinja2>=3.1",  # which torch brings, too
         "megatron-core>=0.19,<0.20",

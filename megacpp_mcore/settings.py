@@ -41,6 +41,7 @@ from megacpp_mcore.backends.vendors import Vendors
 from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, ModelError, PatternError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
+from megacpp_mcore.model.recipes import Recipe
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.te.imports import Features
 from megacpp_mcore.te.precision import FP8, RECIPES
@@ -269,6 +270,26 @@ def from_environment() -> PluginConfig | None:
     """The file named by ``MEGACPP_CONFIG``, or None when the variable is unset or empty."""
     path = os.environ.get(VARIABLE)
     return load(path) if path else None
+
+
+def of_recipe(chosen: Recipe) -> PluginConfig | None:
+    """The settings of a run of ``chosen``: those of the file that ``MEGACPP_CONFIG`` names, else the recipe's own.
+
+    Raises:
+        ConfigFileError: the file lacks what the recipe's own switches on.
+    """
+    found = from_environment()
+    if chosen.settings is None:
+        return found
+    own = load(chosen.settings)
+    if found is None or found.preset != own.preset:
+        return own
+    if found.fp8 != own.fp8 or not own.backends.items() <= found.backends.items():
+        raise ConfigFileError(
+            f"{found.path} ({VARIABLE}) differs in backends or fp8 from {chosen.settings}, which recipe {chosen.name} needs; "
+            "copy them into it, or choose the recipe in bf16"
+        )
+    return found
 
 
 def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:

@@ -30,6 +30,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.mixed_precision import bf16_mixed
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
+from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import launch_flags, lowering
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
@@ -136,14 +137,18 @@ def container(chosen: Recipe) -> ConfigContainer:
     """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`.
 
     It has no CUDA graphs: Bridge refuses ``cuda_graph_impl="local"`` in training (``utils/cuda_graph.py``,
-    ``validate_cuda_graph_configuration``).
+    ``validate_cuda_graph_configuration``). Bridge sets ``env_vars`` where the environment has none.
+
+    Raises:
+        ConfigFileError: the file of ``MEGACPP_CONFIG`` lacks what the recipe's own switches on.
     """
-    training = chosen.training
+    training, settings = chosen.training, plugin_config.of_recipe(chosen)
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
     if training.plan.file is not None:
         model.te_precision_config_file = str(training.plan.file)
     is_bf16 = training.plan.model_dtype == "bf16"
     config = NAM56RConfig(
+        env_vars={plugin_config.VARIABLE: str(settings.path)} if settings and chosen.settings else {},
         model=model,
         train=TrainingConfig(
             train_iters=training.train_iters,

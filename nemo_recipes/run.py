@@ -75,10 +75,12 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
     """
     for override in overrides:
         check_form(override)  # before the minute in which Bridge is imported
-    settings = plugin_config.from_environment()
-    chosen = with_own_model(recipe(name), settings)
+    chosen = with_own_model(recipe(name), plugin_config.from_environment())
+    settings = plugin_config.of_recipe(chosen)
     with contextlib.ExitStack() as stack:
         stack.enter_context(process.process_environment())
+        if settings is not None:
+            stack.enter_context(stand_in.environment({plugin_config.VARIABLE: str(settings.path)}))
         layout = layout_of(chosen, overrides)
         check_processes(chosen, layout)
         check_stages(chosen, layout, overrides)

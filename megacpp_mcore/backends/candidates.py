@@ -92,6 +92,11 @@ _UNDIVIDED = {"expert_ranks": Dim(one_of=(1,))}
 
 _EXPERTS_QUACK = dataclasses.replace(_EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | _UNDIVIDED)
 
+_QUACK_IS_FASTER = Support(
+    dims={"hidden": Dim(one_of=(3584,)), "ffn": Dim(one_of=(896,)), "experts": Dim(one_of=(16,))}
+)
+"""Sizes of the rows (``routed_mlp`` in ``experiments/results/bench_h200.csv``) in which it is faster than ``triton``."""
+
 _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), capturable=False)
 """The host waits for the rows per expert. Float32 GEMMs run in TF32."""
 
@@ -131,6 +136,7 @@ def own_candidates() -> tuple[Candidate, ...]:
             f"{ops}.mla.flash4:attend",
             ("flash4", CUDA),
             probe=lambda: _load(f"{ops}.mla.flash4:probe")(),
+            auto=Support(dtypes=("bfloat16",)),  # that of its rows
         ),
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate(
@@ -141,6 +147,16 @@ def own_candidates() -> tuple[Candidate, ...]:
             "megacpp_mcore.te.attention:attend",
             (CUDA, TRANSFORMER_ENGINE),
             probe=lambda: _load(f"{ops}.mla.flash4:probe_engine")(),
+        ),
+        _candidate(
+            "routed_mlp",
+            "quack",
+            Speed.KERNEL,
+            _EXPERTS_QUACK,
+            f"{ops}.grouped_mlp.quack:routed_mlp",
+            ("quack", *_GPU_TRITON),
+            probe=lambda: _load(f"{ops}.grouped_mlp.quack:probe")(),
+            auto=_QUACK_IS_FASTER,
         ),
         *(
             _candidate(op, TRITON, Speed.KERNEL, support, f"{ops}.{path}", _GPU_TRITON)
@@ -173,19 +189,9 @@ def own_candidates() -> tuple[Candidate, ...]:
                 f"{ops}.grouped_mlp.fp8:{op}",
                 _GPU_TRITON,
                 probe=hopper,
-                by_name=True,
+                auto=None,
             )
             for op in ("grouped_mlp", "routed_mlp")
-        ),
-        _candidate(
-            "routed_mlp",
-            "quack",
-            Speed.KERNEL,
-            _EXPERTS_QUACK,
-            f"{ops}.grouped_mlp.quack:routed_mlp",
-            ("quack", *_GPU_TRITON),
-            probe=lambda: _load(f"{ops}.grouped_mlp.quack:probe")(),
-            by_name=True,
         ),
         *(
             _candidate(
@@ -196,7 +202,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 f"{ops}.grouped_mlp.te:{op}",
                 (CUDA, TRANSFORMER_ENGINE),
                 probe=functools.partial(imports.feature, *features),
-                by_name=True,
+                auto=None,
             )
             for op, features, dims in (
                 ("grouped_mlp", ("experts",), {}),
@@ -255,7 +261,7 @@ def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
             dataclasses.replace(
                 _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (name, CUDA)),
                 probe=functools.partial(_tried, path, name),
-                by_name=True,
+                auto=None,
             )
             for name, support in vendors.items()
         ),

@@ -1,8 +1,9 @@
 """Chooses a backend for each op of each layer, and records which one was requested and which one runs.
 
 A backend requested by name runs, or the request fails with the reason. One exception: ``MEGACPP_DISABLE_TE`` turns a
-request for a Transformer Engine backend into the best other one, and the record says so. ``auto`` selects the fastest that
-supports the request; if its speed class is below one made for the same device, a warning is logged once and recorded.
+request for a Transformer Engine backend into the best other one, and the record says so. ``auto`` selects the first of the
+highest speed class that supports the request, other packages' kernels only at sizes where rows show them faster; if its speed
+class is below one made for the same device, a warning is logged once and recorded.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Candidate:
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`, and the vendor of
             :data:`megacpp_mcore.backends.vendors.NAMES` that must not be disabled.
         probe: an additional check, run once before use.
-        by_name: whether it runs only if requested by name, because it is less accurate, or no benchmark row shows
-            that it is faster.
+        auto: the requests, among those it supports, for which ``auto`` may take it; None: it runs only if requested by name,
+            because it is less accurate, or no benchmark row shows that it is faster.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Candidate:
     support: Support = field(default_factory=Support)
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
-    by_name: bool = False
+    auto: Support | None = field(default_factory=Support)
 
     def __post_init__(self) -> None:
         known = (*probes.REQUIREMENTS, *vendors.NAMES)
@@ -227,11 +228,11 @@ class Dispatcher:
         """Why no kernel that ``auto`` may choose runs ``op``; None if one does. Resolves nothing."""
         reasons = []
         for candidate in self._candidates[op].values():
-            if candidate.by_name or candidate.speed != Speed.KERNEL:
+            if candidate.auto is None or candidate.speed != Speed.KERNEL:
                 continue
             with self._lock:
                 present = self._probe(candidate)
-            reason = candidate.support.lacking(needs) if present.ok else present.reason
+            reason = candidate.support.lacking(needs) or candidate.auto.lacking(needs) if present.ok else present.reason
             if reason is None:
                 return None
             reasons.append(f"{candidate.name}: {reason}")
@@ -291,7 +292,7 @@ class Dispatcher:
         passed_over: list[str] = []
         best: Speed | None = None  # among candidates made for this device, usable here or not
         for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
-            if candidate.by_name:
+            if candidate.auto is None:
                 continue
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
@@ -305,13 +306,16 @@ class Dispatcher:
             if lacking is not None:
                 passed_over.append(f"{candidate.name} does not cover this: {lacking}")
                 continue
+            if (unproven := candidate.auto.lacking(needs)) is not None:
+                passed_over.append(f"no row shows {candidate.name} to be faster here: {unproven}")
+                continue
             try:
                 fn = candidate.load()
             except Exception as error:
                 passed_over.append(f"{candidate.name} did not load: {error!r}")
                 continue
             slower = candidate.speed < best
-            reason = "; ".join(passed_over) or "the fastest there is"
+            reason = "; ".join(passed_over) or "the first choice of auto"
             if slower and requested == AUTO:
                 _warn_once(f"op {op} runs on {candidate.name}, slower than the best for this device: {reason}")
             return Resolution(op, layer, requested, candidate.name, candidate.speed, slower, reason, fn)

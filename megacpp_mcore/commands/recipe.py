@@ -156,6 +156,7 @@ def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
     plan = {key: value for key, value in dataclasses.asdict(recipe.training).items() if not isinstance(value, tuple)}
     layout = dataclasses.asdict(recipe.layout)
     model["states_bytes"] = _states_bytes(recipe.model, recipe.layout, recipe.training)
+    plan["settings"] = recipe.settings and str(recipe.settings)
     return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
 
 
@@ -210,6 +211,9 @@ def emit(args: argparse.Namespace) -> str:
     if args.form != "slurm" and slurm.given():
         raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
     command = command_of(args)
+    if args.form == "args" and command.env:
+        pairs = " ".join(f"{name}={value}" for name, value in command.env.items())
+        print(f"note: the arguments alone lack the run's environment; set {pairs}", file=sys.stderr)
     return stock_command.as_slurm(command, slurm) if args.form == "slurm" else _FORMS[args.form](command)
 
 
@@ -223,6 +227,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     recipe = _recipe(args.name)
     name = recipe.model.name if recipe else args.name
     original, loaded = chosen_model(name)
+    loaded = loaded if recipe is None or recipe.settings is None else plugin_config.of_recipe(recipe)
     model = overrides.apply(original, of_model)
     layout = _layout(args, recipe.layout if recipe else Layout())
     model.check_layout(layout)  # first, because processes and batch follow from it
@@ -380,6 +385,7 @@ def _plan(recipe: Recipe) -> str:
         f"{name} {value}" for name, value in dataclasses.asdict(recipe.layout).items() if value not in (1, False)
     )
     return (
-        f"{recipe.model.name} on {recipe.processes} × {training.device}, {training.precision}, {cut or 'not cut'}, "
+        f"{recipe.model.name} on {recipe.processes} × {training.device}, "
+        f"{training.precision}{' and FP8' * bool(recipe.settings)}, {cut or 'not cut'}, "
         f"batch {training.global_batch_size} by {training.micro_batch_size}{', CUDA graphs' * training.cuda_graphs}"
     )

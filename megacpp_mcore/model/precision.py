@@ -46,7 +46,7 @@ class PrecisionPlan:
         return None if self.kernel_fp8 == "none" else EXPERTS_FILE
 
 
-FP8_EXPERTS = "bf16_fp8_experts"
+FP8_EXPERTS = "bf16_te_fp8_experts"
 PLANS: Mapping[str, PrecisionPlan] = MappingProxyType(
     {
         "bf16": PrecisionPlan(model_dtype="bf16"),

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, Model, preset
-from megacpp_mcore.model.precision import FP8_EXPERTS
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.util.nearest import nearest
 
@@ -25,12 +25,14 @@ class Recipe:
         model: what is trained.
         layout: its parallel layout.
         training: machine, number of processes, precision and optimizer; data and tokenizer are set when it is run.
+        settings: the file for ``MEGACPP_CONFIG`` that belongs to it; None without.
     """
 
     name: str
     model: Model
     layout: Layout
     training: Training
+    settings: Path | None = None
 
     @property
     def processes(self) -> int:
@@ -54,27 +56,22 @@ class Recipe:
 
 
 def _on_gpus(model: str, gpus: int, machine: str, micro_batch: int, batch: int, precision: str = "bf16") -> Recipe:
-    """Replicas, the fastest layout where a GPU holds one; in bf16 in CUDA graphs (``experiments/results/gpus_h200.csv``).
+    """Replicas, the fastest layout where a GPU holds one, in CUDA graphs (``experiments/results/gpus_h200.csv``).
 
-    On one H200 micro-batches of two sequences are 8 % faster than of one, and 12 GB more are reserved.
+    On one H200 micro-batches of two sequences are 8 % faster than of one, and 12 GB more are reserved. ``fp8``: bf16, and what
+    the model's settings file runs in FP8, the fastest of the rows in FP8 (``experiments/results/nam56r_h200.csv``).
     """
-    training = Training(
-        micro_batch_size=micro_batch,
-        global_batch_size=batch * gpus,
-        precision=precision,
-        processes=gpus,
-        cuda_graphs=precision == "bf16",
-    )
-    name = f"{model}_pretrain_{gpus}gpu_{machine}_{precision.removeprefix('bf16_')}"
-    return Recipe(name=name, model=preset(model), layout=Layout(), training=training)
+    training = Training(micro_batch_size=micro_batch, global_batch_size=batch * gpus, processes=gpus, cuda_graphs=True)
+    settings = Path(__file__).resolve().with_name(f"{model}_fp8.yaml") if precision == "fp8" else None
+    name = f"{model}_pretrain_{gpus}gpu_{machine}_{precision}"
+    return Recipe(name=name, model=preset(model), layout=Layout(), training=training, settings=settings)
 
 
 _ALL = (
     *(_on_gpus("nam56r", gpus, "h200", 2, 8) for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r", gpus, "h100", 1, 8) for gpus in (2, 4, 8)),  # one does not hold all states
-    _on_gpus("nam56r", 8, "h200", 1, 8, FP8_EXPERTS),
+    *(_on_gpus("nam56r", gpus, "h200", 2, 8, "fp8") for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r_quarter", 1, machine, 1, 2) for machine in ("h200", "h100")),
-    _on_gpus("nam56r_quarter", 1, "h200", 1, 2, FP8_EXPERTS),
     Recipe(
         name="nam56r_tiny_pretrain_1cpu_fp32",
         model=preset("nam56r_tiny"),

@@ -62,7 +62,7 @@ class Training:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        precision: a name of :data:`megacpp_mcore.model.precision.PLANS`: ``bf16``, ``fp32``, or ``bf16_fp8_experts``.
+        precision: a name of :data:`megacpp_mcore.model.precision.PLANS`: ``bf16``, ``fp32``, or ``bf16_te_fp8_experts``.
         transformer_impl: ``transformer_engine`` or ``local`` (Megatron's PyTorch layers); the CPU lane is always local.
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.

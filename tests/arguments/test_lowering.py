@@ -61,7 +61,7 @@ def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, 
         (1, {}, "alltoall"),
         (8, {}, "allgather"),
         (16, {}, "alltoall"),
-        (8, {"precision": "bf16_fp8_experts"}, "alltoall"),
+        (8, {"precision": "bf16_te_fp8_experts"}, "alltoall"),
         (8, {"extra": ("--moe-shared-expert-overlap",)}, "alltoall"),
     ],
 )
@@ -237,7 +237,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (staged, Layout(pipeline=2), plain, GPT),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),
-        (here, Layout(), Training(precision="bf16_fp8_experts", **own), GPT),
+        (here, Layout(), Training(precision="bf16_te_fp8_experts", **own), GPT),
         (here, Layout(), Training(extra=(launch_flags.TORCH_FSDP,), **own), GPT),
     ):
         assert graphs[0] not in lower(model, layout, training, host)

@@ -72,13 +72,29 @@ def test_auto_takes_the_fastest_and_probes_once() -> None:
 
 def test_auto_does_not_take_what_runs_by_name_alone() -> None:
     exact = Counted().candidate("exact", Speed.COMPILED)
-    rough = dataclasses.replace(Counted().candidate("rough", Speed.KERNEL), by_name=True)
+    rough = dataclasses.replace(Counted().candidate("rough", Speed.KERNEL), auto=None)
     made = Dispatcher({}, [rough, exact])
     answer = made.request("mla")
     assert (answer.observed, answer.slower_than_best) == ("exact", False)
     assert made.request("mla", "rough").observed == "rough"
     with pytest.raises(BackendError, match="no backend can run op mla"):
         Dispatcher({}, [rough]).request("mla")
+
+
+def test_auto_takes_another_package_only_at_sizes_of_rows() -> None:
+    ours = Counted(covers=10**9).candidate("ours", Speed.KERNEL)
+    row = Support(dims={"head_dim": Dim(one_of=(64,))})
+    theirs = dataclasses.replace(Counted().candidate("theirs", Speed.KERNEL), auto=row)
+    made = Dispatcher({}, [theirs, ours])
+    assert (made.request("mla", head_dim=64).observed, made.request("mla", head_dim=64).reason) == (
+        "theirs",
+        "the first choice of auto",
+    )
+    answer = made.request("mla", head_dim=32)
+    assert (answer.observed, answer.slower_than_best) == ("ours", False)
+    assert answer.reason == "no row shows theirs to be faster here: head_dim 32 is none of 64; the nearest is 64"
+    assert made.request("mla", "theirs", head_dim=32).observed == "theirs"
+    assert "head_dim 32" in str(Dispatcher({}, [theirs]).without_kernel("mla", head_dim=32))
 
 
 def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,9 @@ EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
     ("mla", "flash4"): tuple(
         {"benchmark": "mla", "work": "forward+backward", "variant": each} for each in ("flash4", "sdpa")
     ),
+    ("routed_mlp", "quack"): tuple(
+        {"benchmark": "routed_mlp", "work": "forward+backward", "variant": each} for each in ("quack", "triton")
+    ),
     ("indexer", "triton"): _against_reference("indexer", "triton", "forward"),
     ("indexer_grad", "triton"): _against_reference("indexer_grad", "triton", "gradient"),
     ("experts", "megacpp_mcore"): (
@@ -78,11 +81,29 @@ def test_auto_prefers_no_backend_without_evidence_or_a_policy() -> None:
     unused: Callable[..., Any] = dict
     every = [*own_candidates(), *layer_parts_candidates(transformer_engine=unused, local=unused)]
     known = {(one.op, one.name) for one in every}
-    every = [one for one in every if not one.by_name]
+    every = [one for one in every if one.auto is not None]
     slowest = {op: min(one.speed for one in every if one.op == op) for op in {one.op for one in every}}
     preferred = {(one.op, one.name) for one in every if one.speed > slowest[one.op]}
     assert preferred <= EVIDENCE.keys() | POLICIES.keys() <= known
     assert not EVIDENCE.keys() & POLICIES.keys()
+
+
+@pytest.mark.parametrize(("op", "name"), [("mla", "flash4"), ("routed_mlp", "quack")])
+def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: str) -> None:
+    (candidate,) = (one for one in own_candidates() if (one.op, one.name) == (op, name))
+    assert candidate.auto is not None
+    words = {"qk_dim": "qk", "v_dim": "v", "hidden": "hidden", "ffn": "expert_width", "experts": "experts"}
+    sizes = dict(candidate.support.dims) | dict(candidate.auto.dims)
+    sizes.pop("expert_ranks", None)  # how many of them divide the experts: one
+    with (RESULTS / "bench_h200.csv").open(newline="", encoding="utf-8") as source:
+        rows = [row for row in csv.DictReader(source) if EVIDENCE[op, name][0].items() <= row.items()]
+    assert rows
+    assert {row["dtype"] for row in rows} == {*candidate.auto.dtypes} & {*candidate.support.dtypes}
+    for row in rows:
+        shape = dict(one.split("=") for one in row["shape"].split())
+        assert {name: str(dim) for name, dim in sizes.items()} == {
+            name: f"one of {shape[words[name]]}" for name in sizes
+        }
 
 
 @pytest.mark.parametrize("which", EVIDENCE)

@@ -8,9 +8,12 @@ import json
 import sys
 from pathlib import Path
 
+from megacpp_mcore import settings
+from megacpp_mcore.errors import ConfigFileError
 from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.util import stand_in
 
 BATCH = 3
 
@@ -37,12 +40,20 @@ def main() -> None:
             config.model.vocab_size, config.model.should_pad_vocab = config.tokenizer.vocab_size, True
             found[name] = {
                 "yaml": "read back" if same else "differs when read back",
+                "environment": config.env_vars,
                 "operations": num_floating_point_operations(config, BATCH),
             }
         try:
             nam56r.nam56r_tiny_pretrain_1cpu_fp32_confg  # noqa: B018
         except AttributeError as error:
             found["unknown"] = str(error).partition(" has ")[2]
+        without = Path(sys.argv[1]) / "without.yaml"
+        without.write_text("model: nam56r\n")
+        with stand_in.environment({settings.VARIABLE: str(without)}):
+            try:
+                nam56r.nam56r_pretrain_8gpu_h200_fp8_config()
+            except ConfigFileError as error:
+                found["without"] = str(error)
     print("\n" + json.dumps(found))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megacpp_mcore.arguments.lowering import mismatches
 from megacpp_mcore.commands import cli
@@ -103,6 +106,49 @@ def test_one_word_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     listed = recipe(capsys, "emit", "nam56r_tiny", "--as", "args", "--data", "x").splitlines()
     _, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--as", "cli", "--data", "x"))
     assert listed == words
+
+
+def test_recipes_in_fp8_are_the_fastest_rows_in_fp8() -> None:
+    """Their settings are those of the arm in FP8 with the most tokens/s; the rest is that of their twins in bf16."""
+    experiments = Path(__file__).parents[2] / "experiments"
+    arms = yaml.safe_load((experiments / "nam56r.yaml").read_text(encoding="utf-8"))["arms"]
+    with (experiments / "results" / "nam56r_h200.csv").open(newline="", encoding="utf-8") as file:
+        rates = {row["arm"]: int(row["tokens_per_s"]) for row in csv.DictReader(file)}
+    assert rates.keys() == arms.keys()
+    fastest = max((arm for arm in arms if "fp8" in str(arms[arm])), key=lambda arm: rates[arm])
+    assert rates[fastest] > max(rates["bf16"], rates["fp8 experts by Transformer Engine"])
+    ours = {name: recipe for name, recipe in RECIPES.items() if "fp8" in name}
+    assert len(ours) == 4
+    for name, recipe in ours.items():
+        assert recipe.settings is not None
+        content = yaml.safe_load(recipe.settings.read_text(encoding="utf-8"))
+        assert content == {"model": recipe.model.name} | arms[fastest]["settings"]
+        twin = RECIPES[name.replace("fp8", "bf16")]
+        assert recipe == dataclasses.replace(twin, name=name, settings=recipe.settings)
+
+
+def test_a_recipe_in_fp8_brings_its_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, own = "nam56r_pretrain_4gpu_h200_fp8", RECIPES["nam56r_pretrain_4gpu_h200_fp8"].settings
+    assert own is not None
+    assert stock_words(recipe(capsys, "emit", name))[0][:2] == ["env", f"MEGACPP_CONFIG={own}"]
+    assert cli.main(["recipe", "emit", name, "--as", "args", "--data", "none"]) == 0
+    assert f"the arguments alone lack the run's environment; set MEGACPP_CONFIG={own}\n" in capsys.readouterr().err
+    changed = tmp_path / "changed.yaml"
+    recipe(capsys, "emit", name, "--set", "dsa.topk=128", "--settings", str(changed))
+    kept = yaml.safe_load(changed.read_text(encoding="utf-8"))
+    assert kept == yaml.safe_load(own.read_text(encoding="utf-8")) | {"overrides": {"dsa": {"topk": 128}}}
+
+    monkeypatch.setenv("MEGACPP_CONFIG", str(changed))  # a file of the user's that has them, too
+    assert f"MEGACPP_CONFIG={changed}" in recipe(capsys, "emit", name)
+    assert json.loads(recipe(capsys, "show", name))["training"]["settings"] == str(own)
+    for without in ({"fp8": {"recipe": "block", "blanket": True}}, {"backends": {"mla": "sdpa"}}):
+        changed.write_text(yaml.safe_dump(kept | without), encoding="utf-8")
+        said = recipe(capsys, "emit", name, status=2)
+        assert f"{changed} (MEGACPP_CONFIG) differs in backends or fp8 from {own}" in said
+    changed.write_text("model: nam56r_tiny\n", encoding="utf-8")  # of another model
+    assert f"MEGACPP_CONFIG={own}" in recipe(capsys, "emit", name)
 
 
 def test_words_for_a_program_need_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
 
-FP8 = "bf16_fp8_experts"
+FP8 = "bf16_te_fp8_experts"
 ROWS = (0, 1, 15, 16, 17, 31, 128, 129, 333, 512, 700, 1100, 0, 900, 1000, 362)
 """Rows of the 16 experts of nam56r: none, one, and around the tiles of 16 and of 128; the last of a whole batch."""
 QUANTIZED = (0.015, 0.1)

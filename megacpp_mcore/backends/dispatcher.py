@@ -228,11 +228,11 @@ class Dispatcher:
         """Why no kernel that ``auto`` may choose runs ``op``; None if one does. Resolves nothing."""
         reasons = []
         for candidate in self._candidates[op].values():
-            if candidate.auto is None or candidate.speed != Speed.KERNEL:
+            if candidate.auto is None or candidate.auto.lacking(needs) or candidate.speed != Speed.KERNEL:
                 continue
             with self._lock:
                 present = self._probe(candidate)
-            reason = candidate.support.lacking(needs) or candidate.auto.lacking(needs) if present.ok else present.reason
+            reason = candidate.support.lacking(needs) if present.ok else present.reason
             if reason is None:
                 return None
             reasons.append(f"{candidate.name}: {reason}")
@@ -297,6 +297,9 @@ class Dispatcher:
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
                 continue
+            if (unproven := candidate.auto.lacking(needs)) is not None:  # before its probe, which may compile kernels
+                passed_over.append(f"no row shows {candidate.name} to be faster here: {unproven}")
+                continue
             best = candidate.speed if best is None else best
             present = self._probe(candidate)
             if not present.ok:
@@ -305,9 +308,6 @@ class Dispatcher:
             lacking = candidate.support.lacking(needs)
             if lacking is not None:
                 passed_over.append(f"{candidate.name} does not cover this: {lacking}")
-                continue
-            if (unproven := candidate.auto.lacking(needs)) is not None:
-                passed_over.append(f"no row shows {candidate.name} to be faster here: {unproven}")
                 continue
             try:
                 fn = candidate.load()

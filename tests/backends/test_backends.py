@@ -94,7 +94,13 @@ def test_auto_takes_another_package_only_at_sizes_of_rows() -> None:
     assert (answer.observed, answer.slower_than_best) == ("ours", False)
     assert answer.reason == "no row shows theirs to be faster here: head_dim 32 is none of 64; the nearest is 64"
     assert made.request("mla", "theirs", head_dim=32).observed == "theirs"
-    assert "head_dim 32" in str(Dispatcher({}, [theirs]).without_kernel("mla", head_dim=32))
+    probed = Counted()
+    theirs = dataclasses.replace(probed.candidate("theirs", Speed.KERNEL), auto=row)
+    made = Dispatcher({}, [theirs, ours])
+    assert made.without_kernel("mla", head_dim=32) is None
+    assert made.request("mla", head_dim=32).observed == "ours"
+    assert probed.probes == 0  # a probe may compile kernels
+    assert Dispatcher({}, [theirs]).without_kernel("mla", head_dim=32) == "it has none"
 
 
 def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(caplog: pytest.LogCaptureFixture) -> None:

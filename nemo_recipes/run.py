@@ -78,7 +78,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
     chosen = with_own_model(recipe(name), plugin_config.from_environment())
     settings = plugin_config.of_recipe(chosen)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process.process_environment())
+        stack.enter_context(stand_in.process_environment())
         if settings is not None:
             stack.enter_context(stand_in.environment({plugin_config.VARIABLE: str(settings.path)}))
         layout = layout_of(chosen, overrides)

@@ -37,7 +37,7 @@ from megacpp_mcore.patches.spec_import import import_named
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.policy.values import FSDP_CONNECTIONS
 from megacpp_mcore.util.collectives import say
-from megacpp_mcore.util.stand_in import environment
+from megacpp_mcore.util.stand_in import environment, process_environment
 
 _RUN_ID = "megacpp-mcore-"
 """Prefix of torchrun's run ids for processes that are children of a launch."""
@@ -165,7 +165,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
 
     entry = str(chosen.script) if chosen.script else STOCK_LOOP
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process.process_environment())
+        stack.enter_context(process_environment())
         stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         settings = plugin_config.from_environment() if chosen.has_own_spec else None

@@ -22,7 +22,7 @@ from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.graphs import reset_graphs
-from megacpp_mcore.util.stand_in import environment, stand_in
+from megacpp_mcore.util.stand_in import stand_in
 
 
 @contextlib.contextmanager
@@ -110,17 +110,6 @@ def leave_process_group() -> None:
     if torch.distributed.is_initialized():
         reset_graphs()
         torch.distributed.destroy_process_group()
-
-
-def process_environment() -> contextlib.AbstractContextManager[None]:
-    """For the duration, set torchrun's variables for a single process, unless torchrun has set them.
-
-    No other process needs the port of its store, so the kernel chooses it when it is bound: a port found free earlier may be
-    taken by then.
-    """
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    return environment({name: value for name, value in defaults.items() if name not in os.environ})
 
 
 def end_with_the_parent() -> None:

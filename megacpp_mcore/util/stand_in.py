@@ -41,6 +41,17 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
         _set_variables(before)
 
 
+def process_environment() -> contextlib.AbstractContextManager[None]:
+    """For the duration, set torchrun's variables for a single process, unless torchrun has set them.
+
+    No other process needs the port of its store, so the kernel chooses it when it is bound: a port found free earlier may be
+    taken by then.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    return environment({name: value for name, value in defaults.items() if name not in os.environ})
+
+
 def _set_variables(values: Mapping[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:

@@ -14,13 +14,14 @@ from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.util import stand_in
+from megacpp_mcore.util.stand_in import process_environment
 
 BATCH = 3
 
 
 def main() -> None:
     found = {}
-    with process.process_environment(), process.cpu_lane():
+    with process_environment(), process.cpu_lane():
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer
         from megatron.bridge.training.utils.flop_utils import num_floating_point_operations

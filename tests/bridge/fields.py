@@ -15,6 +15,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import Recipe, recipe
 from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.util.stand_in import process_environment
 from tests.stock import gpu_host
 
 
@@ -50,7 +51,7 @@ def _plain(value: Any) -> str:
 
 def main() -> None:
     chosen = recipe(sys.argv[1])
-    with process.process_environment(), process.cpu_lane(), gpu_host():
+    with process_environment(), process.cpu_lane(), gpu_host():
         bridge.prepare()
         from megacpp_mcore.nemo_recipes import nam56r
 

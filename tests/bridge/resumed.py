@@ -9,11 +9,12 @@ from megacpp_mcore.launch import process
 from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.nemo_recipes.run import PATCHES
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.util.stand_in import process_environment
 
 
 def main() -> None:
     folder, step, save = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    with process.process_environment(), process.cpu_lane(), process.patches_of_the_run():
+    with process_environment(), process.cpu_lane(), process.patches_of_the_run():
         registry.default().apply(PATCHES)
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer

@@ -29,6 +29,7 @@ from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Step
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.util.stand_in import process_environment
 from tests import tiny_run
 
 INTERVAL = 2
@@ -131,7 +132,7 @@ def main(run: str, words: list[str]) -> None:
                 clock, [*others, Faulty(), *([Writers(run)] if "writers" in FATE else []), receipt]
             )
 
-    with process.process_environment():
+    with process_environment():
         sys.argv = ["run", *words]
         settings = plugin_config.from_environment()
         model = settings.model if settings else preset("nam56r_tiny")

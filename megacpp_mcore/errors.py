@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class MegacppError(Exception):
-    """Base of every error that megacpp-mcore raises on purpose."""
+    """Base of every error that megacpp-mcore raises on purpose; names in it cannot steer a terminal."""
+
+    def __str__(self) -> str:
+        return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in super().__str__())
 
 
 class PatternError(MegacppError, ValueError):

@@ -115,3 +115,12 @@ def test_a_page_is_not_written_over_a_link_to_itself(tmp_path: Path) -> None:
     (tmp_path / "page.html").symlink_to(tmp_path / "page.html")
     with pytest.raises(DataError, match="is no regular file"):
         events.replace(tmp_path / "page.html", "text")
+
+
+def test_names_in_errors_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = str(tmp_path / "\x1b[31mred\x07\udcff ü.json")
+    for words in (["report", "show", name], ["data", "prepare", name, "--output", "x"], ["launch", "--", name + ".py"]):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert "\x1b" not in said
+        assert r"\x1b[31mred\x07\udcff ü.json" in said

@@ -1,4 +1,4 @@
-# make demo: train NAM56R on this machine.   make test: the whole CPU suite.   Both set everything up first.
+# make demo: train NAM56R on this machine.   make test: the CPU suite, without the exhaustive tests.   Both set everything up first.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -1,7 +1,7 @@
 """Rewrites a checkpoint for another DSA schedule: layers that become Shared lose their indexer, those that become Full get one.
 
-A layer that becomes Full starts with a copy of the indexer that served it, optimizer state included, and so attends to the same
-keys as before. Source of the schedule: index cache, arXiv 2603.12201.
+A layer that becomes Full starts with a copy of the indexer that served it, optimizer state included. It scores its own
+input with it, and so attends to other keys than before. Source of the schedule: index cache, arXiv 2603.12201.
 """
 
 from __future__ import annotations

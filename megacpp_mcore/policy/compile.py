@@ -52,8 +52,8 @@ def compile_policy(
 ) -> CompilePolicy:
     """Decide the compile warm-up; the reasons against it are checked in the order of :data:`REASONS`.
 
-    An explicit warm-up with regional compile and experts on CUDA is known to stall before step 1, where the same run without
-    it fills its caches as it goes and trains; so there it is skipped, whatever was requested.
+    With regional compile beside experts on CUDA the warm-up has not been tried, and the same run without it trains
+    (``experiments/results/regional_h200.csv``); so there it is skipped, whatever was requested.
 
     Args:
         mode: ``off`` or ``regional``.
@@ -70,7 +70,7 @@ def compile_policy(
         "not-launched": "`megacpp-mcore launch` brings it, and did not start this script; step 1 compiles",
         "not-cuda": f"the device is {device}; what it costs to start is paid in step 1",
         "fsdp-eager": "with sharded parameters a layer cannot run by itself before the training loop gathers them",
-        "regional-moe": "regional compile beside experts on CUDA is known to stall in it; caches are filled in passing",
+        "regional-moe": "it was not tried beside experts on CUDA; step 1 compiles",
     }
     holds = {
         "user-disabled": mode == "off" or not warm_up_asked or bool(disabled),

@@ -1,7 +1,7 @@
 """The values of the launch policy: environment variables and plans, each with its source and with what contradicts it.
 
-What a user has set is never replaced: it is reported, with a warning where it contradicts the run. No torch here, and nothing
-is changed. Conditions that Megatron checks are those of megatron-core 0.19.2 and ``training/arguments.py`` of core_v0.19.0.
+What a user has set is not replaced here: it is reported, with a warning where it contradicts the run. No torch, and nothing is
+changed. Conditions that Megatron checks are those of megatron-core 0.19.2 and ``training/arguments.py`` of core_v0.19.0.
 """
 
 from __future__ import annotations

@@ -282,10 +282,10 @@ ROWS = {
     "DSA's indexer": ("indexer", "stock", "triton"),
     "its gradient": ("indexer_grad", "triton", "reference"),
     "Mamba-3 MIMO": ("mamba3", "mamba-ssm MIMO", "triton", "reference"),
-    "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "triton, CUDA graph", "reference"),
+    "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "reference"),
     "M²RNN": ("m2rnn", "xma's recurrence (Triton) in the reference", "triton", "reference"),
     "routed experts": ("routed_mlp", "stock TEGroupedMLP", "triton", "triton_fp8, weights kept quantised"),
-    "E layer": ("layer_e", "stock MoELayer", f"ours {E_LAYER}", f"ours, CUDA graph {E_LAYER}"),
+    "E layer": ("layer_e", "stock MoELayer", f"ours {E_LAYER}"),
     "output layer": (
         "linear_cross_entropy",
         "stock, fused cross-entropy",
@@ -296,7 +296,6 @@ ROWS = {
 """A row's first words; the benchmark and the variants whose milliseconds it gives."""
 
 ARMS = {
-    "one, [quack": ("other packages", "bf16"),
     "one, [in FP8": ("fp8 experts and current scopes", "bf16"),
     "one": ("micro-batch 2",),
     "two": ("two micro-batch 2",),

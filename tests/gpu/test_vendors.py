@@ -148,11 +148,16 @@ def test_quack_experts_do_not_wait_and_a_graph_replays() -> None:
         assert torch.equal(replay, tensor), name
 
 
-def test_quack_experts_are_named() -> None:
+def test_quack_experts_by_name_and_by_auto() -> None:
     require(quack.probe())
     needs = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": True, "capturable": True}
     dispatcher, sizes = Dispatcher({"routed_mlp": "quack"}), {"hidden": 3584, "experts": 16}
     assert dispatcher.request("routed_mlp", ffn=896, **sizes, **needs).fn is quack.routed_mlp
+    automatic = Dispatcher()  # at the sizes of its rows alone
+    whole = sizes | {"expert_ranks": 1} | needs
+    assert automatic.request("routed_mlp", ffn=896, **whole).observed == "quack"
+    assert automatic.request("routed_mlp", ffn=896, **whole | {"expert_ranks": 2, "experts": 8}).observed == "triton"
+    assert automatic.request("routed_mlp", ffn=1024, **whole).observed == "triton"
     with pytest.raises(BackendError, match="ffn 900 is not a multiple of 8"):
         dispatcher.request("routed_mlp", ffn=900, **sizes, **needs)
 

@@ -97,7 +97,7 @@ def _lock(save: Path) -> None:
     _refuse_dangling(save)
     try:
         save.mkdir(parents=True, exist_ok=True)
-        stream = open(save / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (open while the run lasts)
+        stream = open(save / LOCK, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (open while the run lasts)
     except OSError as error:
         raise CheckpointError(f"--save {save} cannot be written ({error}); name another folder") from error
     try:
@@ -135,12 +135,13 @@ def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> Non
         )
 
 
-def choose(load: Path, step: int | None) -> int | None:
+def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | None:
     """Check the checkpoint that is about to be loaded.
 
     Args:
         load: as in ``--load``.
         step: ``--ckpt-step``, if it was passed.
+        by_digests: as in :func:`damages`.
 
     Returns:
         The iteration to load, as in ``--ckpt-step``; None for what the tracker file names.
@@ -148,73 +149,111 @@ def choose(load: Path, step: int | None) -> int | None:
     Raises:
         CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.
     """
-    named, problem, numbers, is_lost = _on_rank_0(lambda: _look(load, step))
+    named, problem, numbers, is_lost, is_first = _on_rank_0(lambda: _look(load, step))
     if named is not None:
         folder = iteration_folder(load, named)
-        if found := _damages(folder):
+        if found := _damages(folder, by_digests):
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
             numbers = [number for number in numbers if named == RELEASE or number < int(named)]
         elif not (folder / MANIFEST).exists():
             say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
-    whole = next((number for number in numbers if not _damages(iteration_folder(load, str(number)))), None)
+    whole = None
+    for number in numbers:
+        if not (found := _damages(folder := iteration_folder(load, str(number)), by_digests)):
+            whole = number
+            break
+        problem += f"; {folder}: {', '.join(found)}"
     if whole is not None and (load_newest_whole or is_lost):
         if named is not None:  # a run that saves here will come to it
-            _refuse_dangling(iteration_folder(load, named))
+            _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
         say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
         return whole
-    if is_lost:
-        say(f"{problem}, and none of them is whole")
+    if is_first:
+        say(f"{problem}; its first save was not completed: starting from scratch")
         return None
     if whole is None:
-        raise CheckpointError(f"{problem}; no whole checkpoint is there: restore the file from a copy")
+        anew = "; to start from scratch, remove all of them" if is_lost else ""
+        raise CheckpointError(f"{problem}; no whole checkpoint is there: restore the file from a copy{anew}")
     raise CheckpointError(
         f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} "
         f"to {load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG"
     )
 
 
-def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], bool]:
+def choose_non_persistent(
+    folder: Path | None, iteration: int, load: Path | None, step: int | None, **how: bool
+) -> bool:
+    """Whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, not one in ``load``; if so, check it.
+
+    Args:
+        folder: where it is; None if it is not to be checked.
+        iteration, load, step, how: its, and as in :func:`choose`.
+
+    Raises:
+        CheckpointError: it is damaged, or the tracker file in ``load`` is.
+    """
+    if iteration == -1:
+        return False
+    named = str(step) if step else _on_rank_0(lambda: None if load is None else read_tracker(load))
+    if iteration < (-1 if named is None else 0 if named == RELEASE else int(named)):
+        return False
+    if folder is None or not (found := _damages(made := iteration_folder(folder, str(iteration)), **how)):
+        return True
+    problem = f"the checkpoint {made} is damaged: {'; '.join(found)}"
+    if named is None or not load_newest_whole:
+        raise CheckpointError(
+            f"{problem}; to load the persistent checkpoint, if there is one, remove {folder}, or set checkpoints: "
+            "{load_newest_whole: true} in the file of MEGACPP_CONFIG"
+        )
+    say(f"{problem}; loading from {load}")
+    return False
+
+
+def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], bool, bool]:
     """What rank 0 sees in a folder.
 
     Returns:
         The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed
-        checkpoints, latest first; and whether there is no tracker file for them.
+        checkpoints, latest first; whether there is no tracker file for them; and whether all that is there can have been left
+        by a run that was killed in its first save.
     """
     # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
     found = [path for path in load.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
     complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG))]
     numbers = sorted((int(path.name[5:]) for path in complete), reverse=True)
     if step:
-        return str(step), None, numbers, False
+        return str(step), None, numbers, False, False
     try:
         named = read_tracker(load)
     except CheckpointError as error:
-        return None, str(error), numbers, False
+        return None, str(error), numbers, False, False
     if named is None:
-        return None, f"{load} has checkpoints, but no {TRACKER}" if numbers else None, numbers, True
+        is_first = len(found) == 1 and not (found[0] / MANIFEST).exists()
+        return None, f"{load} has checkpoints, but no {TRACKER}" if found else None, numbers, True, is_first
     if numbers and named != RELEASE and int(named) < numbers[0]:
         say(
             f"{load / TRACKER} names iteration {named}, and {numbers[0]} is there, too: a run that saves here replaces "
             f"it; to continue from it, write {numbers[0]} to the file"
         )
-    return named, None, numbers, False
+    return named, None, numbers, False, False
 
 
-def _damages(folder: Path) -> list[str]:
+def _damages(folder: Path, by_digests: bool = True) -> list[str]:
     """As :func:`damages`, by all ranks together."""
-    return list(dict.fromkeys(one for found in gathered(damages(folder, *rank_and_size())) for one in found))
+    shares = gathered(damages(folder, *rank_and_size(), by_digests=by_digests))
+    return list(dict.fromkeys(one for found in shares for one in found))
 
 
 def _on_rank_0[T](compute: Callable[[], T]) -> T:
-    """The result of ``compute()`` on rank 0, on every rank; its CheckpointError or OSError is raised on every rank."""
+    """The result of ``compute()`` on rank 0, on every rank; its error is a CheckpointError on every rank."""
     outcome: tuple[Any, str | None] = (None, None)
     if rank_and_size()[0] == 0:
         try:
             outcome = compute(), None
-        except (CheckpointError, OSError) as error:  # the others wait
-            outcome = None, str(error)
+        except Exception as error:  # the others wait
+            outcome = None, str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
     result: T
     result, problem = gathered(outcome)[0]
     if problem is not None:

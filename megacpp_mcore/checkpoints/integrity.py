@@ -84,35 +84,39 @@ def read_metadata(folder: Path) -> Metadata:
 def digested(path: Path) -> Iterator[None]:
     """Compute the digest of the file that is written to ``path`` in the context, in a thread that reads what has been written.
 
-    The digest goes to a file next to it, for :func:`write_manifest`.
+    The digest goes to a file next to it, for :func:`write_manifest`, which computes those that are missing: no error here fails
+    the save, and Megatron would wait forever for a writer that raises outside of its own handler.
     """
-    path.unlink(missing_ok=True)  # left by an interrupted save: the thread would read that
-    written = threading.Event()
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        following = pool.submit(_follow, path, written)
-        try:
-            yield
-        finally:
-            written.set()
-    if (digest := following.result()) is not None:
-        replace(path.with_name(path.name + _SUFFIX), digest.encode())
+    known, written = path.with_name(path.name + _SUFFIX), threading.Event()
+    following = threading.Thread(target=_follow, args=(path, known, written))
+    with contextlib.suppress(OSError, RuntimeError):
+        for left in (known, path):  # by an interrupted save: the thread would read that
+            left.unlink(missing_ok=True)
+        following.start()
+    try:
+        yield
+    finally:
+        written.set()
+        if following.is_alive():
+            following.join()
 
 
-def _follow(path: Path, written: threading.Event) -> str | None:
-    """The digest of a file that grows until ``written`` is set; None if it does not exist then, as in object storage."""
-    while not path.exists():
-        if written.wait(_POLL_S) and not path.exists():
-            return None
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as stream:
-        while True:
-            is_last = written.is_set()  # before the read
-            if size := stream.readinto(chunk):
-                digest.update(chunk[:size])
-            elif is_last:
-                return digest.hexdigest()
-            else:
-                written.wait(_POLL_S)
+def _follow(path: Path, known: Path, written: threading.Event) -> None:
+    """Write the digest of a file that grows until ``written`` is set to ``known``, unless it does not exist then."""
+    with contextlib.suppress(OSError):
+        while not path.exists():
+            if written.wait(_POLL_S) and not path.exists():
+                return  # as in object storage
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+        with open(path, "rb", buffering=0) as stream:
+            while True:
+                is_last = written.is_set()  # before the read
+                if size := stream.readinto(chunk):
+                    digest.update(chunk[:size])
+                elif is_last:
+                    return replace(known, digest.hexdigest().encode())
+                else:
+                    written.wait(_POLL_S)
 
 
 def write_manifest(folder: Path) -> None:
@@ -147,7 +151,7 @@ def _manifest_text(files: dict[str, str], manifest_id: str) -> str:
     return json.dumps({**content, "seal": hashlib.sha256(json.dumps(content).encode()).hexdigest()}, indent=2)
 
 
-def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: bool = True) -> list[str]:
     """What is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
 
     Without a manifest (a checkpoint of stock Megatron, or of an earlier version) only ``.metadata``, ``metadata.json`` and the
@@ -156,6 +160,7 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     Args:
         folder: of the iteration.
         rank, world_size: the ``rank``-th of ``world_size`` shares of the files is checked.
+        by_digests: whether a manifest is used.
     """
     try:
         if not any((folder / name).exists() for name in (CONFIG, METADATA, MANIFEST)):
@@ -163,7 +168,7 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
                 return [f"it is a link to {folder.readlink()}, which does not exist"]
             is_torch = folder.is_dir() and any(folder.glob("mp_rank_*"))
             return [] if is_torch else [f"{METADATA}: not found, and no other file of a checkpoint is there"]
-        files = _manifest(folder)
+        files = _manifest(folder) if by_digests else None
         if files is None:
             return _structural_damages(folder) if rank == 0 else []
         with ThreadPoolExecutor(max_workers=8) as pool:

@@ -65,13 +65,20 @@ def compare(settings: PluginConfig | None) -> None:
     """
     from torch import distributed
 
-    if rank_and_size()[1] == 1 or distributed.get_backend() == "fake":
+    rank, size = rank_and_size()
+    if size == 1 or distributed.get_backend() == "fake":
         return
-    facts = collect(settings)
-    if len(set(gathered(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()))) > 1:
+    facts: dict[str, str] = {}
+    try:
+        facts = collect(settings)
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    except Exception as error:  # the others wait
+        digest = f"rank {rank} cannot be compared: {error!r}"
+    if len(set(digests := gathered(digest))) > 1:
+        failures = [one for one in digests if one.startswith("rank ")]
         raise LaunchError(
             f"the ranks of this run differ; start all of them with the same arguments, {VARIABLE}, code and environment:\n  "
-            + "\n  ".join(_differences(gathered(facts)))
+            + "\n  ".join(failures or _differences(gathered(facts)))
         )
 
 
@@ -137,6 +144,6 @@ def _code() -> str:
     """This package's version and a digest of its files."""
     root = Path(megacpp_mcore.__file__).parent
     files = sorted(Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
-    lines = [f"{file.relative_to(root)} {sha256_of(file)}" for file in files if file.suffix == ".py"]
+    lines = [f"{file.relative_to(root)} {sha256_of(file)}" for file in files if file.suffix == ".py" and file.is_file()]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return f"{megacpp_mcore.__version__}, digest {digest[:16]}"

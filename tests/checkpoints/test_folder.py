@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
-from megacpp_mcore.checkpoints import rewrite
+from megacpp_mcore.checkpoints import integrity, rewrite
 from megacpp_mcore.checkpoints.folder import LOCK, TRACKER, choose, claim, read_tracker
 from megacpp_mcore.checkpoints.integrity import damages, digested, write_manifest
 from megacpp_mcore.errors import CheckpointError
@@ -125,10 +129,38 @@ def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.Cap
     (saved / TRACKER).unlink()
     flip(saved / NEWEST / SHARD, 100)
     assert choose(saved, None) == 3
-    assert f"has checkpoints, but no {TRACKER}; loading the newest whole checkpoint" in capsys.readouterr().out
+    says = (
+        f"has checkpoints, but no {TRACKER}; {saved / NEWEST}: {SHARD}: its content is not what was saved; loading the"
+    )
+    assert says in capsys.readouterr().out
     (saved / OLDER / SHARD).unlink()
-    assert choose(saved, None) is None
+    with pytest.raises(
+        CheckpointError, match=f"{NEWEST}: {SHARD}: its .*; .*{OLDER}: {SHARD}: not found; .* remove all"
+    ):
+        choose(saved, None)
+    assert not capsys.readouterr().out
     assert choose(saved / "nothing", None) is None
+
+
+@pytest.mark.parametrize("lacks", [("integrity.json",), ("integrity.json", "metadata.json"), FILES])
+def test_a_first_save_that_was_killed_before_its_manifest_begins_anew(
+    saved: Path, lacks: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of several, or one with a manifest, was whole: Megatron would train from scratch, and replace it in the end."""
+    (saved / TRACKER).unlink()
+    for name in lacks:
+        (saved / NEWEST / name).unlink()
+        (saved / OLDER / name).unlink()
+    with pytest.raises(
+        CheckpointError, match=f"has checkpoints, but no {TRACKER}; .*to start from scratch, remove all"
+    ):
+        choose(saved, None)
+    shutil.rmtree(saved / OLDER)
+    assert choose(saved, None) is None
+    assert "its first save was not completed: starting from scratch" in capsys.readouterr().out
+    (saved / NEWEST / "integrity.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="to start from scratch, remove all"):
+        choose(saved, None)
 
 
 def test_what_is_whole_is_left_to_the_tracker_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +241,36 @@ def test_a_digest_follows_the_writer(saved: Path) -> None:
     os.utime(shard, ns=(later, later))
     write_manifest(made)
     assert not damages(made)
+
+
+FAILURES = {
+    "a file left by another user": (Path, "unlink", PermissionError(1, "Operation not permitted")),
+    "no more threads": (threading.Thread, "start", RuntimeError("can't start new thread")),
+    "unreadable": (Path, "exists", PermissionError(13, "Permission denied")),
+    "a full disk": (integrity, "replace", OSError(28, "No space left on device")),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_digest_that_fails_does_not_fail_the_save(saved: Path, failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron waits for its writer, who has told nothing yet, without end."""
+    holder, name, error = FAILURES[failure]
+    made, shard = saved / NEWEST, saved / NEWEST / SHARD
+    (made / f"{SHARD}.sha256").write_text("of another save")
+    os.utime(shard.with_name(f"{SHARD}.sha256"), ns=(0, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(holder, name, mock.Mock(side_effect=error))
+        with digested(shard):
+            shard.write_bytes(b"content")
+    write_manifest(made)
+    assert not damages(made)
+
+
+def test_a_digest_of_an_interrupted_save_is_removed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = saved / NEWEST / f"{SHARD}.sha256"
+    known.write_text("of another save")
+    with digested(saved / NEWEST / SHARD):
+        assert not known.exists()
 
 
 class Code:
@@ -301,6 +363,36 @@ def test_what_the_system_refuses_to_one_rank_is_told_to_all(saved: Path, monkeyp
     with pytest.raises(CheckpointError, match="Permission denied"):
         choose(saved, None)
     assert "Permission denied" in str(told)
+
+
+@pytest.mark.parametrize("error", [ValueError("embedded null byte"), RuntimeError("another"), KeyError("a key")])
+def test_any_error_on_rank_0_reaches_all(saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(checkpoint_folder, "gathered", lambda value: told.append(value) or [value])
+    monkeypatch.setattr(Path, "glob", mock.Mock(side_effect=error))
+    with pytest.raises(CheckpointError, match=re.escape(repr(error))):
+        choose(saved, None)
+    assert told == [(None, repr(error))]
+
+
+def test_a_lock_of_any_bytes_is_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (saved / LOCK).write_bytes(b"\xff\xfe")
+    monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=BlockingIOError(11, "held")))
+    with pytest.raises(CheckpointError, match=f"is training and saves in {saved}"):
+        claim(str(saved), None, None, finetune=False)
+
+
+def test_only_rank_0_looks_for_links_to_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another rank raised alone, the others would wait for."""
+    of_rank_0 = iter([(("6", None, [3], False, False), None), (None, "6 is a link to nothing")])
+    monkeypatch.setattr(checkpoint_folder, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(checkpoint_folder, "gathered", lambda one: [next(of_rank_0)] if one == (None, None) else [one])
+    monkeypatch.setattr(checkpoint_folder, "_refuse_dangling", lambda _: pytest.fail("rank 1 looked"))
+    monkeypatch.setattr(checkpoint_folder, "load_newest_whole", True)
+    (saved / NEWEST / SHARD).unlink()
+    (saved / NEWEST / "integrity.json").unlink()
+    with pytest.raises(CheckpointError, match="6 is a link to nothing"):
+        choose(saved, None)
 
 
 def test_metadata_of_the_wrong_kind_is_a_damage(saved: Path) -> None:

@@ -49,6 +49,7 @@ HOSTS_OWN = (
     *("--non-persistent-local-ckpt-dir", "/of/this/host", "--memory-snapshot-path", "/of/this/host"),
     *("--result-rejected-tracker-filename", "/of/this/host"),
 )
+FAILS = "an error of one rank"
 SAME = ("nothing", "another path of the file", "what is a rank's own")
 
 
@@ -71,9 +72,12 @@ def different(way: str, folder: Path) -> Iterator[settings.PluginConfig | None]:
             shutil.copytree(Path(megacpp_mcore.__file__).parent, code / "megacpp_mcore")
             with (code / "megacpp_mcore" / "layer_specs" / "mamba.py").open("a") as file:
                 file.write("\n")
+            (code / "megacpp_mcore" / ".#editor.py").symlink_to("somebody@host.7")
             stack.enter_context(mock.patch.object(megacpp_mcore, "__file__", str(code / "megacpp_mcore/__init__.py")))
             ranks._code.cache_clear()
             stack.callback(ranks._code.cache_clear)
+        elif way == FAILS:
+            stack.enter_context(mock.patch.object(ranks, "_code", side_effect=PermissionError(13, "Permission denied")))
         elif way == "version of torch":
             known: Callable[[str], str | None] = host.version
             stack.enter_context(
@@ -95,7 +99,7 @@ def different(way: str, folder: Path) -> Iterator[settings.PluginConfig | None]:
 def main(folder: Path) -> None:
     rank, found = int(os.environ["RANK"]), {}
     with stock.one_process(folder / "store", tensor_model_parallel_size=1):
-        for way in (*SAME, *WAYS):
+        for way in (*SAME, *WAYS, FAILS):
             with different(way if rank else "nothing", folder) as content:
                 try:
                     ranks.compare(content)

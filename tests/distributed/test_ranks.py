@@ -33,6 +33,13 @@ def test_a_difference_is_refused_on_every_rank_with_both_values(errors: list[dic
     assert values[1] != values[2]
 
 
+def test_an_error_of_one_rank_reaches_all(errors: list[dict[str, str]]) -> None:
+    for of_rank in errors:
+        assert of_rank[differing.FAILS].partition("environment:\n")[2] == (
+            "  rank 1 cannot be compared: PermissionError(13, 'Permission denied')"
+        )
+
+
 def test_what_is_a_rank_s_own_is_not_compared(errors: list[dict[str, str]]) -> None:
     assert [set(differing.SAME) & set(of_rank) for of_rank in errors] == [set(), set()]
 

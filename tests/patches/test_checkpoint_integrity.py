@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,117 @@ def test_no_checkpoint_is_an_error_where_the_run_insists_on_one(checkpointing: M
     with pytest.raises(CheckpointError, match=f"there is no checkpoint in {tmp_path}; expected"):
         checkpointing._load_base_checkpoint(str(tmp_path), arguments(exit_on_missing_checkpoint=True), rank0=True)
     assert checkpointing._load_base_checkpoint(str(tmp_path), arguments(), rank0=True)[0] is None
+
+
+@pytest.mark.parametrize("is_torch", [True, False])
+def test_what_ended_in_status_0_is_an_error(
+    checkpointing: ModuleType, tmp_path: Path, is_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of a missing checkpoint, and without the reason of another format."""
+    folder = saved(tmp_path / "saved", 3)
+    if is_torch:
+        shutil.rmtree(folder / "iter_0000003")
+        (folder / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
+        (folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"cut")
+    else:
+        monkeypatch.setattr(checkpointing, "_get_checkpoint_format", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(CheckpointError, match=r"loaded no checkpoint from .*; its reason is printed above") as refused:
+        checkpointing._load_base_checkpoint(str(folder), arguments(exit_on_missing_checkpoint=True), rank0=True)
+    assert ("in the format torch" in str(refused.value)) is is_torch
+
+
+def test_before_ranks_are_connected_files_are_not_hashed(
+    checkpointing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would hash all of them by itself, and again in the load that follows, which checks everything."""
+    folder, hashed = saved(tmp_path / "saved", 3, 6, rng=[7]), mock.Mock(wraps=integrity.sha256_of)
+    monkeypatch.setattr(integrity, "sha256_of", hashed)
+    with monkeypatch.context() as alone:
+        alone.setattr(torch.distributed, "is_initialized", lambda: False)
+        assert checkpointing._load_base_checkpoint(str(folder), arguments(), rank0=True)[0]["iteration"] == 6
+        assert not hashed.called
+        assert patch._checked is None
+        (folder / TRACKER).write_text("no number")
+        with pytest.raises(CheckpointError, match=f"contains 'no number'.*newest whole checkpoint is .*{6}"):
+            checkpointing._load_base_checkpoint(str(folder), arguments(), rank0=True)
+        (folder / TRACKER).write_text("6")
+        (folder / "iter_0000006" / ".metadata").write_bytes(b"")
+        with pytest.raises(CheckpointError, match=r"\.metadata cannot be read .*newest whole checkpoint is .*3"):
+            checkpointing._load_base_checkpoint(str(folder), arguments(), rank0=True)
+        assert not hashed.called
+    (folder / TRACKER).write_text("3")
+    load(checkpointing, folder, arguments())
+    assert hashed.call_count == 3
+
+
+def test_a_load_that_failed_is_checked_anew(checkpointing: ModuleType, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", 3, rng=[7])
+    with (
+        mock.patch.object(
+            checkpointing.dist_checkpointing, "load_common_state_dict", side_effect=RuntimeError("failed")
+        ),
+        pytest.raises(RuntimeError, match="failed"),
+    ):
+        checkpointing._load_base_checkpoint(str(folder), arguments(), rank0=True)
+    (folder / "iter_0000003" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is damaged: __0_0"):
+        checkpointing._load_base_checkpoint(str(folder), arguments(), rank0=False, sharded_state_dict={})
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder with checkpoints of iterations 3 and 6, and the folder of its non-persistent one of iteration 8."""
+    folder = saved(tmp_path / "saved", 3, 6, rng=[7])
+    return folder, saved(folder / "non_persistent", 8, rng=[8])
+
+
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_a_non_persistent_checkpoint_is_loaded_where_it_is_newer(
+    checkpointing: ModuleType, both: tuple[Path, Path], tmp_path: Path, own_folder: bool
+) -> None:
+    """Also where the other one is damaged, which nothing reads."""
+    folder, temporary = both
+    args = arguments(non_persistent_ckpt_type="global")
+    if own_folder:
+        args.non_persistent_global_ckpt_dir = str(temporary.rename(tmp_path / "own"))
+    (folder / "iter_0000006" / "__0_0.distcp").write_bytes(b"")
+    with mock.patch.object(checkpoint_folder, "damages", wraps=integrity.damages) as checked:
+        common, state = load(checkpointing, folder, args)
+    assert (common["iteration"], state["rng"], checked.call_count) == (8, [8], 1)
+    (folder / TRACKER).write_text("9")
+    with pytest.raises(CheckpointError, match="iter_0000009 is damaged"):
+        load(checkpointing, folder, args)
+
+
+def test_a_damaged_non_persistent_checkpoint_is_refused(checkpointing: ModuleType, both: tuple[Path, Path]) -> None:
+    folder, temporary = both
+    args = arguments(non_persistent_ckpt_type="global")
+    (temporary / "iter_0000008" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=f"{temporary}/iter_0000008 is damaged: __0_0.*remove {temporary}, or set"
+    ):
+        load(checkpointing, folder, args)
+    checkpoint_folder.load_newest_whole = True
+    common, state = load(checkpointing, folder, args)
+    assert (common["iteration"], state["rng"]) == (6, [7])
+    (folder / TRACKER).unlink()
+    with pytest.raises(CheckpointError, match="iter_0000008 is damaged"):  # Megatron would start from scratch
+        load(checkpointing, folder, args)
+
+
+def test_a_local_checkpoint_is_left_to_its_manager(checkpointing: ModuleType, both: tuple[Path, Path]) -> None:
+    folder, _ = both
+    (folder / "iter_0000006" / "__0_0.distcp").write_bytes(b"")
+    manager = mock.Mock()
+    manager.find_latest.return_value = 9
+    manager.load.return_value = mock.Mock(to_state_dict=mock.Mock(return_value={"iteration": 9})), "name"
+    args = arguments(non_persistent_ckpt_type="local", non_persistent_local_ckpt_algo="atomic")
+    for rank0 in (True, False):
+        state, *_ = checkpointing._load_base_checkpoint(
+            str(folder), args, rank0=rank0, checkpointing_context={"local_checkpoint_manager": manager}
+        )
+        assert state == {"iteration": 9}
+    assert manager.find_latest.call_count == 1
 
 
 def test_a_save_has_a_manifest_of_digests_that_were_computed_while_it_was_written(

@@ -189,7 +189,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 f"{ops}.grouped_mlp.fp8:{op}",
                 _GPU_TRITON,
                 probe=hopper,
-                auto=None,
+                auto=False,
             )
             for op in ("grouped_mlp", "routed_mlp")
         ),
@@ -202,7 +202,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 f"{ops}.grouped_mlp.te:{op}",
                 (CUDA, TRANSFORMER_ENGINE),
                 probe=functools.partial(imports.feature, *features),
-                auto=None,
+                auto=False,
             )
             for op, features, dims in (
                 ("grouped_mlp", ("experts",), {}),
@@ -261,7 +261,7 @@ def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
             dataclasses.replace(
                 _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (name, CUDA)),
                 probe=functools.partial(_tried, path, name),
-                auto=None,
+                auto=False,
             )
             for name, support in vendors.items()
         ),

@@ -61,8 +61,8 @@ class Candidate:
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`, and the vendor of
             :data:`megacpp_mcore.backends.vendors.NAMES` that must not be disabled.
         probe: an additional check, run once before use.
-        auto: the requests, among those it supports, for which ``auto`` may take it; None: it runs only if requested by name,
-            because it is less accurate, or no benchmark row shows that it is faster.
+        auto: whether ``auto`` may take it for all that it supports, or only for some requests among those; False: it runs
+            only if requested by name, because it is less accurate, or no benchmark row shows that it is faster.
     """
 
     name: str
@@ -72,13 +72,17 @@ class Candidate:
     support: Support = field(default_factory=Support)
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
-    auto: Support | None = field(default_factory=Support)
+    auto: Support | bool = True
 
     def __post_init__(self) -> None:
         known = (*probes.REQUIREMENTS, *vendors.NAMES)
         for name in self.requires:
             if name not in known:
                 raise BackendError(_unknown(f"requirement of backend {self.name}", name, known))
+
+    def unproven(self, needs: Mapping[str, Any]) -> str | None:
+        """What ``auto`` does not take it for, of a request that it supports."""
+        return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
 
     def present(self) -> ProbeResult:
         """Whether this machine meets its requirements; a probe that raises means no."""
@@ -228,7 +232,7 @@ class Dispatcher:
         """Why no kernel that ``auto`` may choose runs ``op``; None if one does. Resolves nothing."""
         reasons = []
         for candidate in self._candidates[op].values():
-            if candidate.auto is None or candidate.auto.lacking(needs) or candidate.speed != Speed.KERNEL:
+            if not candidate.auto or candidate.unproven(needs) or candidate.speed != Speed.KERNEL:
                 continue
             with self._lock:
                 present = self._probe(candidate)
@@ -292,12 +296,12 @@ class Dispatcher:
         passed_over: list[str] = []
         best: Speed | None = None  # among candidates made for this device, usable here or not
         for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
-            if candidate.auto is None:
+            if not candidate.auto:
                 continue
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
                 continue
-            if (unproven := candidate.auto.lacking(needs)) is not None:  # before its probe, which may compile kernels
+            if (unproven := candidate.unproven(needs)) is not None:  # before its probe, which may compile kernels
                 passed_over.append(f"no row shows {candidate.name} to be faster here: {unproven}")
                 continue
             best = candidate.speed if best is None else best

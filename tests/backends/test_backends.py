@@ -72,7 +72,7 @@ def test_auto_takes_the_fastest_and_probes_once() -> None:
 
 def test_auto_does_not_take_what_runs_by_name_alone() -> None:
     exact = Counted().candidate("exact", Speed.COMPILED)
-    rough = dataclasses.replace(Counted().candidate("rough", Speed.KERNEL), auto=None)
+    rough = dataclasses.replace(Counted().candidate("rough", Speed.KERNEL), auto=False)
     made = Dispatcher({}, [rough, exact])
     answer = made.request("mla")
     assert (answer.observed, answer.slower_than_best) == ("exact", False)

@@ -17,6 +17,7 @@ import pytest
 
 from megacpp_mcore.backends import own_candidates
 from megacpp_mcore.backends.candidates import layer_parts_candidates
+from megacpp_mcore.backends.support import Support
 from megacpp_mcore.bench.table import RIGHT
 from megacpp_mcore.observe.receipts.claims import NOISE
 
@@ -81,7 +82,7 @@ def test_auto_prefers_no_backend_without_evidence_or_a_policy() -> None:
     unused: Callable[..., Any] = dict
     every = [*own_candidates(), *layer_parts_candidates(transformer_engine=unused, local=unused)]
     known = {(one.op, one.name) for one in every}
-    every = [one for one in every if one.auto is not None]
+    every = [one for one in every if one.auto]
     slowest = {op: min(one.speed for one in every if one.op == op) for op in {one.op for one in every}}
     preferred = {(one.op, one.name) for one in every if one.speed > slowest[one.op]}
     assert preferred <= EVIDENCE.keys() | POLICIES.keys() <= known
@@ -91,7 +92,7 @@ def test_auto_prefers_no_backend_without_evidence_or_a_policy() -> None:
 @pytest.mark.parametrize(("op", "name"), [("mla", "flash4"), ("routed_mlp", "quack")])
 def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: str) -> None:
     (candidate,) = (one for one in own_candidates() if (one.op, one.name) == (op, name))
-    assert candidate.auto is not None
+    assert isinstance(candidate.auto, Support)
     words = {"qk_dim": "qk", "v_dim": "v", "hidden": "hidden", "ffn": "expert_width", "experts": "experts"}
     sizes = dict(candidate.support.dims) | dict(candidate.auto.dims)
     sizes.pop("expert_ranks", None)  # how many of them divide the experts: one

@@ -79,11 +79,12 @@ def test_memory_does_not_grow_with_the_steps_of_all_ranks(read: Callable[[Path],
 def test_512_ranks_of_2000_steps_take_less_than_100_mb(tmp_path: Path) -> None:
     write_run(tmp_path, 512, 2000)
     script = (
-        "import resource, sys, time; from megacpp_mcore.observe.receipts.assemble import write; began = time.monotonic();"
-        "write(sys.argv[1]); print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "import sys, time; from megacpp_mcore.observe.receipts.assemble import write; began = time.monotonic();"
+        "write(sys.argv[1]); print(time.monotonic() - began, *open('/proc/self/status'))"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    seconds, peak_kb = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.split()
+    said = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.split()
+    seconds, peak_kb = said[0], said[said.index("VmHWM:") + 1]  # ru_maxrss is at least that of the process that forked
     print(
         f"the receipt of 512 ranks and 2000 steps took {float(seconds):.1f} s and {int(peak_kb) / 1e3:.0f} MB at most"
     )

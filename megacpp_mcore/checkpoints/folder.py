@@ -230,8 +230,9 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
     except CheckpointError as error:
         return None, str(error), numbers, False, False
     if named is None:
-        is_first = len(found) == 1 and not (found[0] / MANIFEST).exists()
-        return None, f"{load} has checkpoints, but no {TRACKER}" if found else None, numbers, True, is_first
+        lacking = [f"; {path}: lacks {METADATA} or {CONFIG}" for path in sorted(set(found) - set(complete))]
+        problem = f"{load} has checkpoints, but no {TRACKER}{''.join(lacking)}" if found else None
+        return None, problem, numbers, True, len(found) == 1 and not (found[0] / MANIFEST).exists()
     if numbers and named != RELEASE and int(named) < numbers[0]:
         say(
             f"{load / TRACKER} names iteration {named}, and {numbers[0]} is there, too: a run that saves here replaces "

@@ -151,10 +151,9 @@ def test_a_first_save_that_was_killed_before_its_manifest_begins_anew(
     for name in lacks:
         (saved / NEWEST / name).unlink()
         (saved / OLDER / name).unlink()
-    with pytest.raises(
-        CheckpointError, match=f"has checkpoints, but no {TRACKER}; .*to start from scratch, remove all"
-    ):
+    with pytest.raises(CheckpointError, match=f"no {TRACKER}; .*to start from scratch, remove all of them") as refused:
         choose(saved, None)
+    assert all(f"; {saved / name}: " in str(refused.value) for name in (OLDER, NEWEST))
     shutil.rmtree(saved / OLDER)
     assert choose(saved, None) is None
     assert "its first save was not completed: starting from scratch" in capsys.readouterr().out
@@ -266,7 +265,7 @@ def test_a_digest_that_fails_does_not_fail_the_save(saved: Path, failure: str, m
     assert not damages(made)
 
 
-def test_a_digest_of_an_interrupted_save_is_removed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_of_an_interrupted_save_is_removed(saved: Path) -> None:
     known = saved / NEWEST / f"{SHARD}.sha256"
     known.write_text("of another save")
     with digested(saved / NEWEST / SHARD):

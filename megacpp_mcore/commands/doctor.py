@@ -208,7 +208,7 @@ with open(answer_file, "w", encoding="utf-8") as file:
 def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = TIME_LIMIT_S) -> list[Finding]:
     """Look for every component and try those that are installed."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return [_python(), *pool.map(lambda component: _examine_aloud(component, time_limit_s), components)]
+        return [_python(), *pool.map(lambda component: _examine(component, time_limit_s), components)]
 
 
 def _python() -> Finding:
@@ -218,16 +218,10 @@ def _python() -> Finding:
     return Finding("python", WORKS if supported else BROKEN, version, reason, blocks=not supported)
 
 
-def _examine_aloud(component: Component, time_limit_s: float) -> Finding:
-    """Examine a component, and say on stderr that it was: each is imported in a process of its own, which takes seconds."""
-    finding = _examine(component, time_limit_s)
-    print(f"examined {component.name}", file=sys.stderr, flush=True)
-    return finding
-
-
 def _examine(component: Component, time_limit_s: float) -> Finding:
     """Examine a component; some also obey a switch, of the environment or the file. An invalid variable is refused."""
     finding = _find_and_try(component, time_limit_s)
+    print(f"examined {component.name}", file=sys.stderr, flush=True)  # a sign of life: each takes seconds
     if component.vendor and not (switch := vendors.allowed(component.vendor)).ok and finding.state in (WORKS, ABSENT):
         return replace(finding, state=OFF if finding.state == WORKS else ABSENT, reason=switch.reason)
     try:

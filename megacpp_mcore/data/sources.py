@@ -223,15 +223,12 @@ def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped]
     """Return the text of one JSON line; empty when it was skipped."""
     try:
         record = json.loads(line.decode("utf-8"))
-        if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
-            keys = (
-                [f"{key!r}, a {type(value).__name__}" for key, value in record.items()]
-                if isinstance(record, dict)
-                else []
-            )
-            found = f"found {'; '.join(keys[:8])}: --json-key names another" if keys else "found no object with keys"
-            raise ValueError(f"no string under the key {json_key!r}; {found}")
-        return str(record[json_key]).encode("utf-8")
+        items = record if isinstance(record, dict) else {}
+        if isinstance(text := items.get(json_key), str):
+            return text.encode("utf-8")
+        keys = "; ".join(f"{key!r}, a {type(value).__name__}" for key, value in list(items.items())[:8])
+        found = f"found {keys}: --json-key names another" if keys else "found no object with keys"
+        raise ValueError(f"no string under the key {json_key!r}; {found}")
     except UnicodeDecodeError as error:
         _refuse(source, offset + error.start, f"byte 0x{line[error.start]:02x} is not UTF-8", skipped)
     except (ValueError, RecursionError) as error:

@@ -31,6 +31,7 @@ from megacpp_mcore.arguments.launch_flags import TORCH_FSDP, check_torch_fsdp
 from megacpp_mcore.backends import Dispatcher, vendors
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
+from megacpp_mcore.observe import live
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
@@ -210,7 +211,9 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
             from megacpp_mcore.layer_specs import regions
 
             stack.enter_context(regions.before_training(launched.compile, say))
-        stack.enter_context(observation.observed(observed, launched, progress=quiet))
+        stack.enter_context(observation.observed(observed, launched))
+        if quiet and observed.folder is None:
+            stack.enter_context(live.logged_steps())
         stack.enter_context(ranks.compared_early(settings))
         stack.enter_context(refusals.in_one_line(log))
         if chosen.spec is not None:

@@ -174,14 +174,8 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             )
 
 
-UNSUPPORTED = {
-    "sft": "--sft",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "logits_load_dir": "--logits-load-dir",
-    "inprocess_restart": "--inprocess-restart",
-    "perform_rl_step": "--perform-rl-step",
-}
-"""Arguments of Megatron (attribute: flag) that ``pretrain_gpt.py`` handles itself and the wheel's loop does not."""
+UNSUPPORTED = ("--sft", "--hybrid-context-parallel", "--logits-load-dir", "--inprocess-restart", "--perform-rl-step")
+"""Flags of Megatron that ``pretrain_gpt.py`` handles itself and the wheel's loop does not."""
 
 _PACKAGES = {
     "transformers": ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer"),
@@ -194,7 +188,7 @@ _PACKAGES = {
 def _check_supported(script: Path | None, arguments: Sequence[str], has_own_layers: bool) -> None:
     """Refuse what the loop does not do, what our layers would not read, and a tokenizer whose package is not installed."""
     given = flags.read(arguments)
-    if found := [flag for flag in UNSUPPORTED.values() if flag in given and script is None]:
+    if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(
             f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py of a Megatron-LM "
             "checkout as the first word of the launch command"

@@ -46,7 +46,6 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.launch.plan import UNSUPPORTED
 from megacpp_mcore.ops.packed.documents import check_masked_count, fixed_cu_seqlens
 
 # B: micro-batch (1 when packed), S: sequence (of this context-parallel rank; of all B samples when packed), N: documents
@@ -296,13 +295,7 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Raise LaunchError if ``args`` request what only a checkout's script supports, or what no HybridModel can do."""
-    found = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
-    if found:
-        raise LaunchError(
-            f"the pip-only training entry does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py "
-            "of a Megatron-LM checkout as the first word of the launch command"
-        )
+    """Raise LaunchError if ``args`` contradict each other, or request what no HybridModel can do."""
     if args.dataloader_inter_document_masking and args.overlap_moe_expert_parallel_comm:
         raise LaunchError(
             "--overlap-moe-expert-parallel-comm runs a schedule that is not told where documents begin; leave out that, or "

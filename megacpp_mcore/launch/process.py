@@ -78,26 +78,19 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(folder: Path | None) -> Iterator[Path]:
-    """For the duration, what this process prints goes to a file in ``folder``, or in the temporary folder for None; yields it.
+    """For the duration, what this process prints goes to a file in ``folder``, for None in a temporary one; yields it.
 
     Raises:
         LaunchError: the file cannot be written.
     """
-    rank = f"rank_{int(os.environ['RANK']):05d}"
     with contextlib.ExitStack() as stack:
         try:
-            if folder is None:
-                descriptor, name = tempfile.mkstemp(prefix=f"megacpp-mcore_{rank}_", suffix=".log")
-                os.close(descriptor)
-                file = Path(name)
-            else:
-                file = folder / f"megatron_{rank}.log"
-                folder.mkdir(parents=True, exist_ok=True)
+            folder = folder or Path(tempfile.mkdtemp(prefix="megacpp-mcore_"))
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"megatron_rank_{int(os.environ['RANK']):05d}.log"
             stack.enter_context(console.redirected(file))
         except OSError as error:
-            raise LaunchError(
-                f"{folder or tempfile.gettempdir()} cannot be written to: {error}; expected a folder"
-            ) from error
+            raise LaunchError(f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder") from error
         others = "" if os.environ["WORLD_SIZE"] == "1" else ", a file for each rank"
         say(f"Megatron's output is in {file}{others}; --verbose leaves it on the console")
         yield file

@@ -26,6 +26,8 @@ _UNWRITTEN = re.compile(
     r"unexpected pos \d+ vs \d+|Worker failure: .*|No space left on device|Disk quota exceeded|File too large"
 )
 """What the writers of PyTorch and Megatron, or the system, say of a disk or quota that is full."""
+_ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
+"""Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
 
 
@@ -61,20 +63,13 @@ def in_one_line(log: Path | None) -> Iterator[None]:
 
     Any other failure shows the end of ``log``, where the process's output goes.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.training import arguments
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stand_in(argparse.ArgumentParser, "error", _refuse_words))
-        stack.enter_context(stand_in(TransformerConfig, "__post_init__", _refuse))
-        for name in ("validate_args", "set_global_variables"):
-            stack.enter_context(stand_in(arguments, name, _refuse))
+    with stand_in(argparse.ArgumentParser, "error", _refuse_words):
         try:
             yield
         except MegacppError:
             raise
         except BaseException as error:
-            if why := _explained("".join(traceback.format_exception(error))):
+            if why := _explained(error):
                 raise LaunchError(why) from error
             if log is not None and not (isinstance(error, SystemExit) and not error.code):
                 console.say(console.tail(log))
@@ -86,19 +81,9 @@ def _refuse_words(stock: Callable[..., Any], parser: argparse.ArgumentParser, me
     raise LaunchError(f"{message}; {near}`megacpp-mcore launch -- --help` lists Megatron's arguments")
 
 
-def _refuse(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return stock(*args, **kwargs)
-    except MegacppError:
-        raise
-    except Exception as error:
-        # Many of its assertions have no message, and say all in their condition.
-        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise LaunchError(f"Megatron refuses the run's arguments: {said}") from error
-
-
-def _explained(text: str) -> str | None:
-    """What a user has to know of an error with this traceback; None if that is the traceback."""
+def _explained(error: BaseException) -> str | None:
+    """What a user has to know of ``error``; None if that is its traceback."""
+    text = "".join(traceback.format_exception(error))
     if "EADDRINUSE" in text:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"the port {where} is in use by another program; choose a free MASTER_PORT (torchrun --master-port), or end it"
@@ -114,4 +99,10 @@ def _explained(text: str) -> str | None:
             f"a checkpoint could not be written in full to --save {save} ({found[0]}); make room, or name another folder, and "
             "start again with --load: the checkpoints before it are whole"
         )
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, Exception) and any(
+        frame.name in _ARGUMENTS_READ and "/megatron/" in frame.filename for frame in frames
+    ):
+        # Many assertions have no message, and say all in their condition.
+        return f"Megatron refuses the run's arguments: {' '.join(str(error).split()) or frames[-1].line}"
     return None

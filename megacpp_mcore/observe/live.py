@@ -48,8 +48,8 @@ routers or indexers.
 """
 
 
-def line(step: Step, steps: int, pace: Sequence[str], metrics: Mapping[str, Any] | None = None) -> str:
-    """The progress line of ``step`` of a run of ``steps``: with ``metrics`` if it is recorded, its :class:`Pace` last."""
+def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None) -> str:
+    """The progress line of ``step`` of a run of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``."""
     depths = sorted(name for name in step.losses if name.startswith("mtp_"))
     parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
     if "lm loss" in step.losses:
@@ -69,24 +69,10 @@ def line(step: Step, steps: int, pace: Sequence[str], metrics: Mapping[str, Any]
             f"memory {allocated:.2f} of {reserved:.2f} GB",
             *([f"SKIPPED {metrics['skipped']}"] if metrics["skipped"] else []),
         ]
-    return "  ".join([*parts, *pace])
-
-
-class Pace:
-    """Seconds per step since the last logged step, and the time left at the mean of this start's after its first logged one."""
-
-    def __init__(self) -> None:
-        self.begun: tuple[int, float] | None = None
-        self._last = (0, 0.0)
-
-    def words(self, step: int, time_s: float, steps: int) -> list[str]:
-        """Both as text; nothing for the first logged step."""
-        last, self._last = self._last, (step, time_s)
-        if self.begun is None:
-            self.begun = self._last
-            return []
-        left = (steps - step) * (time_s - self.begun[1]) / (step - self.begun[0])
-        return [f"{(time_s - last[1]) / (step - last[0]):.3g} s/step", f"{timedelta(seconds=round(left))} left"]
+    if step.step > first.step:
+        mean_s = (step.time_s - first.time_s) / (step.step - first.step)
+        parts += [f"{mean_s:.3g} s/step", f"{timedelta(seconds=round((steps - step.step) * mean_s))} left"]
+    return "  ".join(parts)
 
 
 @contextlib.contextmanager
@@ -97,16 +83,18 @@ def logged_steps() -> Iterator[None]:
     """
     from megatron.training import get_args, training
 
-    pace = Pace()
+    first: Step | None = None
 
     def log(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal first
         result, options = stock(*args, **kwargs), get_args()
         given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        number, steps = given["iteration"], options.train_iters
-        if options.rank == options.world_size - 1 and (number % options.log_interval == 0 or not pace.begun):
+        number = given["iteration"]
+        if options.rank == options.world_size - 1 and (number % options.log_interval == 0 or first is None):
             losses = {name: float(value) for name, value in given["loss_dict"].items()}
             step = Step(number, 0, time.time(), 0, losses, None, None, bool(given["skipped_iter"]))
-            console.say(line(step, steps, pace.words(number, step.time_s, steps)))
+            first = first or step
+            console.say(line(step, options.train_iters, first))
         return result
 
     with stand_in(training, "training_log", log):
@@ -137,7 +125,8 @@ class Live(Listener):
     ) -> None:
         self._recorder, self._loop, self._facts = recorder, loop, facts
         self._routes, self._indices, self._console = routes, indices, console
-        self._skipped, self._pace = 0, Pace()
+        self._skipped = 0
+        self._first: Step | None = None
         self._before: tuple[int, int] | None = None
 
     def on_step(self, step: Step) -> None:
@@ -148,9 +137,9 @@ class Live(Listener):
             return
         metrics = self._measure(step)
         self._recorder.log.write(metrics=metrics)
+        self._first = self._first or step
         if self._console == "progress":
-            pace = self._pace.words(step.step, step.time_s, options.train_iters)
-            console.say(line(step, options.train_iters, pace, metrics))
+            console.say(line(step, options.train_iters, self._first, metrics))
         scalars = {f"{TAG}{name}": metrics[name] for name in SCALARS if metrics[name] is not None}
         writer, wandb = self._loop.writers()
         if writer is not None:

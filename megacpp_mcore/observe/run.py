@@ -15,7 +15,7 @@ from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.indices import IndexOverlap
-from megacpp_mcore.observe.live import Live, logged_steps
+from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import FamilyRanges, Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
@@ -101,24 +101,20 @@ def choose(
 
 
 @contextlib.contextmanager
-def observed(
-    chosen: Observation, launched: LaunchPolicy, trained_by: Loop | None = None, *, progress: bool = False
-) -> Iterator[None]:
+def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | None = None) -> Iterator[None]:
     """Record what Megatron does in this process as ``chosen`` says, until the context ends.
 
     Args:
         chosen: what is recorded, and where.
         launched: the launch policy.
         trained_by: the loop that trains; None: stock Megatron's.
-        progress: whether a run that is not recorded, too, prints a line a logged step.
 
     Raises:
         DataError: the folder cannot be written to, or holds something else.
         LaunchError: this Megatron lacks the functions through which a run is observed.
     """
     if chosen.folder is None:
-        with logged_steps() if progress else contextlib.nullcontext():
-            yield
+        yield
         return
     rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
     is_last = rank == world_size - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_a_launch_prints_few_lines_then_one_a_step(observed: bool, tmp_path: Pat
     if observed:
         assert Path(named).parent == tmp_path / "run"
     else:
-        Path(named).unlink()
+        shutil.rmtree(Path(named).parent)
     assert "end of arguments" in log
     assert "CPU lane: torch.Tensor.record_stream" in log
     loss = re.search(r"iteration +1/ +3 .* lm loss: (\S+)", log)

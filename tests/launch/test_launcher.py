@@ -202,6 +202,7 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"environment": {"PMI_SIZE": "3"}}, "mpiexec started this as one of 3 tasks"),
         (["--sft", "--spec", "megacpp_mcore", "nam56r"], {}, "loop does not do --sft"),
         (["--logits-load-dir", "x"], {}, "loop does not do --logits-load-dir"),
+        (["--hybrid-context-parallel", "--sft"], {}, "loop does not do --sft, --hybrid-context-parallel;"),
         (["--use-checkpoint-args"], {}, "from a checkpoint, --spec among them"),
         (["--yaml-cfg=x.yaml"], {}, "from a file, --spec among them"),
         (["--lr", "1", "--observe", "run"], {}, "--observe is an option of the launch.* put it before the `--`"),

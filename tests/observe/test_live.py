@@ -113,7 +113,14 @@ def test_mfu_or_its_reason(
     assert found["mfu"] == (None if mfu is None else pytest.approx(mfu))
     assert found["mfu_reason"].startswith(reason)
     assert bool(found["mfu_reason"]) == (mfu is None)
-    assert ("MFU 10.0%" in line(read_steps(tmp_path)[-1], 9, [], found)) == (mfu is not None)
+    last = read_steps(tmp_path)[-1]
+    assert ("MFU 10.0%" in line(last, 9, last, found)) == (mfu is not None)
+
+
+def test_time_left_is_at_the_mean_since_the_first_line() -> None:
+    first, step = (Step(number, 0, time_s, 0, {}, None, None, False) for number, time_s in ((3, 100.0), (7, 110.0)))
+    assert line(first, 107, first) == "step   3/107"
+    assert line(step, 107, first) == "step   7/107  2.5 s/step  0:04:10 left"
 
 
 def test_a_logged_step_costs_less_than_a_millisecond(

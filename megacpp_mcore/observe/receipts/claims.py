@@ -142,20 +142,15 @@ def _not_hidden(case: Case) -> str:
     asked = [one for one in case.known("overlap") if one["asked"]]
     if not asked or case.known("parallelism.world_size") == 1 or case.known("device").startswith("CPU"):
         return ""
-    hidden = case.values.get("profiler.hidden_share")
-    if hidden is not None:
-        names = ", ".join(one["name"] for one in asked)
-        return (
-            ""
-            if hidden > _HIDDEN
-            else f"{names}: asked to be hidden, and the profile shows {hidden:.1%} of communication so"
-        )
-    impossible = [
-        f"{one['name']} was asked to be hidden and cannot be: {one['reason']}" for one in asked if not one["possible"]
-    ]
-    if any("not known" in one for one in impossible):
-        raise _Unjudged(impossible[0])
-    return "; ".join(impossible)
+    if (hidden := case.values.get("profiler.hidden_share")) is None:
+        impossible = [one for one in asked if not one["possible"]]
+        reasons = [f"{one['name']} was asked to be hidden and cannot be: {one['reason']}" for one in impossible]
+        if any("not known" in one for one in reasons):
+            raise _Unjudged(reasons[0])
+        return "; ".join(reasons)
+    names = ", ".join(one["name"] for one in asked)
+    said = f"{names}: asked to be hidden, and the profile shows {hidden:.1%} of communication so"
+    return said if hidden <= _HIDDEN else ""
 
 
 _FORCED = "tokens are routed at random (--moe-router-force-load-balancing)"

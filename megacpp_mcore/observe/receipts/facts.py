@@ -382,11 +382,7 @@ def card(facts: Facts, chunks: Sequence[Any], samples: cards.Samples) -> None:
         facts.miss("the device is a CPU", "card")
         return
     cards.measure(facts)
-    try:
-        samples.read = cards.reader()
-    except Exception as error:
-        why = f"NVML does not answer: {error!r}"
-        facts.miss(why, "card.sm_clock_mhz", "card.power_w", "card.throttled")
+    samples.read = cards.reader()
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:

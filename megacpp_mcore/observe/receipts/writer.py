@@ -71,7 +71,6 @@ class ReceiptWriter(Listener):
         self.facts = of_run.at_start(launched)
         """What is known of the run by field, and why other fields are not known."""
         self._samples, self._steps = Samples(), 0
-        log.on_beat = self._sample
         self._chunks: Sequence[Any] = ()
         self._count: Callable[[Facts, tuple[int, int]], None] = lambda found, pairs: None
         self._pairs = [0, 0, 0]
@@ -98,6 +97,8 @@ class ReceiptWriter(Listener):
     def on_step(self, step: Step) -> None:
         """Write what changes, if it is due: after the first step, when this start has something to lose, later more rarely."""
         self._steps += 1
+        if self._steps == WARM_UP_STEPS:  # the window begins
+            self._log.on_beat = self._samples.take
         if (pairs := packed_pairs()) is not None:
             self._pairs = [one + more for one, more in zip(self._pairs, (*pairs, 1), strict=True)]
         if time.monotonic() - self._written >= max(self._every_s, _RARELY * self._log.clock.age_ns() / 1e9):
@@ -124,11 +125,6 @@ class ReceiptWriter(Listener):
             except DataError as problem:
                 logger.error("the receipt was not written: %s", problem)
         self._chunks = ()
-
-    def _sample(self) -> None:
-        """Sample the GPU once the window has begun."""
-        if self._steps >= WARM_UP_STEPS:
-            self._samples.take()
 
     def _write_facts(self) -> None:
         self._log.write(facts={**self.facts.values, "unknown": self.facts.unknown})

@@ -90,9 +90,13 @@ def quiet(folder: Path | None) -> Iterator[Path]:
             file = folder / f"megatron_rank_{int(os.environ['RANK']):05d}.log"
             stack.enter_context(console.redirected(file))
         except OSError as error:
-            raise LaunchError(f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder") from error
-        others = "" if os.environ["WORLD_SIZE"] == "1" else ", a file for each rank"
-        say(f"Megatron's output is in {file}{others}; --verbose leaves it on the console")
+            raise LaunchError(
+                f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder, no link to nothing"
+            ) from error
+        rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+        if rank in (0, last):  # Megatron has its lines of steps from the last one
+            whose = f" of rank {rank}" if last else ""
+            console.say(f"megacpp-mcore: Megatron's output{whose} is in {file}; --verbose leaves it on the console")
         yield file
 
 

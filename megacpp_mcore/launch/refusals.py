@@ -92,7 +92,8 @@ def _explained(error: BaseException) -> str | None:
             f"the learning rate's schedule of the checkpoint has {found[3]} {found[2]}, and the run's {found[1]}; add "
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
         )
-    if (found := _UNWRITTEN.search(text)) and (save := flags.first(flags.read(sys.argv), "--save")):
+    save = flags.first(flags.read(sys.argv), "--save") if "checkpointing" in text else None  # not a cache elsewhere
+    if save and (found := _UNWRITTEN.search(text)):
         with contextlib.suppress(OSError):
             save += f", where {shutil.disk_usage(save).free / 1e9:.3g} GB are free"
         return (

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch import process
 from megacpp_mcore.util import console
 from tests import stock, tiny_run
 
@@ -49,6 +51,35 @@ def test_a_launch_prints_few_lines_then_one_a_step(observed: bool, tmp_path: Pat
     loss = re.search(r"iteration +1/ +3 .* lm loss: (\S+)", log)
     assert loss is not None
     assert f"loss {float(loss[1]):.4f}" in first
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "whose"), [(0, 1, ""), (0, 3, " of rank 0"), (1, 3, None), (2, 3, " of rank 2")]
+)
+def test_the_files_of_the_first_and_the_last_rank_are_named(
+    rank: int,
+    size: int,
+    whose: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last one's has Megatron's lines of steps."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    with process.quiet(tmp_path) as log:
+        print("Megatron's line")
+    assert log.read_text().startswith("Megatron's line\n")
+    named = f"megacpp-mcore: Megatron's output{whose} is in {log}; --verbose leaves it on the console\n"
+    assert capsys.readouterr().out == ("" if whose is None else named)
+
+
+def test_a_folder_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(
+        LaunchError, match=f"{tmp_path}/run cannot be written to: .*; expected a folder, no link to nothing"
+    ):
+        process.quiet(tmp_path / "run").__enter__()
 
 
 def test_only_our_lines_and_warnings_are_left_on_the_console(

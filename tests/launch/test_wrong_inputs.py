@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import shlex
 import socket
 import sys
@@ -152,13 +153,20 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         OSError(28, os.strerror(28)),
     ],
 )
-def test_a_full_disk_is_named(said: Exception, tmp_path: Path) -> None:
-    with (
-        mock.patch.object(sys, "argv", ["x.py", "--save", str(tmp_path)]),
-        pytest.raises(LaunchError, match=f"could not be written in full to --save {tmp_path}, where .* GB are free"),
-        refusals.in_one_line(None),
-    ):
-        raise said
+def test_a_disk_that_is_full_at_a_save_is_named(said: Exception, tmp_path: Path) -> None:
+    saving = tmp_path / "checkpointing.py"
+    saving.write_text("raise said\n")
+    with mock.patch.object(sys, "argv", ["x.py", "--save", str(tmp_path)]):
+        with (
+            pytest.raises(
+                LaunchError, match=f"could not be written in full to --save {tmp_path}, where .* GB are free"
+            ),
+            refusals.in_one_line(None),
+        ):
+            runpy.run_path(str(saving), init_globals={"said": said})
+        with pytest.raises(type(said)) as raised, refusals.in_one_line(None):  # a cache on another disk, say
+            raise said.with_traceback(None)
+        assert raised.value is said
 
 
 def test_another_length_of_training_names_the_way_on() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megacpp_mcore.checkpoints.layout import RESAVE, refuse_other_layout
+from megacpp_mcore.checkpoints.layout import RESAVE, flat_folder, refuse_other_buckets, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.files import is_remote
@@ -26,19 +26,23 @@ _PLAIN_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONL
 _checked: tuple[tuple[Any, int | None], int, int | None] | None = None
 """By the load with ``rank0``: its folder and ``--ckpt-step``; what is loaded, as :func:`_check` returns it."""
 
+_flat: str | None = None
+"""The folder of the checkpoint that the load with ``rank0`` read, if its optimizer state is in flat buckets."""
+
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``_load_base_checkpoint(load_dir, args, rank0, …)``, which a load calls with ``rank0``, then without."""
 
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        global _checked
+        global _checked, _flat
         from megatron.training import checkpointing
         from torch import distributed
 
         of_load = load_dir, getattr(args, "ckpt_step", None)
         is_checked = not rank0 and _checked is not None and _checked[0] == of_load
         checked, _checked = _checked if is_checked else None, None
+        flat, _flat = None if rank0 else _flat, None
 
         def check_first(stock: Any, folder: Any, *context: Any) -> int:
             """Asked for the iteration of the newest non-persistent checkpoint before a tracker file is read."""
@@ -59,6 +63,8 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 stand_in(checkpointing, "_get_non_persistent_iteration", check_first),
                 stand_in(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
             ):
+                if flat:
+                    refuse_other_buckets(flat, kwargs.get("sharded_state_dict") or {})
                 loaded = original(load_dir, args, rank0, *rest, **kwargs)
         except SystemExit as end:  # Megatron's, with status 0
             is_torch = any(Path(str(load_dir)).glob("*/mp_rank_*"))
@@ -74,7 +80,8 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
                 "run that has saved, or leave that flag out to start anew"
             )
-        refuse_other_layout(loaded[0])
+        refuse_other_layout(loaded[0], load_dir)
+        _flat = flat_folder(loaded[0]) if rank0 else None
         _checked = checked if rank0 and distributed.is_initialized() else None
         return loaded
 

@@ -2,9 +2,9 @@
 
 With ``--dist-ckpt-optim-fully-reshardable`` upstream gathers all state of the distributed optimizer on every rank, without the
 padding between gradient buckets, and cuts it by positions that count the padding: past the first bucket a parameter is saved
-with its neighbours' numbers. Here each rank saves and loads its own part of a parameter where it lies in the whole tensor, as
-boxes that are views of the optimizer's state. Names, shapes and values in the checkpoint are upstream's of a single bucket;
-what upstream saved so is loaded, and what it saved wrongly is refused.
+with its neighbours' numbers. Here each rank saves and loads its own part of a parameter where it lies in the whole tensor, in
+boxes. Names, shapes and values in the checkpoint are upstream's of a single bucket; what upstream saved so is loaded, and what
+it saved wrongly is refused where that shows: fp32 main parameters do not round to 16-bit weights.
 
 What is no tensor differs between layouts: with tensor or expert parallelism the experts have an optimizer of their own, and a
 distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, FULLY, LOADED_FROM, UNSHARDED, refuse_flat_state
+from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, UNSHARDED
 from megacpp_mcore.errors import CheckpointError, ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.collectives import gathered
@@ -35,6 +36,30 @@ if TYPE_CHECKING:
 
 _MAIN, _STEP, _FOLDER = "param", "step", "folder"
 _EXPERT, _GROUPS = "is_expert_parallel", "param_groups"
+
+_refusals: list[str] | None = None
+"""What this rank's optimizer refuses of the checkpoint that Megatron's loop is loading; None outside of its load."""
+
+
+def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``load_checkpoint``: what the optimizer of one rank refuses is refused by all ranks.
+
+    A rank that raised by itself would leave the others in the load's barrier; those without trainable parameters load nothing.
+    """
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        global _refusals
+        refusals = _refusals = []
+        try:
+            loaded = original(*args, **kwargs)
+        finally:
+            _refusals = None
+        if all_refusals := list(itertools.chain(*gathered(refusals))):
+            raise CheckpointError(all_refusals[0])
+        return loaded
+
+    return load_checkpoint
 
 
 def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,10 +92,15 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
                     continue
                 prefix = f"optimizer.state.{'fp32_param' if is_other else name}."
                 replica = self.distributed_optimizer_instance_id
-                state[index][name] = {
-                    at: dataclasses.replace(box, replica_id=(*box.replica_id[:2], replica))
-                    for at, box in _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
-                }
+                state[index][name] = boxes_at = dict(
+                    _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
+                )
+                for box in boxes_at.values():
+                    # A number instead of a tuple counts data-parallel ranks alone, each of which has its own part here.
+                    box.replica_id = (*box.replica_id[:2], replica) if isinstance(box.replica_id, tuple) else replica
+                    if not is_loading and box.data.is_cpu:
+                        # The process of an async save would share this memory, and the next step changes it.
+                        box.data = box.data.clone()
         return state
 
     return sharded_param_state_fully_reshardable
@@ -166,7 +196,7 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
                         tensors[name][at : at + part.numel()] = part.flatten()
                 # The precision-aware optimizer has main parameters of 16 bits, or (int16) what the weights leave of them.
                 is_fp32 = {tensors[_MAIN].dtype, self.config.main_params_dtype} == {torch.float32}
-                if state_dict[_FOLDER] and is_fp32 and not self._is_distopt_quantized_param(parameter):
+                if state_dict.get(_FOLDER) and is_fp32 and not self._is_distopt_quantized_param(parameter):
                     owned = self._get_model_param_range_map(parameter)["param"]
                     rounded = tensors[_MAIN].to(parameter.dtype)
                     if not torch.equal(rounded, parameter.detach().flatten()[owned.start : owned.end]):
@@ -183,11 +213,7 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer.
-
-    Raises:
-        CheckpointError: the checkpoint has flat buckets, and they are others than the run's.
-    """
+    """Replacement of ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> Any:
@@ -196,56 +222,50 @@ def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
 
         state = original(self, model_sharded_state_dict, is_loading, **kwargs)
         metadata = kwargs.get("metadata") or {}
-        if not is_loading or LOADED_FROM not in metadata:
-            return state
-        entries = [entry for entry in nested_values(state) if isinstance(entry, ShardedBase)]
-        if metadata.get(FORMAT) == FLAT:
-            # All ranks refuse together: those of a stage whose own buckets are the same would wait for the others.
-            if different := list(filter(None, gathered(_other_buckets(metadata[LOADED_FROM], entries)))):
-                refuse_flat_state(metadata[LOADED_FROM], different[0])
-        elif not metadata.get(UNSHARDED):
-            for entry in entries:
-                entry.key = entry.key.replace("optimizer.state.fp32_param.", "optimizer.state.param.")
+        if is_loading and LOADED_FROM in metadata and not metadata.get(UNSHARDED):
+            for entry in nested_values(state):
+                if isinstance(entry, ShardedBase):
+                    entry.key = entry.key.replace("optimizer.state.fp32_param.", "optimizer.state.param.")
         return state
 
     return sharded_state_dict
 
 
-def _other_buckets(folder: str, entries: list[Any]) -> str:
-    """How a tensor of the run's optimizer differs from the checkpoint's; empty if none does."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
-
-    stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
-    for entry in entries:
-        if isinstance(entry, ShardedTensor):
-            size = getattr(stored.get(entry.key), "size", None)
-            if size != entry.global_shape:
-                return f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
-    return ""
-
-
 def _by_its_own_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``ChainedOptimizer.load_state_dict(state_dict)``."""
 
-    @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         optimizers = self.chained_optimizers
         if isinstance(state_dict, dict) and optimizers:
             parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
             states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
-            if not all(map(_is_of_its_kind, optimizers, states)):
-                saved = [part for part in (state_dict, *parts) if _groups(part)]
+            # Megatron-FSDP has none in this form.
+            saved = [part for part in (state_dict, *parts) if _groups(part)]
+            if saved and not all(map(_is_of_its_kind, optimizers, states)):
                 states = [_state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)]
                 state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
         return original(self, state_dict)
 
-    return load_state_dict
+    @functools.wraps(original)
+    def load_or_note_refusal(self: Any, state_dict: Any) -> None:
+        try:
+            load_state_dict(self, state_dict)
+        except CheckpointError as error:
+            if _refusals is None:
+                raise
+            _refusals.append(str(error))
+
+    return load_or_note_refusal
 
 
 def _is_of_its_kind(optimizer: Any, state: dict[str, Any]) -> bool:
-    """Whether a loaded state has the groups of an optimizer such as this one."""
-    return bool(_groups(state)) and _is_distributed(optimizer) == ("param_state_sharding_type" in state)
+    """Whether a loaded state has the groups of an optimizer such as this one.
+
+    The format torch names no format of a distributed optimizer's tensors, and has them in a file of their own.
+    """
+    names_format, inner = "param_state_sharding_type" in state, state.get("optimizer", state)
+    is_of_file = _is_distributed(optimizer) and not ("param_state" in state or inner.get("state"))
+    return bool(_groups(state)) and (_is_distributed(optimizer) == names_format or is_of_file)
 
 
 def _is_distributed(optimizer: Any) -> bool:
@@ -300,14 +320,19 @@ def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, A
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     names = [name for name in param_group_identifier_keys if name != _EXPERT]
-    found = [one for part in saved for one in _groups(part) if all(one.get(name) == group.get(name) for name in names)]
+    wanted = _named(group, names)
+    found = [one for part in saved for one in _groups(part) if _named(one, names) == wanted]
     if not found:
-        wanted = {name: group.get(name) for name in names}
         raise CheckpointError(
             f"the checkpoint's optimizer has no group of parameters like {wanted}; train "
             "with its settings, or load without the optimizer's state (--no-load-optim)"
         )
     return next((one for one in found if one.get(_EXPERT) == group.get(_EXPERT)), found[0])
+
+
+def _named(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """These values of a group; NeMo writes ``wd_mult`` and ``lr_mult`` with ``pre_`` before them."""
+    return {name: group.get(name, group.get(f"pre_{name}")) for name in names}
 
 
 PATCH = Patch(
@@ -341,12 +366,18 @@ PATCH = Patch(
             "403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",
             _by_its_own_groups,
         ),
+        Edit.of(
+            "megatron.training.checkpointing:load_checkpoint",
+            "4f03d48a79382b8c4c8f9b745b5dca700b2110a01426dd685219e8f4e958d55d",
+            _refused_together,
+        ),
     ),
     seam=(
         "two methods turn this format's state into tensors of a checkpoint, and back; two of ChainedOptimizer, which every run "
-        "has, are where the structure of the optimizers meets that of the checkpoint"
+        "has, are where the structure of the optimizers meets that of the checkpoint; load_checkpoint is where "
+        "every rank comes back from the load of its optimizer"
     ),
     leaves_alone="every other format; names, shapes and values in a checkpoint; loads by the same structure; Megatron-FSDP",
     retire_when="upstream saves this format rightly and in parts, and loads groups whatever the optimizers' number and kind",
-    cost="nothing",
+    cost="a copy of a rank's part while it is saved, of state in host memory only",
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.util.collectives import gathered
 
 LAYOUT = 2
 """Layout 2: each part of a projection saved separately, biases and rank mixes as 1-D tensors (docs/model.md)."""
@@ -78,11 +79,12 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         )
 
 
-def refuse_other_layout(state: Any) -> None:
+def refuse_other_layout(state: Any, folder: str) -> None:
     """Refuse what Megatron's loop has read of a checkpoint, if only a run that is cut as the saved one was can load it.
 
     Args:
         state: has the saved run's arguments and, in the format torch_dist, the content metadata.
+        folder: which was loaded; a teacher's and a pretrained model's are others than ``--load``.
 
     Raises:
         CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step.
@@ -90,9 +92,7 @@ def refuse_other_layout(state: Any) -> None:
     run, saved = _arguments(), (state or {}).get("args")
     if run is None or saved is None or run.finetune:
         return
-    content = state.get("content_metadata") or {}
     is_torch = getattr(saved, "ckpt_format", None) == "torch"
-    is_flat = LOADED_FROM in content and content.get(FORMAT) == FLAT
     has_optimizer = not (run.no_load_optim or getattr(saved, "no_save_optim", False))
     names = (*_SIZES, "use_distributed_optimizer") if has_optimizer else _SIZES
     pairs = [
@@ -103,20 +103,59 @@ def refuse_other_layout(state: Any) -> None:
     if different := ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new):
         if is_torch:
             raise CheckpointError(
-                f"the checkpoint {run.load} is in the format torch, which only a run of the same layout and optimizer can "
+                f"the checkpoint {folder} is in the format torch, which only a run of the same layout and optimizer can "
                 f"load: {different}; {RESAVE}"
             )
-        if is_flat and has_optimizer:
-            refuse_flat_state(content[LOADED_FROM], different)
+        if has_optimizer and (flat := flat_folder(state)):
+            refuse_flat_state(flat, different)
     if is_torch and has_optimizer and run.use_distributed_optimizer and run.ckpt_step:
         from megacpp_mcore.checkpoints.folder import TRACKER, read_tracker  # imports torch
 
-        if (last := read_tracker(Path(run.load))) != str(run.ckpt_step):
+        if (last := read_tracker(Path(folder))) != str(run.ckpt_step):
             raise CheckpointError(
-                f"--ckpt-step is {run.ckpt_step}, and of {run.load}, in the format torch, Megatron loads the distributed "
+                f"--ckpt-step is {run.ckpt_step}, and of {folder}, in the format torch, Megatron loads the distributed "
                 f"optimizer's state of the last step, {last}; write {run.ckpt_step} in its {TRACKER}, or load without the "
                 "optimizer's state (--no-load-optim)"
             )
+
+
+def flat_folder(state: Any) -> str | None:
+    """The folder of a checkpoint with flat buckets, by what Megatron's loop has read of it first; None for any other."""
+    content = (state or {}).get("content_metadata") or {}
+    return content.get(LOADED_FROM) if content.get(FORMAT) == FLAT else None
+
+
+def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
+    """Refuse a checkpoint whose flat buckets are not those of the run; every rank has to call this.
+
+    Args:
+        folder: of the checkpoint.
+        sharded_state_dict: what this rank is about to load; a stage without trainable parameters has no optimizer in it.
+
+    Raises:
+        CheckpointError: a bucket of any rank differs. All ranks refuse together, as none may wait for the others.
+    """
+    try:
+        difference = _other_buckets(folder, sharded_state_dict)
+    except Exception as error:
+        difference = f"reading its metadata ended in {type(error).__name__}: {error}"
+    if different := list(filter(None, gathered(difference))):
+        refuse_flat_state(folder, different[0])
+
+
+def _other_buckets(folder: str, sharded_state_dict: Any) -> str:
+    """How a flat bucket of this rank differs from the checkpoint's; empty if none does."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
+
+    stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensor) and "optimizer.distributed.dp_group_idx_" in entry.key:
+            size = getattr(stored.get(entry.key), "size", None)
+            if size != entry.global_shape:
+                return f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
+    return ""
 
 
 def refuse_flat_state(folder: str, difference: str) -> NoReturn:

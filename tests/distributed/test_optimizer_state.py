@@ -7,6 +7,7 @@ name (tests/distributed/moving.py).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
-from tests import stock
+from tests import forks, stock
 from tests.distributed.runs import ROOT, launch, write_config
 
 pytestmark = pytest.mark.slow
@@ -227,6 +228,20 @@ def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
     refusal = cells[by_stock[1], many]
     assert refusal.startswith(f"{REFUSED}: the checkpoint")
     assert "several gradient buckets; load it without the optimizer's state (--no-load-optim)" in refusal
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
+    """The other rank has no trainable parameters; one that were not told would wait in Megatron's next collective."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["-m", "megacpp_mcore.cpu", "-m", "tests.distributed.refusing", str(tmp_path)]
+    status, output = forks.run_ranks(command, 2, env=environment, timeout=90)
+    assert status == 0, output[-8000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    folder = re.escape(str(tmp_path / "iter_0000001"))
+    buckets = rf"checkpoint {folder} has .* flat buckets.*dp_group_idx_0\.gbuf_idx_0.*shape \[8\].*\[12\]"
+    assert re.search(buckets, first["loads_other_buckets"])
+    assert first["loads_wrong_main_parameters"] == "main parameters that are not those of its weights"
 
 
 @pytest.mark.exhaustive

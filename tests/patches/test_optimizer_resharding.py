@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megacpp_mcore.checkpoints import layout
 from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, LOADED_FROM
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.patches.optimizer_resharding import _from_boxes, boxes
+from megacpp_mcore.patches.optimizer_resharding import _by_its_own_groups, _from_boxes, _in_place, boxes
 
 
 def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:
@@ -37,12 +42,18 @@ def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:
     assert most == 7
 
 
-RUN = {"finetune": False, "no_load_optim": False, "load": "saved", "use_distributed_optimizer": True, "ckpt_step": None}
+RUN = {
+    "finetune": False,
+    "no_load_optim": False,
+    "load": "of the run",
+    "use_distributed_optimizer": True,
+    "ckpt_step": None,
+}
 
 
-def _refuse(state: object, **run: object) -> None:
+def _refuse(state: object, folder: str = "saved", **run: object) -> None:
     with mock.patch.object(layout, "_arguments", return_value=Namespace(**RUN | run)):
-        layout.refuse_other_layout(state)
+        layout.refuse_other_layout(state, folder)
 
 
 @pytest.mark.parametrize("fmt", ["torch", "torch_dist"])
@@ -55,6 +66,13 @@ def test_an_argument_that_one_side_does_not_have_is_no_difference(fmt: str) -> N
     ):
         _refuse(state, tensor_model_parallel_size=4)
     _refuse(state, tensor_model_parallel_size=4, finetune=True)
+
+
+def test_the_folder_that_was_loaded_is_named() -> None:
+    """It is another than the run's own where a teacher or a pretrained model is loaded."""
+    state = {"args": Namespace(tensor_model_parallel_size=2, ckpt_format="torch")}
+    with pytest.raises(CheckpointError, match="the checkpoint of a teacher is in the format torch"):
+        _refuse(state, "of a teacher", tensor_model_parallel_size=4)
 
 
 def test_what_stock_loads_is_left_to_it() -> None:
@@ -70,19 +88,19 @@ def test_a_step_whose_optimizer_megatron_would_not_load(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     saved = {"args": Namespace(ckpt_format="torch")}
     with pytest.raises(CheckpointError, match=r"--ckpt-step is 3, .* of the last step, 6; write 3 in its latest_check"):
-        _refuse(saved, load=str(tmp_path), ckpt_step=3)
-    _refuse(saved, load=str(tmp_path), ckpt_step=6)
-    _refuse(saved, load=str(tmp_path), ckpt_step=3, use_distributed_optimizer=False)
+        _refuse(saved, str(tmp_path), ckpt_step=3)
+    _refuse(saved, str(tmp_path), ckpt_step=6)
+    _refuse(saved, str(tmp_path), ckpt_step=3, use_distributed_optimizer=False)
 
 
-def _load(held: torch.dtype, main: torch.dtype) -> mock.Mock:
+def _load(held: torch.dtype, main: torch.dtype, **saved_from: str) -> mock.Mock:
     """Load main parameters of another value than the weights' into an optimizer that keeps them as ``held``, for ``main``."""
     parameter = torch.ones(4, dtype=torch.bfloat16)
     optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, config=Namespace(main_params_dtype=main))
     optimizer._get_main_param_and_optimizer_states.return_value = {"param": torch.zeros(4, dtype=held)}
     optimizer._get_model_param_range_map.return_value = {"param": Namespace(start=0, end=4)}
     optimizer._is_distopt_quantized_param.return_value = False
-    saved = {"folder": "saved/iter_0000003", 0: {"param": {0: torch.full((4,), 7, dtype=held)}}}
+    saved = {**saved_from, 0: {"param": {0: torch.full((4,), 7, dtype=held)}}}
     _from_boxes(mock.Mock(__name__="load"))(optimizer, saved)
     return optimizer
 
@@ -90,7 +108,73 @@ def _load(held: torch.dtype, main: torch.dtype) -> mock.Mock:
 def test_main_parameters_are_compared_with_weights_only_where_they_are_fp32() -> None:
     """Others of the precision-aware optimizer are none that the weights were rounded from."""
     for held, main in ((torch.int16, torch.float32), (torch.float32, torch.float16)):
-        _, tensors = _load(held, main)._set_main_param_and_optimizer_states.call_args.args
+        _, tensors = _load(held, main, folder="saved/iter_0000003")._set_main_param_and_optimizer_states.call_args.args
         assert tensors["param"].tolist() == [7] * 4
     with pytest.raises(CheckpointError, match="main parameters that are not those of its weights"):
-        _load(torch.float32, torch.float32)
+        _load(torch.float32, torch.float32, folder="saved/iter_0000003")
+    _load(torch.float32, torch.float32)  # into a state that was built for a save
+
+
+@pytest.mark.parametrize(("replica", "expected"), [(1, 5), ((0, 2, 1), (0, 2, 5))])
+def test_a_saved_box_is_a_copy_and_of_its_own_replica(replica: Any, expected: Any) -> None:
+    """The process of an async save shares host memory with the run; views are for loads."""
+    parameter, flat = torch.nn.Parameter(torch.zeros(2, 3)), torch.arange(6.0)
+    optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, distributed_optimizer_instance_id=5)
+    optimizer._get_main_param_and_optimizer_states.return_value = {"exp_avg": flat}
+    optimizer._get_model_param_range_map.return_value = {"param": Namespace(start=0, end=6)}
+    entry = ShardedTensor.from_rank_offsets("weight", parameter, replica_id=replica)
+    for is_loading in (False, True):
+        state = _in_place(mock.Mock(__name__="save"))(optimizer, {"weight": entry}, is_loading, {})
+        (box,) = state[0]["exp_avg"].values()
+        assert box.replica_id == expected
+        assert box.data.flatten().tolist() == flat.tolist()
+        assert (box.data.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) == is_loading
+
+
+def _chained(inner: Any) -> Any:
+    """Megatron's optimizer around one of its own, with the patched load."""
+    with mock.patch.object(ChainedOptimizer, "__init__", return_value=None):
+        chained = ChainedOptimizer([])
+    chained.chained_optimizers = [inner]
+    return functools.partial(_by_its_own_groups(ChainedOptimizer.load_state_dict), chained)
+
+
+def test_megatron_fsdp_loads_its_own_form() -> None:
+    """Groups by the parameters' names, and none in the form of other optimizers."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    inner = object.__new__(DistributedOptimizer)
+    inner.ddp_config = Namespace(use_megatron_fsdp=True)
+    inner.optimizer = mock.Mock(param_groups=[{"params": [weight], "lr": 1.0}])
+    inner.optimizer.state_dict.return_value = {"param_groups": [{"params": [0]}]}
+    inner._param_name = lambda parameter: "weight"
+    state = {"state": {"weight": {"exp_avg": weight}}, "param_to_group_meta": {"weight": {"lr": 3.0}}}
+    _chained(inner)(state)
+    (loaded,), _ = inner.optimizer.load_state_dict.call_args
+    assert loaded["param_groups"] == [{"params": ["weight"], "lr": 3.0}]
+    assert loaded["state"]["weight"]["exp_avg"] is weight
+
+
+GROUP = {"lr": 1.0, "pre_wd_mult": 0.0, "pre_lr_mult": 1.0, "is_expert_parallel": False}
+
+
+def test_the_file_format_is_loaded_as_it_is() -> None:
+    """In the format torch a distributed optimizer's state has groups alone; its tensors are in another file."""
+    inner = mock.Mock(spec=DistributedOptimizer)
+    state = {"optimizer": {"param_groups": [GROUP | {"step": 3}]}}
+    _chained(inner)(state)
+    assert inner.load_state_dict.call_args.args[0] is state
+
+
+def test_groups_of_another_kind_match_by_the_names_of_nemo() -> None:
+    """A distributed optimizer loads a plain one's state, whose multipliers NeMo calls pre_wd_mult and pre_lr_mult."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    ours = [{"params": [weight], "wd_mult": 0.0, "lr_mult": 1.0, "is_expert_parallel": False}]
+    inner = mock.Mock(spec=DistributedOptimizer, optimizer=torch.optim.Adam(ours))
+    tensors = {"state": {"common_step": torch.tensor(3.0)}, "param_groups": [GROUP | {"params": [0]}]}
+    _chained(inner)({"optimizer": tensors, "param_state": {}})
+    (group,) = inner.load_state_dict.call_args.args[0]["optimizer"]["param_groups"]
+    assert (group["lr"], group["pre_wd_mult"], group["step"]) == (1.0, 0.0, 3.0)
+    ours[0]["wd_mult"] = 1.0
+    inner.optimizer = torch.optim.Adam(ours)
+    with pytest.raises(CheckpointError, match="no group of parameters like"):
+        _chained(inner)({"optimizer": tensors, "param_state": {}})

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,8 +54,8 @@ def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
             loaded = original(*args, **kwargs)
         finally:
             _refusals = None
-        if all_refusals := list(itertools.chain(*gathered(refusals))):
-            raise CheckpointError(all_refusals[0])
+        if of_any := [refusal for of_rank in gathered(refusals) for refusal in of_rank]:
+            raise CheckpointError(of_any[0])
         return loaded
 
     return load_checkpoint
@@ -92,18 +91,19 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
                     continue
                 prefix = f"optimizer.state.{'fp32_param' if is_other else name}."
                 replica = self.distributed_optimizer_instance_id
-                state[index][name] = boxes_at = dict(
-                    _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
-                )
-                for box in boxes_at.values():
-                    # A number instead of a tuple counts data-parallel ranks alone, each of which has its own part here.
-                    box.replica_id = (*box.replica_id[:2], replica) if isinstance(box.replica_id, tuple) else replica
-                    if not is_loading and box.data.is_cpu:
-                        # The process of an async save would share this memory, and the next step changes it.
-                        box.data = box.data.clone()
+                found = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
+                state[index][name] = {at: _owned(box, replica, is_loading) for at, box in found}
         return state
 
     return sharded_param_state_fully_reshardable
+
+
+def _owned(box: Any, replica: int, is_loading: bool) -> Any:
+    """A box of this rank's own: the ranks of a data-parallel group have different ones, and only their groups are replicas."""
+    # The process of an async save shares host memory, which the next step changes.
+    data = box.data.clone() if box.data.is_cpu and not is_loading else box.data
+    others = box.replica_id[:2] if isinstance(box.replica_id, tuple) else ()
+    return dataclasses.replace(box, data=data, replica_id=(*others, replica) if others else replica)
 
 
 def _boxes_of(entry: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[tuple[int, Any]]:
@@ -234,28 +234,26 @@ def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
 def _by_its_own_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``ChainedOptimizer.load_state_dict(state_dict)``."""
 
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        optimizers = self.chained_optimizers
-        if isinstance(state_dict, dict) and optimizers:
-            parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
-            states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
-            # Megatron-FSDP has none in this form.
-            saved = [part for part in (state_dict, *parts) if _groups(part)]
-            if saved and not all(map(_is_of_its_kind, optimizers, states)):
-                states = [_state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)]
-                state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
-        return original(self, state_dict)
-
     @functools.wraps(original)
-    def load_or_note_refusal(self: Any, state_dict: Any) -> None:
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        optimizers = self.chained_optimizers
         try:
-            load_state_dict(self, state_dict)
+            if isinstance(state_dict, dict) and optimizers:
+                parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
+                states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
+                saved = [part for part in (state_dict, *parts) if _groups(part)]  # none of Megatron-FSDP
+                if saved and not all(map(_is_of_its_kind, optimizers, states)):
+                    states = [
+                        _state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)
+                    ]
+                    state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
+            original(self, state_dict)
         except CheckpointError as error:
             if _refusals is None:
                 raise
             _refusals.append(str(error))
 
-    return load_or_note_refusal
+    return load_state_dict
 
 
 def _is_of_its_kind(optimizer: Any, state: dict[str, Any]) -> bool:

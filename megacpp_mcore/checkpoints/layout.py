@@ -135,27 +135,22 @@ def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
     Raises:
         CheckpointError: a bucket of any rank differs. All ranks refuse together, as none may wait for the others.
     """
-    try:
-        difference = _other_buckets(folder, sharded_state_dict)
-    except Exception as error:
-        difference = f"reading its metadata ended in {type(error).__name__}: {error}"
-    if different := list(filter(None, gathered(difference))):
-        refuse_flat_state(folder, different[0])
-
-
-def _other_buckets(folder: str, sharded_state_dict: Any) -> str:
-    """How a flat bucket of this rank differs from the checkpoint's; empty if none does."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
 
-    stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
-    for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, ShardedTensor) and "optimizer.distributed.dp_group_idx_" in entry.key:
-            size = getattr(stored.get(entry.key), "size", None)
-            if size != entry.global_shape:
-                return f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
-    return ""
+    found = ""
+    try:
+        stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
+        for entry in nested_values(sharded_state_dict):
+            if isinstance(entry, ShardedTensor) and "optimizer.distributed.dp_group_idx_" in entry.key:
+                size = getattr(stored.get(entry.key), "size", None)
+                if size != entry.global_shape:
+                    found = f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
+    except Exception as error:
+        found = f"reading its metadata ended in {type(error).__name__}: {error}"
+    if different := list(filter(None, gathered(found))):
+        refuse_flat_state(folder, different[0])
 
 
 def refuse_flat_state(folder: str, difference: str) -> NoReturn:

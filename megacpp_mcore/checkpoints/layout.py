@@ -126,14 +126,10 @@ def flat_folder(state: Any) -> str | None:
 
 
 def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
-    """Refuse a checkpoint whose flat buckets are not those of the run; every rank has to call this.
-
-    Args:
-        folder: of the checkpoint.
-        sharded_state_dict: what this rank is about to load; a stage without trainable parameters has no optimizer in it.
+    """Refuse a checkpoint whose flat buckets are not those that the run is about to load; every rank has to call this.
 
     Raises:
-        CheckpointError: a bucket of any rank differs. All ranks refuse together, as none may wait for the others.
+        CheckpointError: a bucket of any rank differs. A stage without trainable parameters refuses, too.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -415,9 +415,8 @@ def check_override(config: Any, override: str) -> None:
     """Refuse an override of a key that does not exist; the nearest keys are suggested.
 
     Raises:
-        LaunchError: it has another form, or the key does not exist.
+        LaunchError: the key does not exist.
     """
-    check_form(override)
     key = override.partition("=")[0]
     holder, path = config, ""
     for part in key.split("."):

@@ -49,6 +49,7 @@ _UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(
             "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
         ): "is of a router that the model does not have",
         ("--openai-gelu",): "is another GELU than the model's",
+        ("--sft",): "reads conversations, where the model has texts of `megacpp-mcore data prepare`",
         (
             "--attention-backend", "--use-flash-attn", "--flash-attention-version",
         ): "chooses kernels of stock's attention; the model's are `backends: {mla: …}` in the file of MEGACPP_CONFIG",

@@ -195,11 +195,6 @@ def _check_supported(script: Path | None, arguments: Sequence[str], has_own_laye
         )
     if has_own_layers:
         lowering.check_unused(arguments)
-        if "--sft" in given:
-            raise LaunchError(
-                "--sft reads conversations, which the datasets and layers of NAM56R do not do; leave it out, and prepare texts "
-                "with `megacpp-mcore data prepare`"
-            )
     kind = flags.first(given, "--tokenizer-type")
     package = next((package for package, kinds in _PACKAGES.items() if kind in kinds), None)
     if package is not None and importlib.util.find_spec(package) is None:

@@ -22,7 +22,7 @@ def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> st
 def suggestion(message: str, options: Iterable[str]) -> str:
     """``did you mean '--a'? `` for what argparse's ``message`` does not know, of its choices or ``options``; else nothing."""
     if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-        return _question(_near(found[1], re.findall(r"'(.*?)'", found[2]), cutoff=0.7))
+        return _question(_near(found[1], [name.strip("'") for name in found[2].split(", ")], cutoff=0.7))
     if found := re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message):
         return _question(_near(found[1], options, cutoff=0.7))
     return ""

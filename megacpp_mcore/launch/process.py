@@ -91,7 +91,7 @@ def quiet(folder: Path | None) -> Iterator[Path]:
             stack.enter_context(console.redirected(file))
         except OSError as error:
             raise LaunchError(
-                f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder, no link to nothing"
+                f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder, no link to nothing or to itself"
             ) from error
         rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
         if rank in (0, last):  # Megatron has its lines of steps from the last one

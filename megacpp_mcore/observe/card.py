@@ -23,7 +23,10 @@ _Read = Callable[[], tuple[int, float, int]]
 
 
 def measure(facts: Facts) -> None:
-    """Add the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written; leaves no memory reserved."""
+    """Add the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written.
+
+    It leaves no memory reserved, and the allocator's peaks start anew: a run's are those of its steps.
+    """
     import torch
 
     generator = torch.Generator("cuda").manual_seed(1)  # the run's own random numbers stay what they are
@@ -38,6 +41,7 @@ def measure(facts: Facts) -> None:
         facts.put("card.copy_bytes_per_s", 3 * 2 * held[0].nbytes / _seconds(copy))
         held.clear()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -14,13 +14,15 @@ pytestmark = pytest.mark.gpu
 def test_the_rates_are_plausible_and_leave_nothing_behind() -> None:
     torch.zeros(1, device="cuda") @ torch.zeros(1, device="cuda")  # libraries have their workspaces
     torch.cuda.empty_cache()
-    reserved, state = torch.cuda.memory_reserved(), torch.cuda.get_rng_state()
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    state = torch.cuda.get_rng_state()
     facts = Facts()
     card.measure(facts)
     assert 50 < facts.values["card.matmul_tflops_per_s"] < 2500
     assert 0.3e12 < facts.values["card.copy_bytes_per_s"] < 8e12
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.cuda.memory_reserved() - reserved < 100e6  # cuBLAS's workspace at most
+    assert torch.cuda.max_memory_allocated() - allocated < 100e6
 
 
 def test_clock_and_power_are_read() -> None:

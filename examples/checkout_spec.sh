@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Door 1: three steps of nam56r_tiny by the unmodified pretrain_gpt.py of a Megatron-LM checkout, on the CPU.
+# The launcher: three steps of nam56r_tiny by the unmodified pretrain_gpt.py of a Megatron-LM checkout, on the CPU.
 #
 #     MEGATRON_LM=/path/to/Megatron-LM examples/checkout_spec.sh FOLDER
 set -euo pipefail

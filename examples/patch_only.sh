@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Door 3: one patch on a stock GPT, without any model of this package: the same losses with and without it, on the CPU.
+# The patch set: one patch on a stock GPT, without any model of this package: the same losses with and without it, on the CPU.
 #
 #     examples/patch_only.sh FOLDER
 set -euo pipefail

@@ -5,7 +5,7 @@
 The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
 definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
 (``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
-runs); ``host: hybrid`` trains Megatron's HybridModel, ``door: bridge`` its recipe (``recipe``) in Megatron-Bridge. Arms of one
+runs); ``host: hybrid`` trains Megatron's HybridModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge. Arms of one
 seed see the same data and random draws; a seed that is named twice trains every arm twice. ``apart`` is the largest difference
 in a step's loss from the first run of the same arm and seed, or, for that run itself, from the first arm with as many steps.
 ``probe: layers`` also records every layer's gradient norm and the load of its experts.
@@ -61,7 +61,7 @@ class Arm:
     training: Mapping[str, Any] = field(default_factory=dict)
     words: Sequence[Any] = ()
     host: str = GPT
-    door: str = "launch"
+    via: str = "launch"
     recipe: str = ""
 
 
@@ -160,7 +160,7 @@ def _train(
     (folder / "megacpp.json").write_text(json.dumps(settings))  # JSON is YAML
     command = [sys.executable, "-W", "ignore", "-m"]
     left = ["--observe", str(folder / "run")]
-    if arm.door == "bridge":
+    if arm.via == "bridge":
         changes = [f"train.train_iters={training.train_iters}", f"dataset.data_path={args.data}"]
         command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
     else:

@@ -36,7 +36,7 @@ _LEAST = {
 }
 """Other required packages: the least version, and what goes wrong otherwise."""
 
-INSTALLATION = "install it with `make bridge`, or as docs/doors.md says"
+INSTALLATION = "install it with `make bridge`, or as docs/entry-points.md says"
 
 _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
 

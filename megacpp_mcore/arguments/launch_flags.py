@@ -1,4 +1,4 @@
-"""Stock flags that change a run's speed but not its results: when each is on, and why, for every door. Pure Python.
+"""Stock flags that change a run's speed but not its results: when each is on, and why. Pure Python.
 
 ``lower`` writes them, a Bridge recipe sets the same fields, and the launch policy reports for any run which are on and why.
 Flags and conditions are those of Megatron-LM core_v0.19.0 and megatron-core 0.19.2.

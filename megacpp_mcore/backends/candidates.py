@@ -75,7 +75,7 @@ _SPARSE_MLA_TRITON = Support(
     together=({"qk_dim": 128, "v_dim": 64}, {"qk_dim": 576, "v_dim": 512}),
 )
 """The widths at which its kernels compile without register spills and were compared with the reference: NAM56R's and
-DeepSeek's. Any number of heads. Sums have a fixed order under ``torch.use_deterministic_algorithms``, which every door sets
+DeepSeek's. Any number of heads. Sums have a fixed order under ``torch.use_deterministic_algorithms``, which Megatron sets
 in deterministic mode."""
 
 _EXPERTS_TRITON = Support(

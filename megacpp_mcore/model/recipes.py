@@ -1,4 +1,4 @@
-"""The recipes: a model, its layout and its training plan under one name, the same for every door. Pure Python.
+"""The recipes: a model, its layout and its training plan under one name, the same for every entry point. Pure Python.
 
 ``nemo_recipes`` turns them into Megatron-Bridge configurations, ``megacpp-mcore recipe emit`` into a stock command line.
 """

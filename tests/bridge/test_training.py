@@ -84,7 +84,7 @@ def test_bridge_trains_what_the_command_line_trains(trained: tuple[Path, str], l
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_the_receipts_of_both_doors_differ_on_no_line(trained: tuple[Path, str], launched: Path) -> None:
+def test_the_receipts_of_both_entry_points_differ_on_no_line(trained: tuple[Path, str], launched: Path) -> None:
     by_bridge, by_command = (receipts.read(folder / "saved" / "observe") for folder in (trained[0], launched))
     lines = compare_receipts(by_command, by_bridge).lines
     assert [line.describe() for line in lines if line.same is not True] == []

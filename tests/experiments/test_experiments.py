@@ -39,7 +39,7 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         run = Run.from_arguments(words, device="cuda", world_size=given["processes"], model=model)
         assert run.states is not None
         assert memory.fits(run.states, 150_109_880_320)
-        assert arm.door == "launch" or arm.recipe in RECIPES
+        assert arm.via == "launch" or arm.recipe in RECIPES
 
 
 def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The first door: unmodified ``pretrain_gpt.py`` trains with either form of ``--spec`` what the wheel's loop trains."""
+"""The launcher: unmodified ``pretrain_gpt.py`` trains with either form of ``--spec`` what the wheel's loop trains."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ from tests.trees import HOOKED, commit, copy_sources, git, link_copy
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small real dataset: some files of the standard library, prepared by the command a user runs."""
-    folder = tmp_path_factory.mktemp("doors")
+    folder = tmp_path_factory.mktemp("entry_points")
     files = [str(source.path) for source in find_stdlib_sources()[:20]]
     assert _run("data", "prepare", *files, "--output", str(folder / "text")).returncode == 0
     return folder / "text"

@@ -101,7 +101,7 @@ def _show(args: argparse.Namespace) -> int:
     place = _found(args.receipt)
     receipt = receipts.read(place)
     if args.json:
-        print(json.dumps(receipt, indent=1, ensure_ascii=False))
+        print(schema.dumps(receipt))
         return 0
     status, *others = describe(receipt).splitlines()
     goes_on = receipt["status"] == RUNNING and any(place.glob("start_*"))

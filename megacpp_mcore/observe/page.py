@@ -211,9 +211,10 @@ class Run:
         numbers = ranks if len(ranks) == len(peaks) else range(len(peaks))
         return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
-    def backends(self) -> list[schema.Backend]:
+    def backends(self) -> list[dict[str, Any]]:
         """The rows of ops, those that deviate first."""
-        return sorted(schema.backends(self.values["backends"] or ()), key=lambda row: not row.is_off)
+        rows = [{**row, "is_off": schema.is_off(row)} for row in self.values["backends"] or ()]
+        return sorted(rows, key=lambda row: not row["is_off"])
 
     def by_step(self) -> list[tuple[str, Markup]]:
         """A small plot of every other metric that is known by step."""

@@ -22,6 +22,7 @@ RECEIPTS = sorted(FOLDER.glob("*.json"))
 def test_a_committed_receipt_is_one_of_a_real_run(path: Path) -> None:
     receipt = receipts.read(path)
     receipt_schema.validate(receipt)
+    assert path.read_text(encoding="utf-8") == receipt_schema.dumps(receipt) + "\n"
     assert (receipt["status"], receipt["data"]["kind"]) == ("finished", "real")
     assert receipt["device"].startswith("NVIDIA H100" if "h100" in path.stem else "NVIDIA H200")
     assert receipt["disqualifiers"] == []

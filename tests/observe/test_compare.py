@@ -29,7 +29,7 @@ PROFILED = {"profiler__step_range": [8, 10], "profiler__phase": "steady"}
 RESIDENT = {"memory__kind": "resident set"}
 FP8 = {"precision__kernel_fp8": "experts"}
 BACKEND = {
-    "op": "mamba3", "layer": 3, "requested": "auto", "observed": "kernel", "speed": "kernel", "slower_than_best": False,
+    "op": "mamba3", "layers": "3", "requested": "auto", "observed": "kernel", "speed": "kernel", "slower_than_best": False,
     "reason": "",
 }  # fmt: skip
 EXPERTS = {
@@ -79,15 +79,16 @@ def receipt(**changes: Any) -> dict[str, Any]:
     ("key", "path", "value"),
     [(field.compare, field.path, {
         "size": 2, "count": 7, "amount": 9.0, "flag": True, "text": "other", "list of text": ["bf16"], "list of count": [7],
-        "map of value": {"name": "sgd"}}.get(field.kind, field.kind)) for field in schema.FIELDS if field.compare in KEYS],
+        "map of value": {"name": "sgd"}}.get(field.kind.words, field.kind.words))
+        for field in schema.FIELDS if field.compare in KEYS],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
 def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key: str, path: str, value: Any) -> None:
     """Each is changed to another value of its kind: of texts to choose from, to the last, or else the first."""
     one, name = receipt(**EXPERTS | {"recompute": "full"}), path.replace(".", "__")
     known = schema.flatten(one)[path]
-    if isinstance(value, str) and "|" in value:
-        value = next(word for word in reversed(value.split("|")) if word != known)
+    if isinstance(value, str) and value.startswith("one of"):
+        value = next(word for word in reversed(re.findall("`(.*?)`", value)) if word != known)
     other = receipt(**EXPERTS | {"recompute": "none", name: (not known) if isinstance(known, bool) else value})
     found = compare(one, other)
     assert [line.key for line in found.lines if line.same is not True] == [key]
@@ -314,5 +315,5 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert (printed["noise_floor"], printed["told_from_noise"]) == (NOISE, True)
     assert {line["key"]: line["same"] for line in printed["lines"]} == {key: key != "precision" for key in KEYS}
     (tmp_path / "b").write_text("{}")
-    with pytest.raises(DataError, match=r"schema is None .*; expected 2"):
+    with pytest.raises(DataError, match=r"schema is None .*; expected 3"):
         report("compare", *files)

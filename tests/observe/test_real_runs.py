@@ -23,6 +23,7 @@ from megacpp_mcore.observe import events, goodput, live, page, receipts
 from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import claims, facts, schema
+from megacpp_mcore.observe.receipts.schema import layers
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, tiny_run
 from tests.observe.real_run import start
@@ -137,17 +138,17 @@ def _check_routing(found: dict[str, Any]) -> None:
 
 
 def _check_live_objects(found: dict[str, Any]) -> None:
-    own = {one["layer"] for one in found["backends"] if (one["op"], one["requested"]) == ("linear", "auto")}
+    own = {layer for one in of_op(found, "linear") if one["requested"] == "auto" for layer in layers(one["layers"])}
     assert own == {*model().layer_numbers("M"), *model().layer_numbers("R")}  # their input projections
-    ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
+    ops = {(one["op"], layer): one["observed"] for one in found["backends"] for layer in layers(one["layers"])}
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
-    assert {layer for op, layer in ops if op == "mla"} == {1, None}
+    assert {layer for op, layer in ops if op == "mla"} == {1, "mtp"}
     model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
     model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
     assert {op for op, _ in ops} == model_ops | {"linear", "norm", "rms_norm", "experts", "router", "loss", "optimizer"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}
-    assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
+    assert (ops["loss", "run"], ops["optimizer", "run"]) == ("megatron", "torch")
     assert {ops["rms_norm", number] for number in range(1, model().depth + 1)} == {"stock"}
     for number in model().layer_numbers("E"):
         assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
@@ -259,7 +260,7 @@ def test_transformer_engine_that_is_disabled(data: Path, finished: tuple[Path, s
     for op in ("linear", "norm"):
         records = [one for one in of_op(found, op) if one["requested"] != "auto"]
         assert {(one["requested"], one["observed"]) for one in records} == {("transformer_engine", "local")}
-        assert {one["layer"] for one in records} == NUMBERED | {None}
+        assert {layer for one in records for layer in layers(one["layers"])} == NUMBERED | {"mtp"}
         assert all(one["reason"].endswith("MEGACPP_DISABLE_TE=1 disables Transformer Engine") for one in records)
 
 
@@ -287,7 +288,7 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     (loss,) = of_op(found, "loss")
     assert (loss["requested"], loss["observed"]) == ("linear_cross_entropy", "linear_cross_entropy")
     slower = [one for one in found["backends"] if one["slower_than_best"]]
-    assert {one["layer"] for one in slower} == set(model().layer_numbers("M"))
+    assert [layer for one in slower for layer in layers(one["layers"])] == list(model().layer_numbers("M"))
     (why,) = {one["reason"] for one in slower}
     assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
     evidence = fall_back(found)

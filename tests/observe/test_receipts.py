@@ -145,6 +145,12 @@ def test_the_commit_is_the_checkout_s_or_the_variable_s(monkeypatch: pytest.Monk
 # --- Schema -----------------------------------------------------------------------------------------------------------
 
 
+NAMED = {
+    "op": "mla", "layers": "4", "requested": "kernel", "observed": "reference", "speed": "reference",
+    "slower_than_best": False, "reason": "disabled",
+}  # fmt: skip
+
+
 def bare_receipt(**values: Any) -> dict[str, Any]:
     known = {
         "schema": receipt_schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
@@ -156,7 +162,7 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("schema", 3, "schema is 3 (int); expected 2: record the run anew"),
+        ("schema", 2, "schema is 2 (int); expected 3: name the folder of its run"),
         ("attention_share", 1.5, "attention_share is 1.5 (float); expected share"),
         ("step_time.p50_s", math.nan, "step_time.p50_s is nan (float); expected positive"),
         ("notes", None, "notes is None"),
@@ -173,6 +179,7 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
         ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers is [{'name': 'tired'"),
         ("memory", 3, "memory is not a field of a receipt"),
         ("speed", 3, "speed is not a field of a receipt"),
+        ("backends", [NAMED | {"layers": "4-"}], "backends is [{'op': 'mla', 'layers': '4-'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
@@ -198,6 +205,16 @@ def test_a_missing_field_and_what_is_no_object_are_wrong() -> None:
         receipt_schema.validate(receipt)
     with pytest.raises(DataError, match="schema is None"):
         receipt_schema.validate([])
+
+
+def test_layers_with_equal_backends_are_one_record() -> None:
+    record = {name: value for name, value in NAMED.items() if name != "layers"}
+    rows = [record | {"layer": layer} for layer in (3, 1, None, 2, 5)] + [record | {"layer": 4, "reason": "other"}]
+    assert [(one["layers"], one["reason"]) for one in receipt_schema.by_span([*rows, *rows])] == [
+        ("1-3, 5, mtp", "disabled"), ("4", "other")
+    ]  # fmt: skip
+    assert receipt_schema.layers("1-3, 5, mtp") == [1, 2, 3, 5, "mtp"]
+    assert receipt_schema.by_span([record | {"op": "loss", "layer": None}])[0]["layers"] == "run"
 
 
 def test_the_documented_fields_that_are_never_null_are_the_schema_s() -> None:
@@ -232,10 +249,6 @@ GOOD: dict[str, Any] = {
 REDUCED: dict[str, Any] = {"name": "gradient reduce", "asked": True, "possible": True, "reason": "it has a stream"}
 ONE_BUCKET = REDUCED | {"possible": False, "reason": "one bucket holds all"}
 UNKNOWN = REDUCED | {"possible": False, "reason": "how many buckets there are is not known"}
-NAMED = {
-    "op": "mla", "layer": 4, "requested": "kernel", "observed": "reference", "speed": "reference",
-    "slower_than_best": False, "reason": "disabled",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,13 @@ def test_a_seeded_dequantisation_is_counted_once_and_disqualifies() -> None:
     assert quantized._counted["calls"] == before + 1
     assert quantized.count() is None  # nobody watches where there is no Transformer Engine
     for times, evidence in ((None, ""), (0, ""), (3, "a quantised tensor was dequantised 3 times")):
-        norm = {"op": "norm", "layer": 1, "requested": "auto", "observed": "x", "slower_than_best": False, "reason": ""}
+        norm = {
+            "op": "norm",
+            "layers": "1",
+            "requested": "auto",
+            "observed": "x",
+            "slower_than_best": False,
+            "reason": "",
+        }
         values = {"backends": [norm], "precision.dequantised": times}
         assert claims._fallen_back(claims.Case(values, (), {}, None)) == evidence

@@ -8,14 +8,13 @@ all starts.
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -251,15 +250,8 @@ def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     return {name: fmean(one[name] for one in shares if name in one) for name in names} or None
 
 
-def _each_once(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The backends of all pipeline stages by layer, each once."""
-    backends = {json.dumps(record, sort_keys=True): record for one in lists for record in one}
-    rows = sorted(backends.values(), key=itemgetter("op", "observed"))
-    return sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"])
-
-
 _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
-    "backends": _each_once,
+    "backends": lambda ranks: schema.by_span(itertools.chain.from_iterable(ranks)),
     "memory.allocated_peak_bytes": max,
     "memory.reserved_peak_bytes": max,
     "precision.fp8_layers": lambda ranks: sorted({layer for layers in ranks for layer in layers}),
@@ -412,7 +404,7 @@ def write(run: str | os.PathLike[str]) -> Path:
         DataError: nothing was recorded, or a file is damaged.
     """
     path = Path(run) / RECEIPT
-    events.replace(path, json.dumps(assemble(run), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    events.replace(path, schema.dumps(assemble(run)) + "\n")
     return path
 
 

@@ -22,8 +22,8 @@ from megacpp_mcore.observe.receipts.schema import (
     DISQUALIFIERS,
     FIELDS,
     RESIDENT,
-    backends,
     flatten,
+    is_off,
     plain,
     why_unknown,
 )
@@ -109,13 +109,13 @@ def _compiled(case: Case) -> str:
 def _fallen_back(case: Case) -> str:
     """Ops that run slower than the best available, or not on what was requested."""
     found = []
-    for one in backends(case.known("backends")):
-        if one.is_off:
-            is_slow = one.requested in ("auto", one.observed)
-            asked = "" if is_slow else f"asked for {one.requested} and "
-            slower = ", slower than the best for this device" if is_slow else ""
-            layers = f" in layer{'s' * (not one.layers.isdecimal())} {one.layers}" if one.layers != "run" else ""
-            found.append(f"op {one.op}{layers} {asked}runs on {one.observed}{slower}: {one.reason}")
+    for one in filter(is_off, case.known("backends")):
+        op, layers, requested, observed = (one[name] for name in ("op", "layers", "requested", "observed"))
+        is_slow = requested in ("auto", observed)
+        asked = "" if is_slow else f"asked for {requested} and "
+        slower = ", slower than the best for this device" if is_slow else ""
+        where = f" in layer{'s' * (not layers.isdecimal())} {layers}" if layers != "run" else ""
+        found.append(f"op {op}{where} {asked}runs on {observed}{slower}: {one['reason']}")
     if times := case.values.get("precision.dequantised"):
         found.append(f"a quantised tensor was dequantised {times} times")
     return "; ".join([*found[:3], *([f"and {len(found) - 3} more"] if len(found) > 3 else [])])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class MegacppError(Exception):
-    """Base of every error that megacpp-mcore raises on purpose; names in it cannot steer a terminal."""
+    """Base of every error that megacpp-mcore raises on purpose; names in it cannot steer a terminal.
+
+    ``code`` tells apart causes of one class that name no value of their own; it stays when the words change.
+    """
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
     def __str__(self) -> str:
         return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in super().__str__())

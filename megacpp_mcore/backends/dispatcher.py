@@ -154,7 +154,9 @@ class Dispatcher:
         for candidate in candidates:
             of_op = self._candidates.setdefault(candidate.op, {})
             if candidate.name in of_op or candidate.name == AUTO:
-                raise BackendError(f"op {candidate.op}: the name {candidate.name!r} is taken; names must be unique")
+                raise BackendError(
+                    f"op {candidate.op}: the name {candidate.name!r} is taken; names must be unique", code="taken"
+                )
             of_op[candidate.name] = candidate
         self._requests = dict(requests or {})
         for op, name in self._requests.items():
@@ -249,7 +251,9 @@ class Dispatcher:
 
     def _known(self, op: str, name: str) -> None:
         if op not in self._candidates and op in CHOSEN_ELSEWHERE:
-            raise BackendError(f"op {op} is not chosen by name: {CHOSEN_ELSEWHERE[op]} decides; leave it out")
+            raise BackendError(
+                f"op {op} is not chosen by name: {CHOSEN_ELSEWHERE[op]} decides; leave it out", code="not-by-name"
+            )
         if op not in self._candidates:
             raise BackendError(_unknown("op", op, self._candidates))
         if name != AUTO and name not in self._candidates[op]:
@@ -289,7 +293,8 @@ class Dispatcher:
         others = [AUTO, *(other for other in self._candidates[op] if other != name)]
         return BackendError(
             f"backend {name!r} was asked for by name for op {op}{where} and cannot run: {lacking}; "
-            f"ask for another one of {', '.join(others)}"
+            f"ask for another one of {', '.join(others)}",
+            code="cannot-run",
         )
 
     def _automatic(self, op: str, requested: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
@@ -323,7 +328,7 @@ class Dispatcher:
             if slower and requested == AUTO:
                 _warn_once(f"op {op} runs on {candidate.name}, slower than the best for this device: {reason}")
             return Resolution(op, layer, requested, candidate.name, candidate.speed, slower, reason, fn)
-        raise BackendError(f"no backend can run op {op}: {'; '.join(passed_over)}")
+        raise BackendError(f"no backend can run op {op}: {'; '.join(passed_over)}", code="none-runs")
 
 
 def _warn_once(message: str) -> None:

@@ -191,7 +191,9 @@ def adopt(
     """
     path = manifest_path(prefix)
     if os.path.exists(path):
-        raise DataError(f"{path} exists; expected a dataset without one: to adopt it anew, delete that file first")
+        raise DataError(
+            f"{path} exists; expected a dataset without one: to adopt it anew, delete that file first", code="exists"
+        )
     if tokenizer is not None and (vocab_size, eod_id) != (None, None):
         raise DataError("found a tokenizer and a vocabulary size or end-of-document id; expected one or the other")
     described: dict[str, Any] = {"kind": None, "checksum": None, "vocab_size": vocab_size, "eod_id": eod_id}
@@ -284,19 +286,22 @@ def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | N
             f"{prefix}.bin was made with the {made_by['kind']} tokenizer of checksum {made_by['checksum'][:12]}, and "
             f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
             "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
-            f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}"
+            f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}",
+            code="tokenizer",
         )
     needed = max(manifest.max_token_id + 1, made_by["vocab_size"] or 0)
     if needed > vocab_size:
         raise DataError(
             f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
-            f"least {needed}, or prepare the dataset with the model's tokenizer"
+            f"least {needed}, or prepare the dataset with the model's tokenizer",
+            code="vocabulary",
         )
     if eod_id is not None and made_by["eod_id"] not in (None, eod_id):
         raise DataError(
             f"{prefix}.bin ends its documents with id {made_by['eod_id']}, and training uses {eod_id} as end of document; name "
             f"the dataset where the command is made (recipe emit --data {prefix}), or pass --null-tokenizer-eod-id "
-            f"{made_by['eod_id']}; otherwise prepare it again with the tokenizer of training"
+            f"{made_by['eod_id']}; otherwise prepare it again with the tokenizer of training",
+            code="end-of-document",
         )
 
 

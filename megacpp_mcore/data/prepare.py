@@ -196,7 +196,8 @@ def _building(prefix: str) -> Iterator[Path]:
                     folder.rmdir()
     except filelock.Timeout as error:
         raise DataError(
-            f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output"
+            f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output",
+            code="held",
         ) from error
 
 
@@ -210,7 +211,9 @@ def _refuse_existing(plan: Plan) -> None:
     """Raise if a dataset exists, unless it is to be replaced and Megatron, not launched by us, has cached no indices of it."""
     paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
     if not plan.overwrite and (path := next(filter(os.path.exists, paths), None)):
-        raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
+        raise DataError(
+            f"{path} exists; expected a new dataset: choose another --output or pass --overwrite", code="exists"
+        )
     for prefix in plan.prefixes:
         if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(
@@ -375,7 +378,8 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
     if make_source(Path(piece.source.path), piece.source.relative) != piece.source:
         raise DataError(
-            f"{piece.source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
+            f"{piece.source.path} changed while it was being read; expected sources that stay as they are: repeat the call",
+            code="changed",
         )
     return Encoded(documents, skipped, digest)
 

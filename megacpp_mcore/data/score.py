@@ -88,5 +88,7 @@ class BitsPerByte:
             DataError: no byte has been counted.
         """
         if not self.bytes:
-            raise DataError("found no byte counted; expected at least one before bits per byte are asked for")
+            raise DataError(
+                "found no byte counted; expected at least one before bits per byte are asked for", code="no-bytes"
+            )
         return self.nats / (math.log(2) * self.bytes)

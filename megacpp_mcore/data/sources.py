@@ -152,7 +152,8 @@ def _refuse_twice(sources: Sequence[Source]) -> None:
             if other is not source:
                 raise DataError(
                     f"{other.path} and {source.path} {what}; expected every text once, with a name of its own: pass the "
-                    "folder that holds both as one INPUT, or leave one of them out"
+                    "folder that holds both as one INPUT, or leave one of them out",
+                    code="duplicate",
                 )
 
 

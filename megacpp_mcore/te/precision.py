@@ -204,7 +204,8 @@ class Scopes:
         name = f"layers {', '.join(map(str, numbers))}"
         if _active:
             raise ModelError(
-                f"the FP8 scope of {name} was entered inside of that of {_active[-1]}; enter one scope, around the group"
+                f"the FP8 scope of {name} was entered inside of that of {_active[-1]}; enter one scope, around the group",
+                code="nested-scope",
             )
         if not training or any(map(self.in_zone, numbers)):
             _counts["bf16"] += 1
@@ -213,7 +214,8 @@ class Scopes:
         if self.keeps_state and (not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1):
             raise ModelError(
                 f"the FP8 scope of {name} was entered by a recompute, under delayed scaling, whose scales it would change; "
-                "recompute is Transformer Engine's then (te_checkpoint inside of the scope), or take a recipe without history"
+                "recompute is Transformer Engine's then (te_checkpoint inside of the scope), or take a recipe without history",
+                code="recomputed-scope",
             )
         _active.append(name)
         try:

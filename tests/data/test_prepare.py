@@ -25,6 +25,7 @@ from megacpp_mcore.data.manifest import load_manifest, verify
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.sources import choose_split, find_sources, parse_split
 from megacpp_mcore.errors import DataError
+from tests.errors import raises
 
 SPLIT = "train=0.7,valid=0.3"
 
@@ -119,13 +120,13 @@ def test_split_shares_are_met():
     "text", ["", "train", "train=x", "a=0.5,b=0.6", "a=1.5,b=-0.5", "a=0.5,a=0.5", "a/b=1", "=1", "a=nan", "a=inf"]
 )
 def test_bad_splits_are_refused(text):
-    with pytest.raises(DataError, match=rf"^split '{text}' .*such as train=0\.98,valid=0\.02"):
+    with raises(DataError, repr(text), "train=0.98,valid=0.02"):
         parse_split(text)
 
 
 def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("text")
-    with pytest.raises(DataError, match="none of 1 documents"):
+    with raises(DataError, "'valid'", "1 documents"):
         run(tmp_path / "one.txt", tmp_path / "data", split=SPLIT)
 
 
@@ -265,8 +266,9 @@ def test_existing_datasets_are_kept_unless_told(texts, tmp_path):
     (prefix,) = run(texts, tmp_path / "data")
     before = Path(prefix + ".bin").read_bytes()
     (texts / "new.txt").write_bytes(b"four\xff")
-    for overwrite, says in ((False, r"data\.bin exists.*--overwrite"), (True, "byte offset 4"), (False, "exists")):
-        with pytest.raises(DataError, match=says):  # a refused one does not let the next replace a dataset either
+    kept = (False, ["data.bin", "--overwrite"], "exists")
+    for overwrite, values, code in (kept, (True, ["new.txt", "offset 4"], ""), kept):
+        with raises(DataError, *values, code=code):  # a refused one does not let the next replace a dataset either
             run(texts, prefix, overwrite=overwrite)
         assert Path(prefix + ".bin").read_bytes() == before
         assert not Path(prefix + ".unfinished").exists()
@@ -280,7 +282,7 @@ def test_a_dataset_is_held_by_one_preparation(texts, tmp_path, monkeypatch):
 
     def build_beside_another(*arguments):
         monkeypatch.setattr(prepare_module, "_build", original)
-        with pytest.raises(DataError, match=r"another process is preparing .*/a"):
+        with raises(DataError, tmp_path / "a", code="held"):
             run(texts, tmp_path / "a", split=SPLIT)
         return original(*arguments)
 
@@ -314,7 +316,7 @@ def test_what_is_not_ours_in_the_folder_of_a_preparation_stays(texts, tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_undecodable_text_is_named_with_its_offset_and_leaves_nothing(texts, tmp_path, workers):
     (texts / "bad.txt").write_bytes(b"four\xff")
-    with pytest.raises(DataError, match=r"bad\.txt, byte offset 4: byte 0xff .*--errors skip"):
+    with raises(DataError, texts / "bad.txt", "offset 4", "0xff", "--errors skip"):
         run(texts, tmp_path / "data", workers=workers)
     assert list(tmp_path.iterdir()) == [texts]
     (prefix,) = run(texts, tmp_path / "data", skip_errors=True)
@@ -335,7 +337,7 @@ def test_undecodable_text_is_named_with_its_offset_and_leaves_nothing(texts, tmp
 def test_unusable_json_lines_are_named_or_listed(tmp_path, line, reason, offset):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"text": "ok"}\n' + line + b'\n{"text": "fine"}\n')
-    with pytest.raises(DataError, match=rf"records\.jsonl, byte offset {offset}: .*{reason}"):
+    with pytest.raises(DataError, match=rf"records\.jsonl, .* {offset}: .*{reason}"):
         run(path, tmp_path / "strict")
     (prefix,) = run(path, tmp_path / "skip", skip_errors=True)
     assert read_back(prefix) == [b"ok", b"fine"]
@@ -350,32 +352,30 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
     (prefix,) = run(tmp_path / name, tmp_path / "set", json_key="content")
     assert read_back(prefix) == [b"one", b"two"]
     assert "--json-key content" in load_manifest(prefix).command
-    with pytest.raises(
-        DataError, match=r"found 'content', a str; 'id', a int: --json-key names another; expected JSON"
-    ):
+    with raises(DataError, "'content', a str; 'id', a int", "--json-key"):
         run(tmp_path / name, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "values"),
     [
         (
             "lines",
             b'{"text": "one"}\n{"text": "two"}\n',
-            "offset 0: a JSON line with the key 'text' .*name the file [.]jsonl",
+            ["offset 0", "'text'", ".jsonl"],
         ),
-        ("lines.txt", b'\n{"text": "one"}\n', "name the file [.]jsonl"),
-        ("lines.jsonl.gz", b"\x1f\x8b\x08", "byte 0x8b is not UTF-8; unpack it first"),
-        ("lines.PARQUET", b"PAR1\x15\x80", "unpack it first"),
-        ("whole.json", b'{\n "text": "one"\n}\n', "offset 0: .*expected JSON objects, one a line"),
-        ("list.json", b'[{"text": "one"}]\n', "found no object with keys"),
-        ("wide.txt", "words".encode("utf-16"), "byte 0xff is not UTF-8; expected UTF-8 text"),
-        ("mark.jsonl", b'\xef\xbb\xbf{"text": "one"}\n', "UTF-8 BOM"),
+        ("lines.txt", b'\n{"text": "one"}\n', ["'text'", ".jsonl"]),
+        ("lines.jsonl.gz", b"\x1f\x8b\x08", ["0x8b", "unpack"]),
+        ("lines.PARQUET", b"PAR1\x15\x80", ["0x80", "unpack"]),
+        ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects"]),
+        ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object"]),
+        ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text"]),
+        ("mark.jsonl", b'\xef\xbb\xbf{"text": "one"}\n', ["UTF-8 BOM"]),
     ],
 )
-def test_documents_in_another_form_are_no_text(tmp_path, name, content, says):
+def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=says):
+    with raises(DataError, name, *values):
         run(tmp_path / name, tmp_path / "set")
 
 
@@ -426,7 +426,7 @@ def test_one_file_found_twice_is_refused(texts, kind):
         os.link(original, texts / "twin.txt")
     else:
         (texts / "twin.txt").symlink_to(original)
-    with pytest.raises(DataError, match=r"(have one relative path|(01|twin)\.txt are one file)"):
+    with raises(DataError, code="duplicate"):
         find_sources(inputs)
 
 
@@ -435,7 +435,7 @@ def test_only_regular_files_are_read(tmp_path):
     path.parent.mkdir()
     os.mkfifo(path)
     for given in (path, path.parent):
-        with pytest.raises(DataError, match=r"text\.txt is p[rwx-]+, no regular file"):
+        with pytest.raises(DataError, match=r"text\.txt is p[rwx-]+"):
             find_sources([given])
 
 
@@ -462,7 +462,7 @@ def test_a_source_that_becomes_unreadable_or_changes_is_named(texts, tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "read_documents", read_and_touch)
-        with pytest.raises(DataError, match=r"empty\.md changed"):
+        with raises(DataError, texts / "empty.md", code="changed"):
             run(texts, tmp_path / "data")
     opened = open
 
@@ -533,7 +533,7 @@ def test_the_standard_library_is_a_corpus(tmp_path):
     assert prepare_stdlib_corpus(str(tmp_path / "stdlib")) == (train, heldout)  # stays
     assert Path(train + ".bin").stat() == made
     Path(heldout + ".bin").write_bytes(b"damaged")
-    with pytest.raises(DataError, match="pass --overwrite"):
+    with raises(DataError, "--overwrite", code="exists"):
         prepare_stdlib_corpus(str(tmp_path / "stdlib"))
 
 

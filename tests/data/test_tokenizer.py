@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megacpp_mcore.data.tokenizer import BYTE_PAD_ID, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from megacpp_mcore.errors import DataError
+from tests.errors import raises
 
 
 def build_stock(flags: list[str]):
@@ -107,14 +108,14 @@ def test_ids_that_are_not_below_the_number_of_tokens_are_refused(tmp_path, large
     body = json.loads((folder / "tokenizer.json").read_text())
     body["model"]["vocab"]["late"] = largest
     (folder / "tokenizer.json").write_text(json.dumps(body))
-    with pytest.raises(DataError, match=rf"6 tokens with ids up to {largest}; expected ids below 6"):
+    with raises(DataError, "6 tokens", largest, "below 6"):
         HuggingFaceTokenizer(folder)
 
 
 def test_hugging_face_damage_is_named(tmp_path):
     folder = tmp_path / "hf"
     for eos in (None, "</s>", 3):
-        with pytest.raises(DataError, match=f"eos_token is {eos!r}"):
+        with raises(DataError, f"eos_token is {eos!r}"):
             HuggingFaceTokenizer(save_hf_folder(folder, eos))
     for name, content in (("tokenizer_config.json", "["), ("tokenizer.json", "{}"), ("tokenizer.json", None)):
         (folder / name).write_text(content or "")

@@ -14,6 +14,7 @@ from megacpp_mcore.settings import load
 from megacpp_mcore.te import imports, specs
 from megacpp_mcore.util.probe import ProbeResult
 from tests import stock
+from tests.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +97,7 @@ def test_availability_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(imports.DISABLE_TE, "1")  # the switch is read each time
     assert imports.available() == ProbeResult(False, "MEGACPP_DISABLE_TE=1 disables Transformer Engine")
     monkeypatch.setenv(imports.DISABLE_TE, "yes")
-    with pytest.raises(BackendError, match="MEGACPP_DISABLE_TE is 'yes'; expected 1"):
+    with raises(BackendError, "MEGACPP_DISABLE_TE is 'yes'", "expected 1"):
         imports.available()
 
 
@@ -105,7 +106,7 @@ def test_an_entry_point_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(imports, "ENTRIES", {"Renamed": ("math:gone", "math:floor"), "Gone": ("math:gone",)})
     imports._entry.cache_clear()
     assert imports.entry("Renamed")(1.5) == 1
-    with pytest.raises(BackendError, match="has no Gone at math:gone"):
+    with raises(BackendError, "Gone", "math:gone"):
         imports.entry("Gone")
     imports._entry.cache_clear()
 
@@ -134,7 +135,7 @@ def test_a_feature_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert imports.feature(name) == ProbeResult(False, f"transformer_engine: {{{name}: false}} in a file")
     assert imports.available().ok
     assert all(imports.feature(other).ok for other in ("attention", "experts", "permute", "block") if other != name)
-    with pytest.raises(BackendError, match="no feature of Transformer Engine called 'atention'; did you mean"):
+    with raises(BackendError, "'atention'", "'attention'"):
         imports.feature("atention")
 
 
@@ -144,17 +145,17 @@ def test_off_by_default_is_what_changes_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "values"),
     [
-        ("transformer_engine: {atention: true}", "transformer_engine"),
-        ("transformer_engine: {attention: 1}", "true or false"),
-        ("fp8: {recipe: blockwise}", "fp8.recipe is 'blockwise'; expected delayed, current, block, mxfp8 or null"),
-        ("fp8: {recipe: block, first: 0}", "fp8.first is 0; expected a number above 0"),
-        ("fp8: {attention: 'yes'}", "true or false"),
+        ("transformer_engine: {atention: true}", ["transformer_engine", "'atention'", "'attention'"]),
+        ("transformer_engine: {attention: 1}", ["transformer_engine.attention is 1", "true or false"]),
+        ("fp8: {recipe: blockwise}", ["fp8.recipe is 'blockwise'", "delayed, current, block, mxfp8 or null"]),
+        ("fp8: {recipe: block, first: 0}", ["fp8.first is 0", "above 0"]),
+        ("fp8: {attention: 'yes'}", ["fp8.attention is 'yes'", "true or false"]),
     ],
 )
-def test_what_the_file_may_not_say(text: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigFileError, match=said):
+def test_what_the_file_may_not_say(text: str, values: list[str], tmp_path: Path) -> None:
+    with raises(ConfigFileError, *values):
         load(write(tmp_path, text))
 
 
@@ -167,7 +168,7 @@ def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch)
         from megacpp_mcore.layer_specs.mtp import FUSED_NORM, mtp_block
 
         imports.configure(imports.Features(mtp=True), "a file")
-        with pytest.raises(BackendError, match="TELayerNormColumnParallelLinear of Transformer Engine cannot be used"):
+        with raises(BackendError, "TELayerNormColumnParallelLinear", "transformer_engine"):
             mtp_block(parts._local_parts(), Dispatcher())
         monkeypatch.setattr(imports, "entry", lambda name: type(name, (), {}))
         (layer,) = mtp_block(parts._local_parts(), Dispatcher()).layer_specs

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.observe.receipts import claims
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.te import quantized
+from tests.errors import raises
 
 
 class QuantizedTensorStorage(torch.Tensor):
@@ -41,7 +41,7 @@ def test_the_type_tells_and_the_dtype_does_not() -> None:
 
 def test_an_op_refuses_it() -> None:
     plain = torch.ones(4, 1, 2, 16)
-    with pytest.raises(ModelError, match=r"k_TBHK is a Float8Tensor of torch.bfloat16, a quantised tensor"):
+    with raises(ModelError, "k_TBHK", "Float8Tensor of torch.bfloat16"):
         mla_attention(plain, payload(), plain, softmax_scale=1.0)
 
 

@@ -70,7 +70,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
             is_torch = any(Path(str(load_dir)).glob("*/mp_rank_*"))
             reason = f" (in the format torch, a run of another layout lacks files: {RESAVE})" if is_torch else ""
             raise CheckpointError(
-                f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}"
+                f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}", code="not-loaded"
             ) from end
         except BaseException as error:  # torch's CheckpointException is no Exception
             error.add_note(f"while loading the checkpoint in {load_dir}")
@@ -78,7 +78,8 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         if loaded[0] is None and getattr(args, "exit_on_missing_checkpoint", False):  # Megatron exits with status 0
             raise CheckpointError(
                 f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
-                "run that has saved, or leave that flag out to start anew"
+                "run that has saved, or leave that flag out to start anew",
+                code="missing",
             )
         refuse_other_layout(loaded[0], load_dir)
         _flat = flat_folder(loaded[0]) if rank0 else None

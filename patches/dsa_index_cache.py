@@ -171,7 +171,8 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise ModelError(
                     f"DSA layer {layer} is built outside of a GPT model's decoder and MTP blocks (HybridModel's, say), where "
                     f"the schedule {schedule.schedule!r} of {schedule.path} is not followed; leave dsa_index_cache out, or "
-                    "share by --dsa-indexer-topk-freq"
+                    "share by --dsa-indexer-topk-freq",
+                    code="outside",
                 )
             original(self, *args, **kwargs)
             setattr(self, _CACHE, None)
@@ -205,7 +206,8 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.index_share and not hasattr(self, _CACHE):
             raise ModelError(
-                f"DSA layer {self.layer_number} was built before the patch dsa-index-cache was applied; apply it first"
+                f"DSA layer {self.layer_number} was built before the patch dsa-index-cache was applied; apply it first",
+                code="built-before",
             )
         cache: IndexCache | None = getattr(self, _CACHE, None)
         if not self.index_share or cache is None:

@@ -251,7 +251,8 @@ def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
     ):
         raise PatchError(
             "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
-            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True"
+            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True",
+            code="gathered-logits",
         )
     if has_config_logger_enabled(model.config):
         return "the configuration logger writes the logits"

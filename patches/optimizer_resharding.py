@@ -203,7 +203,8 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
                         raise CheckpointError(
                             f"the checkpoint {state_dict[_FOLDER]} has main parameters that are not those of its weights "
                             f"(one of shape {list(parameter.shape)}), as megatron-core 0.19 saves them by itself with several "
-                            "gradient buckets; load it without the optimizer's state (--no-load-optim)"
+                            "gradient buckets; load it without the optimizer's state (--no-load-optim)",
+                            code="main-parameters",
                         )
                 self._set_main_param_and_optimizer_states(parameter, tensors)
         if isinstance(self.optimizer, HybridDeviceOptimizer):

@@ -45,7 +45,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.distributed.is_initialized() and (rank := torch.distributed.get_rank()):
             raise DataError(
                 f"rank {rank}: {problem}; rank 0 has checked or built it on its host: name a folder that all hosts share "
-                "with --data-cache-path"
+                "with --data-cache-path",
+                code="not-shared",
             )
         if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
             raise DataError(
@@ -59,7 +60,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             raise DataError(
                 f"the sample indices cannot be cached in {folder}: {error}; name a folder that can be written with "
-                "--data-cache-path"
+                "--data-cache-path",
+                code="no-cache",
             ) from error
 
     return build

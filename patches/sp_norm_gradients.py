@@ -72,7 +72,8 @@ def _run_and_sum(
     if torch.cuda.is_current_stream_capturing():
         raise LaunchError(
             "sp-norm-gradients: the schedule is being captured in a CUDA graph without config.finalize_model_grads_func; "
-            "set it to megatron.core.distributed.finalize_model_grads, which is captured with it"
+            "set it to megatron.core.distributed.finalize_model_grads, which is captured with it",
+            code="captured",
         )
     before = _set_aside(chunks)
     try:
@@ -165,7 +166,8 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
     if any(gradient is not None and gradient.any() for gradient in gradients):
         raise LaunchError(
             "sp-norm-gradients: gradients of a call without config.finalize_model_grads_func are still there, and this call "
-            "has one: it would sum them over tensor parallelism again; set it for all calls, or zero the gradients between"
+            "has one: it would sum them over tensor parallelism again; set it for all calls, or zero the gradients between",
+            code="gradients-left",
         )
     _COMPLETE.difference_update([_innermost(chunk) for chunk in summed])
 

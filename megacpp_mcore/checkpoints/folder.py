@@ -175,10 +175,13 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
         return None
     if whole is None:
         anew = "; to start from scratch, remove all of them" if is_lost else ""
-        raise CheckpointError(f"{problem}; no whole checkpoint is there: restore the file from a copy{anew}")
+        raise CheckpointError(
+            f"{problem}; no whole checkpoint is there: restore the file from a copy{anew}", code="none-whole"
+        )
     raise CheckpointError(
         f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} "
-        f"to {load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG"
+        f"to {load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG",
+        code="damaged",
     )
 
 
@@ -205,7 +208,8 @@ def choose_non_persistent(
     if named is None or not load_newest_whole:
         raise CheckpointError(
             f"{problem}; to load the persistent checkpoint, if there is one, remove {folder}, or set checkpoints: "
-            "{load_newest_whole: true} in the file of MEGACPP_CONFIG"
+            "{load_newest_whole: true} in the file of MEGACPP_CONFIG",
+            code="damaged",
         )
     say(f"{problem}; loading from {load}")
     return False

@@ -117,7 +117,9 @@ class Checkout:
         """
         wanted = [patch.name for patch in self.registry.select(names)]
         if not wanted:
-            raise PatchError(f"no patch was named; there are: {_join(patch.name for patch in self.registry.patches)}")
+            raise PatchError(
+                f"no patch was named; there are: {_join(patch.name for patch in self.registry.patches)}", code="unnamed"
+            )
         self._refuse_wheel()
         with self._locked():
             content = self.content()
@@ -140,7 +142,7 @@ class Checkout:
             PatchError: nothing was changed.
         """
         if names is not None and not (names := [patch.name for patch in self.registry.select(names)]):
-            raise PatchError("no patch was named to be reverted; leave the names out to revert all")
+            raise PatchError("no patch was named to be reverted; leave the names out to revert all", code="unnamed")
         with self._locked():
             content = self.content()
             before = _names(content)
@@ -193,7 +195,7 @@ class Checkout:
         hook = content.hook
         wanted = () if names is None else [patch.name for patch in self.registry.select(names)]
         if hook is None:
-            raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}")
+            raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}", code="no-hook-line")
         problems = [f"{name} is not applied" for name in wanted if name not in hook.names]
         if _edited(content):
             problems.append(
@@ -221,7 +223,9 @@ class Checkout:
         content = self.content()
         wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
         if not wanted:
-            raise PatchError("there is nothing to export: name patches (none is applied to this checkout)")
+            raise PatchError(
+                "there is nothing to export: name patches (none is applied to this checkout)", code="nothing-to-export"
+            )
         self._refuse(self.unfit(wanted), "nothing was exported")
         try:
             return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
@@ -292,13 +296,16 @@ class Checkout:
             raise PatchError(
                 f"{self.root} is dirty: {_shown(changed)} differ from what was committed or hooked; nothing was changed: "
                 "commit or restore them (an update below the hook line: `patch revert`, then apply), or say --allow-dirty to "
-                "patch the checkout as it is"
+                "patch the checkout as it is",
+                code="dirty",
             )
         return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
 
     def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
         if not without.endswith(b"\n"):
-            raise PatchError(f"{self.file} does not end in a newline; nothing was changed: restore it first")
+            raise PatchError(
+                f"{self.file} does not end in a newline; nothing was changed: restore it first", code="no-newline"
+            )
         sha256 = sha256 or hashlib.sha256(without).hexdigest()
         line = HookLine(tuple(names), megacpp_mcore.__version__, self.registry.seal(names), sha256)
         return hook_line.add(without, line)
@@ -332,10 +339,12 @@ def _require_megatron(root: Path) -> None:
     if not missing:
         return
     if not root.is_dir():
-        raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout")
+        raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout", code="no-folder")
     above = [folder for folder in root.parents if all((folder / name).is_file() for name in files)]
     hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
-    raise CheckoutError(f"{root} is not a Megatron-LM checkout: there is no {_join(missing)} in it; {hint}")
+    raise CheckoutError(
+        f"{root} is not a Megatron-LM checkout: there is no {_join(missing)} in it; {hint}", code="no-checkout"
+    )
 
 
 def _names(content: Content) -> tuple[str, ...]:

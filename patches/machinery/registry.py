@@ -121,7 +121,7 @@ class Registry:
         if unknown := [name for name in chosen if name not in self._patches]:
             known = list(self._patches)
             problems = [f"there is no patch {name!r}; {nearest(name, known)}" for name in unknown]
-            raise PatchError(listing("nothing was changed", problems))
+            raise PatchError(listing("nothing was changed", problems), code="unknown")
         return [self._patches[name] for name in chosen]
 
     def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ class Registry:
             fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}
             changes, refusals = self._plan(fresh)
             if problems := [problem for patch in wanted for problem in self._drift(patch.name)] + refusals:
-                raise PatchError(listing("no patch was applied", problems))
+                raise PatchError(listing("no patch was applied", problems), code="not-applied")
             after = {name: dict(there) for name, there in self._changes.items()}
             for change in changes:
                 after.setdefault(change.patch, {})[change.slot.target] = change
@@ -201,7 +201,7 @@ class Registry:
             wanted = [patch.name for patch in self.select({**self._changes, **self._armed} if names is None else names)]
             applied = [name for name in wanted if name in self._changes]
             if problems := [problem for name in applied for problem in self._drift(name)]:
-                raise PatchError(listing("no patch was reverted", problems))
+                raise PatchError(listing("no patch was reverted", problems), code="not-reverted")
             changes = [change for name in applied for change in self._changes[name].values()]
             left = {
                 field: {name: value for name, value in getattr(self, field).items() if name not in wanted}
@@ -226,7 +226,7 @@ class Registry:
                 for module, attribute, key in holders(owners)
             ]
             if problems:
-                raise PatchError(listing("the patches are not in place", problems))
+                raise PatchError(listing("the patches are not in place", problems), code="not-in-place")
 
     def status(self) -> list[dict[str, Any]]:
         """One JSON-ready record per patch, for receipts; imports nothing.

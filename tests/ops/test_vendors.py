@@ -24,6 +24,7 @@ from megacpp_mcore.ops.grouped_mlp import quack
 from megacpp_mcore.ops.linear_cross_entropy import reduced
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.testing import assert_parity
+from tests.errors import raises
 
 QKV = tuple(torch.randn(8, 1, 2, width) for width in (128, 128, 64))
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,12 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacpp_mcore import __version__
 from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git as git_module
 from megacpp_mcore.patches.machinery import hook_line
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.hook_line import HookLine
 from megacpp_mcore.patches.machinery.registry import Registry, default
+from tests.errors import raises
 from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, patch_of, snapshot, wheel_root
 
 NAME = "mtp-shared-block"
@@ -71,11 +72,11 @@ def lm(tree: Path) -> Checkout:
     return Checkout(tree, Registry([patch_of(tree, name, target) for name, target in TARGETS.items()]))
 
 
-def refuses(root: Path, says: str, *changes: Callable[[], object]) -> None:
-    """Check that each of ``changes`` raises an error that says so, and changes no file."""
+def refuses(root: Path, values: list[str], *changes: Callable[[], object], code: str = "") -> None:
+    """Check that each of ``changes`` raises an error with this code and these values, and changes no file."""
     before = snapshot(root)
     for change in changes:
-        with pytest.raises(PatchError, match=says):
+        with raises(PatchError, *values, code=code):
             change()
         assert snapshot(root) == before
 
@@ -120,7 +121,7 @@ def test_apply_twice_is_once_and_revert_is_identity(root: Path) -> None:
     assert (root / HOOKED).stat().st_mode & 0o777 == 0o664
     assert git(root, "status", "--porcelain") == ""
     assert lm.revert().changed == lm.revert([NAME]).changed == ()
-    with pytest.raises(PatchError, match=r"__init__.py has no hook line: no patch is applied"):
+    with raises(PatchError, "__init__.py", code="no-hook-line"):
         lm.verify()
 
 
@@ -165,7 +166,7 @@ def test_export_is_what_apply_does(lm: Checkout) -> None:
     for words, result in (([], applied), (["-R"], content)):
         git(lm.root, "apply", *words, "-", given=exported)
         assert lm.file.read_bytes() == result
-    with pytest.raises(PatchError, match="nothing to export"):
+    with raises(PatchError, code="nothing-to-export"):
         lm.export()
 
 
@@ -175,7 +176,7 @@ def test_export_is_what_apply_does(lm: Checkout) -> None:
 def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout) -> None:
     edit(lm.file, b"x = 1")
     commit(lm.root)
-    refuses(lm.root, r"__init__.py does not end in a newline", lambda: lm.apply(["timers"]))
+    refuses(lm.root, [HOOKED], lambda: lm.apply(["timers"]), code="no-newline")
 
 
 def test_an_unknown_fingerprint_names_the_patch_and_changes_nothing(root: Path) -> None:
@@ -185,8 +186,8 @@ def test_an_unknown_fingerprint_names_the_patch_and_changes_nothing(root: Path) 
     assert content.count(b"def mtp_block_spec(\n") == 1
     edit(file, content.replace(b"def mtp_block_spec(\n", b"def mtp_block_spec(  # an edit\n"))
     lm = Checkout(root)
-    says = rf"{NAME}: the source of megatron.training.models.gpt:mtp_block_spec .* SHA-256"
-    refuses(root, says, lambda: lm.apply([NAME], allow_dirty=True), lambda: lm.export([NAME]))
+    values = [NAME, "megatron.training.models.gpt:mtp_block_spec", "SHA-256"]
+    refuses(root, values, lambda: lm.apply([NAME], allow_dirty=True), lambda: lm.export([NAME]))
 
     def diff() -> Any:
         (row,) = json.loads(json.dumps(lm.status([NAME])))
@@ -219,28 +220,25 @@ def test_versions(tree: Path) -> None:
     assert {row["name"]: row["state"] for row in lm.status()} == {
         "old": "version not supported", "wide": "not applied", "gone": "target not found"
     }  # fmt: skip
-    says = (
-        r"(?s)2 problems.*old: it is for megatron-core >=0.19,<0.20, and 0.20\..*"
-        r"gone: megatron.core.utils:divide was not found: megatron.core.utils defines no divide"
-    )
-    refuses(tree, says, lambda: lm.apply(["old", "wide", "gone"]))
+    values = ["2 problems", "old", ">=0.19,<0.20", "0.20", "gone: megatron.core.utils:divide"]
+    refuses(tree, values, lambda: lm.apply(["old", "wide", "gone"]))
     assert [problem.partition(":")[0] for problem in lm.unfit()] == ["old", "gone"]
     edit(info, b"MAJOR = 0\nMINOR = int('20')\nPATCH = 1\n")
-    with pytest.raises(PatchError, match=r"package_info.py does not say which version this is .* MAJOR, MINOR"):
+    with raises(PatchError, "package_info.py", "MAJOR, MINOR"):
         Checkout(tree, registry)
 
 
 def test_folders_that_cannot_be_patched(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "megatron").mkdir(parents=True)
-    for folder, words in (
-        (tmp_path / "nowhere", "nowhere is not a folder"),
-        (tmp_path / "other", "other is not a Megatron-LM checkout: there is no megatron/core/__init__.py"),
-        (tree / "megatron" / "core", rf"did you mean {tree}\?"),
+    for folder, code, values in (
+        (tmp_path / "nowhere", "no-folder", ["nowhere"]),
+        (tmp_path / "other", "no-checkout", ["other", "megatron/core/__init__.py"]),
+        (tree / "megatron" / "core", "no-checkout", [f"{tree}?"]),
     ):
-        with pytest.raises(CheckoutError, match=words):
+        with raises(CheckoutError, *values, code=code):
             Checkout(folder)
     (tree / "megatron_core-0.19.2.dist-info").mkdir()
-    refuses(tree, r"megatron_core-0\.19\.2\.dist-info", lambda: Checkout(tree).apply([NAME]))
+    refuses(tree, ["megatron_core-0.19.2.dist-info"], lambda: Checkout(tree).apply([NAME]))
 
 
 @pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace"), (git_module, "lock_file")])
@@ -251,7 +249,7 @@ def test_a_folder_that_cannot_be_written_to(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, name, full)
-    refuses(lm.root, rf"{lm.root} cannot be written to .*No space left on device", lambda: lm.apply(["timers"]))
+    refuses(lm.root, [str(lm.root), "No space left on device"], lambda: lm.apply(["timers"]))
 
 
 def test_dirty(lm: Checkout) -> None:
@@ -271,7 +269,7 @@ def test_dirty(lm: Checkout) -> None:
     for staged in (False, True):
         if staged:
             git(lm.root, "add", str(timers))
-        refuses(lm.root, r"is dirty: megatron/core/timers.py differ .*--allow-dirty", lambda: lm.apply(["builder"]))
+        refuses(lm.root, ["megatron/core/timers.py", "--allow-dirty"], lambda: lm.apply(["builder"]), code="dirty")
     outcome = lm.apply(["builder"], allow_dirty=True)
     assert outcome.notices == (elsewhere, "patched as it is, with modified files: megatron/core/timers.py")
     lm.revert()
@@ -320,7 +318,7 @@ def test_no_command_of_a_checkouts_own_configuration_runs(trap: str, lm: Checkou
     (target,) = row["targets"]
     assert row["state"] == "target changed"
     assert (target["diff"] is None) == (trap == "promisor")
-    refuses(lm.root, r"is dirty: megatron/core/timers.py", lambda: lm.apply(["identity"]))
+    refuses(lm.root, ["megatron/core/timers.py"], lambda: lm.apply(["identity"]), code="dirty")
     lm.apply(["identity"], allow_dirty=True)
     assert not sprung.exists()
     with contextlib.suppress(subprocess.CalledProcessError):
@@ -358,8 +356,8 @@ def test_the_hooked_file_edited(lm: Checkout, by_git: bool) -> None:
     lm.apply(["identity", "timers"])
     edited = b"x = 1\n" + lm.file.read_bytes() + b"y = 2\n"
     edit(lm.file, edited)
-    refuses(lm.root, "was edited since it was hooked", lm.verify)
-    refuses(lm.root, rf"is dirty: {HOOKED}", lambda: lm.apply(["builder"]))
+    refuses(lm.root, [f"{HOOKED} was edited", "SHA-256"], lm.verify)
+    refuses(lm.root, [HOOKED], lambda: lm.apply(["builder"]), code="dirty")
     assert lm.apply(["builder"], allow_dirty=True).hooked == ("identity", "timers", "builder")
     lm.revert(["builder"])
     edit(lm.file, edited)
@@ -376,7 +374,7 @@ def test_git_that_is_missing_or_around_the_checkout(lm: Checkout, monkeypatch: p
     commit(lm.root.parent)
     assert lm.apply(["timers"]).notices == ()
     edit(timers, timers.read_bytes() + b"x = 1\n")
-    refuses(lm.root, r"is dirty: megatron/core/timers.py", lambda: lm.apply(["identity"]))
+    refuses(lm.root, ["megatron/core/timers.py"], lambda: lm.apply(["identity"]), code="dirty")
     monkeypatch.setenv("PATH", "")
     (notice,) = lm.apply(["identity"]).notices
     assert "whether files were modified could not be checked: git cannot be run" in notice
@@ -397,9 +395,9 @@ def test_hooked_by_another_copy(lm: Checkout, fields: dict[str, Any]) -> None:
     before = snapshot(lm.root)
     lm.apply(["timers", "identity"])
     rewritten(lm.file, **fields)
-    says = r"already hooked by another copy, megacpp-mcore .* patch revert --checkout"
+    values = [HOOKED, f"megacpp-mcore {fields.get('version', __version__)}", "patch revert --checkout"]
     apply, revert = (lambda: lm.apply(["builder"])), (lambda: lm.revert(["timers"]))
-    refuses(lm.root, says, apply, revert, lambda: lm.apply(["timers"]), lm.verify)
+    refuses(lm.root, values, apply, revert, lambda: lm.apply(["timers"]), lm.verify)
     found = {row["name"] for row in lm.status() if row["state"] == "hooked by another copy"}
     assert found == set(fields.get("names", ("timers", "identity")))
     lm.revert()
@@ -423,27 +421,27 @@ def test_a_damaged_line(lm: Checkout, damage: Callable[[bytes], bytes]) -> None:
     content = lm.file.read_bytes()
     lines = content.splitlines()
     edit(lm.file, content.replace(lines[-1], damage(lines[-1])))
-    says = rf"__init__.py: the hook line .* is damaged \(line {len(lines)}.*git checkout --"
+    values = [HOOKED, f"line {len(lines)}", "git checkout --"]
     apply, export = (lambda: lm.apply(["identity"])), (lambda: lm.export(["timers"]))
-    refuses(lm.root, says, apply, export, lm.revert, lm.verify, lm.status)
+    refuses(lm.root, values, apply, export, lm.revert, lm.verify, lm.status)
 
 
 def test_names(lm: Checkout) -> None:
     """As in a process (test_registry.py)."""
-    refuses(lm.root, "there is no patch 'timer'; did you mean 'timers'", lambda: lm.apply(["timer"]))
-    refuses(lm.root, "no patch was named; there are: identity, timers, builder", lambda: lm.apply([]))
+    refuses(lm.root, ["'timer'", "'timers'"], lambda: lm.apply(["timer"]), code="unknown")
+    refuses(lm.root, ["identity, timers, builder"], lambda: lm.apply([]), code="unnamed")
     lm.apply(["timers"])
-    refuses(lm.root, "builder is not applied", lambda: lm.verify(["builder"]))
+    refuses(lm.root, ["builder"], lambda: lm.verify(["builder"]))
 
 
 def test_whether_the_package_can_be_imported_is_told(lm: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkout, "_import_problems", IMPORT_PROBLEMS)
     other = lm.root / "megacpp_mcore.py"  # a module of that name, first on the path
     other.write_text("__version__ = '9'\n")
-    says = rf"a Python started in {lm.root} cannot import megacpp_mcore \(ModuleNotFoundError"
+    values = [str(lm.root), "megacpp_mcore (ModuleNotFoundError"]
     (notice,) = lm.apply(["identity"]).notices
-    assert re.search(says, notice)
-    with pytest.raises(PatchError, match=says):
+    assert all(value in notice for value in values)
+    with raises(PatchError, *values):
         lm.verify()
     other.unlink()
     assert lm.verify() == ("identity",)

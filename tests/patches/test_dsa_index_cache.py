@@ -31,6 +31,7 @@ from megacpp_mcore.patches.machinery.registry import Registry
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import HIDDEN, dsa_config
+from tests.errors import raises
 
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
 TOLERANCE = 1e-6
@@ -590,7 +591,7 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
 
     model = build(transformer_config(**PERIODIC))
     layers = dsa_layers(model)
-    with pytest.raises(ModelError, match="layer 2 shares the indices of layer 1, which has not published any"):
+    with raises(ModelError, "layer 2", "layer 1"):
         model.decoder.layers[1](torch.randn(S, B, HIDDEN), None)
     spec = block_spec(transformer_config()).layer_specs[0].submodules.self_attention.submodules.core_attention
 
@@ -601,12 +602,12 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
 
     assert bare(transformer_config()).indexer is not None
     schedule("{schedule: FSSSSS}")
-    with pytest.raises(ModelError, match=r"DSA layer 1 .* outside of a GPT model's decoder.* schedule 'FSSSSS' of"):
+    with raises(ModelError, "DSA layer 1", "'FSSSSS'", code="outside"):
         bare(transformer_config())
     patched.revert()
     before = build(transformer_config(**PERIODIC))
     patched.apply([PATCH.name])
-    with pytest.raises(ModelError, match="DSA layer 1 was built before the patch dsa-index-cache was applied"):
+    with raises(ModelError, "DSA layer 1", "dsa-index-cache", code="built-before"):
         forward(before, 0)
     assert layers["d1"].index_share
 

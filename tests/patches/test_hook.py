@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,7 @@ from megacpp_mcore.patches.machinery.registry import Registry, default, fingerpr
 from megacpp_mcore.patches.machinery.sources import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal
 from tests import forks
+from tests.errors import raises
 from tests.patches.throwaway import ONE, USER, VERSION, Modules, adding, patch, registry, states
 from tests.trees import HOOKED, commit, copy_modules, copy_sources, git, wheel_root
 
@@ -120,13 +122,11 @@ def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: 
         patch("changed", f"{b}:f", fingerprints={VERSION: "0" * 64}),
         patch("late", f"{b}:f", megatron_versions=">=0.20"),
     )
-    with pytest.raises(PatchError) as caught:
+    with raises(PatchError, FILE, "2 problems", "changed", f"{b}:f", "late", ">=0.20"):
         install("fine", "changed", "late")
-    for words in (FILE, "2 problems", f"changed: the source of {b}:f", "late: it is for megatron-core >=0.20"):
-        assert words in str(caught.value)
     assert set(states(reg).values()) == {"not applied"}
     assert not {a, b} & set(sys.modules)
-    with pytest.raises(PatchError, match="no patch 'unheard'"):
+    with raises(PatchError, "'unheard'", code="unknown"):
         install("fine", "unheard", seal="0" * 16)
 
 
@@ -134,7 +134,7 @@ def test_a_half_imported_target_is_refused(modules: Modules) -> None:
     a, holder, *_ = modules(a="import PKG.core\n" + ONE, holder="", core="import PKG.holder\nPKG.holder.install()\n")
     reg, install = hook_of(patch("one", f"{a}:f"))
     importlib.import_module(holder).install = lambda: install("one")  # type: ignore[attr-defined]
-    with pytest.raises(PatchError, match=rf"one: {a} is still being imported.*`import megatron.core`"):
+    with raises(PatchError, f"one: {a}", "`import megatron.core`"):
         importlib.import_module(a)
     assert states(reg) == {"one": "not applied"}
 
@@ -147,7 +147,7 @@ def test_a_file_that_changed_since_fails_its_import_and_takes_back_what_is_the_h
     assert reg.revert(["a"]) == ("a",)
     assert reg.apply(["a"]) == ("a",)  # somebody's own, from here on
     modules(b=CHANGED)
-    with pytest.raises(PatchError, match=r"b: .* has SHA-256 .*reverted: c$"):
+    with pytest.raises(PatchError, match=r"b: .* SHA-256 .*: c$"):
         importlib.import_module(b)
     assert b not in sys.modules
     assert states(reg) == {"a": "applied", "b": "not applied", "c": "not applied"}
@@ -167,14 +167,14 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> Non
     tree = SourceTree((tmp_path,))
     assert tree.texts("thing:f") == ["    @str\n    def f():\n        return 1\n", "    def f():\n        return 2\n"]
     assert tree.texts("thing:C.m") == ["    def m(self): return 1\n"]
-    for target, words, state in (
-        ("thing:g", "thing defines no g", "target not found"),
-        ("thing:C.n", "thing.C defines no n", "target not found"),
-        ("thing:D.m", "no class D", "target not found"),
-        ("other.thing:f", "the module other.thing", "target not found"),
-        ("broken:f", "broken cannot be read", "target changed"),
+    for target, value, state in (
+        ("thing:g", "thing:g", "target not found"),
+        ("thing:C.n", "thing:C.n", "target not found"),
+        ("thing:D.m", "class D", "target not found"),
+        ("other.thing:f", "other.thing", "target not found"),
+        ("broken:f", "broken", "target changed"),
     ):
-        with pytest.raises(Refusal, match=words) as caught:
+        with pytest.raises(Refusal, match=re.escape(value)) as caught:
             tree.texts(target)
         assert caught.value.state == state
 

@@ -43,8 +43,9 @@ from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs, compute_device
-from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
-from megacpp_mcore.te import imports
+from megacpp_mcore.model.precision import in_bf16_zone
+from megacpp_mcore.util import te_imports
+from megacpp_mcore.util.te_imports import ALIGNMENT
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
@@ -442,7 +443,7 @@ class FP8Experts(TEGroupedMLP):
         Raises:
             ModelError: this machine cannot run FP8.
         """
-        can, why = imports.entry("is_fp8_available")(return_reason=True)
+        can, why = te_imports.entry("is_fp8_available")(return_reason=True)
         if not can:
             raise ModelError(
                 f"the run's precision file asks for experts in FP8, which this machine cannot run: {why}; leave "

@@ -23,7 +23,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 FUSED_NORM = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 """The norm's weight inside TELayerNormColumnParallelLinear, and its name in checkpoints."""
@@ -70,7 +70,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
     Raises:
         BackendError: this is requested, and Transformer Engine is not available.
     """
-    fused = imports.features().mtp and imports.entry("TELayerNormColumnParallelLinear")
+    fused = te_imports.features().mtp and te_imports.entry("TELayerNormColumnParallelLinear")
     norm = residual_norm(parts, dispatcher)
     block = ModuleSpec(
         module=TransformerLayer,

@@ -52,7 +52,7 @@ from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
 from megacpp_mcore.policy import ranks
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 logger = logging.getLogger(__name__)
 
@@ -178,10 +178,10 @@ def layer_spec(
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
     """Set which features of Transformer Engine and which vendors' kernels this process may use, from the run's file."""
     if settings is None:
-        imports.configure(None)
+        te_imports.configure(None)
         vendors.configure(None)
     else:
-        imports.configure(settings.transformer_engine, str(settings.path))
+        te_imports.configure(settings.transformer_engine, str(settings.path))
         vendors.configure(settings.vendors, str(settings.path))
 
 

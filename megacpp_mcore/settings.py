@@ -13,7 +13,7 @@ Its keys::
     speed_defaults: {expandable_segments: false}     # see SpeedDefaults
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
-    transformer_engine: {attention: false}           # which features may be used (megacpp_mcore.te.imports.Features)
+    transformer_engine: {attention: false}           # which features may be used (megacpp_mcore.util.te_imports.Features)
     vendors: {flash4: false}                         # other packages' kernels (megacpp_mcore.backends.vendors.Vendors)
     checkpoints: {load_newest_whole: true}           # see Checkpoints
     fp8: {recipe: block}                             # dense GEMMs in FP8 (megacpp_mcore.te.precision.FP8)
@@ -43,10 +43,10 @@ from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
 from megacpp_mcore.model.recipes import Recipe
 from megacpp_mcore.model.training import Recompute
-from megacpp_mcore.te.imports import Features
 from megacpp_mcore.te.precision import FP8, RECIPES
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
+from megacpp_mcore.util.te_imports import Features
 
 VARIABLE = "MEGACPP_CONFIG"
 """The environment variable that names the file."""

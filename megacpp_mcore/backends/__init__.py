@@ -6,6 +6,7 @@ module                 content
 :mod:`~.support`       what a candidate supports, as data
 :mod:`~.vendors`       which other packages' kernels the configuration file allows
 :mod:`~.probes`        what works on this machine: Transformer Engine, Triton, Apex, each probed once per process
+:mod:`~.candidate`     one implementation of one op
 :mod:`~.dispatcher`    chooses among candidates and records the choices
 :mod:`~.candidates`    the implementations in this package, and those of the layers' linears, norms and experts
 :mod:`~.observed`      what patches actually ran in place of stock
@@ -17,8 +18,9 @@ None of these imports torch before something is probed or chosen.
 
 from __future__ import annotations
 
+from megacpp_mcore.backends.candidate import STOCK, Candidate, Speed
 from megacpp_mcore.backends.candidates import own_candidates
-from megacpp_mcore.backends.dispatcher import AUTO, STOCK, Candidate, Dispatcher, Resolution, Speed
+from megacpp_mcore.backends.dispatcher import AUTO, Dispatcher, Resolution
 from megacpp_mcore.backends.probes import APEX_PARTS, ProbeResult, apex_parts, probe_import, te_disabled
 from megacpp_mcore.backends.support import Dim, Support
 

@@ -8,10 +8,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
+from megacpp_mcore.backends.candidate import STOCK, Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, ProbeResult, hopper
 from megacpp_mcore.backends.support import Dim, Support
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, named after Megatron's flag for it."""
@@ -201,7 +201,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 dataclasses.replace(_EXPERTS_TE, dims=dims),
                 f"{ops}.grouped_mlp.te:{op}",
                 (CUDA, TRANSFORMER_ENGINE),
-                probe=functools.partial(imports.feature, *features),
+                probe=functools.partial(te_imports.feature, *features),
                 auto=False,
             )
             for op, features, dims in (

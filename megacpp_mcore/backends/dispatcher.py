@@ -9,24 +9,21 @@ class is below one made for the same device, a warning is logged once and record
 from __future__ import annotations
 
 import dataclasses
-import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.backends import probes, vendors
+from megacpp_mcore.backends import candidates as own
+from megacpp_mcore.backends import probes
+from megacpp_mcore.backends.candidate import STOCK, Candidate, Speed, unknown
 from megacpp_mcore.backends.probes import ProbeResult
-from megacpp_mcore.backends.support import Support
 from megacpp_mcore.errors import BackendError
-from megacpp_mcore.util.nearest import nearest
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-STOCK = "stock"
-"""The name of the candidate that is Megatron's own module, in ops that have one."""
 
 CHOSEN_ELSEWHERE = {
     "linear": "--transformer-impl",
@@ -38,62 +35,6 @@ CHOSEN_ELSEWHERE = {
 """Ops that receipts name but the dispatcher does not choose for, and what does."""
 
 _warned: set[str] = set()
-
-
-class Speed(enum.IntEnum):
-    """Speed class of a candidate: ``auto`` never falls back to a slower class silently."""
-
-    REFERENCE = 0  # plain PyTorch, the truth of the op
-    COMPILED = 1  # fused or compiled, on any device it names
-    KERNEL = 2  # written for the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One implementation of one op.
-
-    Attributes:
-        name: the name users request, unique within the op.
-        op: the op it implements.
-        speed: its class.
-        load: imports it and returns the callable.
-        support: what it supports.
-        requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`, and the vendor of
-            :data:`megacpp_mcore.backends.vendors.NAMES` that must not be disabled.
-        probe: an additional check, run once before use.
-        auto: whether ``auto`` may take it for all that it supports, or only for some requests among those; False: it runs
-            only if requested by name, because it is less accurate, or no benchmark row shows that it is faster.
-    """
-
-    name: str
-    op: str
-    speed: Speed
-    load: Callable[[], Callable[..., Any]]
-    support: Support = field(default_factory=Support)
-    requires: tuple[str, ...] = ()
-    probe: Callable[[], ProbeResult] | None = None
-    auto: Support | bool = True
-
-    def __post_init__(self) -> None:
-        known = (*probes.REQUIREMENTS, *vendors.NAMES)
-        for name in self.requires:
-            if name not in known:
-                raise BackendError(_unknown(f"requirement of backend {self.name}", name, known))
-
-    def unproven(self, needs: Mapping[str, Any]) -> str | None:
-        """What ``auto`` does not take it for, of a request that it supports."""
-        return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
-
-    def present(self) -> ProbeResult:
-        """Whether this machine meets its requirements; a probe that raises means no."""
-        for name in self.requires:
-            found = probes.requirement(name)
-            if not found.ok:
-                return found
-        try:
-            return ProbeResult(True) if self.probe is None else self.probe()
-        except Exception as error:
-            return ProbeResult(False, f"its probe failed: {error!r}")
 
 
 @dataclass(frozen=True)
@@ -146,12 +87,8 @@ class Dispatcher:
     def __init__(
         self, requests: Mapping[str, str] | None = None, candidates: Iterable[Candidate] | None = None
     ) -> None:
-        if candidates is None:
-            from megacpp_mcore.backends.candidates import own_candidates  # late: it imports this module
-
-            candidates = own_candidates()
         self._candidates: dict[str, dict[str, Candidate]] = {}
-        for candidate in candidates:
+        for candidate in own.own_candidates() if candidates is None else candidates:
             of_op = self._candidates.setdefault(candidate.op, {})
             if candidate.name in of_op or candidate.name == AUTO:
                 raise BackendError(
@@ -255,9 +192,9 @@ class Dispatcher:
                 f"op {op} is not chosen by name: {CHOSEN_ELSEWHERE[op]} decides; leave it out", code="not-by-name"
             )
         if op not in self._candidates:
-            raise BackendError(_unknown("op", op, self._candidates))
+            raise BackendError(unknown("op", op, self._candidates))
         if name != AUTO and name not in self._candidates[op]:
-            raise BackendError(_unknown(f"backend for op {op}", name, [AUTO, *self._candidates[op]]))
+            raise BackendError(unknown(f"backend for op {op}", name, [AUTO, *self._candidates[op]]))
 
     def _probe(self, candidate: Candidate) -> ProbeResult:
         key = (candidate.op, candidate.name)
@@ -336,7 +273,3 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         logger.warning(message)
-
-
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    return f"there is no {kind} called {name!r}; {nearest(name, known)}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacpp_mcore.backends.dispatcher import AUTO, Speed
+from megacpp_mcore.backends.candidate import Speed
+from megacpp_mcore.backends.dispatcher import AUTO
 
 _notes: dict[tuple[Any, ...], dict[str, Any]] = {}
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from megacpp_mcore.backends import vendors
-from megacpp_mcore.te import imports
-from megacpp_mcore.te.imports import DISABLE_TE, TRANSFORMER_ENGINE
-from megacpp_mcore.te.imports import disabled as te_disabled
+from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult, probe_import
+from megacpp_mcore.util.te_imports import DISABLE_TE, TRANSFORMER_ENGINE
+from megacpp_mcore.util.te_imports import disabled as te_disabled
 
 __all__ = [
     "APEX_PARTS", "CUDA", "DISABLE_TE", "REQUIREMENTS", "TRANSFORMER_ENGINE", "TRITON", "ProbeResult", "apex_parts",
@@ -80,7 +80,7 @@ def hopper() -> ProbeResult:
 
 REQUIREMENTS: Mapping[str, Callable[[], ProbeResult]] = MappingProxyType(
     {
-        TRANSFORMER_ENGINE: imports.available,
+        TRANSFORMER_ENGINE: te_imports.available,
         TRITON: _triton,
         CUDA: _cuda,
     }

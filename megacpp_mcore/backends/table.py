@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megacpp_mcore.backends.candidate import Candidate
 from megacpp_mcore.backends.candidates import own_candidates
-from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE, Candidate
+from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE
 from megacpp_mcore.backends.support import DTYPES
 
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}

@@ -31,8 +31,8 @@ from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cro
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError, ConfigFileError
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
-from megacpp_mcore.te import imports, specs
-from megacpp_mcore.util import host
+from megacpp_mcore.te import specs
+from megacpp_mcore.util import host, te_imports
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
@@ -139,11 +139,11 @@ if torch.cuda.is_available() and not found.ok:
 _FLASH4 = """
 import torch
 from megacpp_mcore.ops.mla import flash4
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 found = flash4.probe()
 if torch.cuda.is_available() and not found.ok:
     raise SystemExit(found.reason)
-if torch.cuda.is_available() and imports.available().ok and not (engine := flash4.probe_engine()).ok:
+if torch.cuda.is_available() and te_imports.available().ok and not (engine := flash4.probe_engine()).ok:
     raise SystemExit(f"{engine.reason}, which takes this package by itself: set NVTE_FLASH_ATTN_V4=0")
 """
 _REDUCED = """
@@ -359,7 +359,7 @@ def _configure() -> Finding | None:
     except ConfigFileError as error:
         return Finding("MEGACPP_CONFIG", BROKEN, reason=str(error), blocks=True)
     if file is not None:
-        imports.configure(file.transformer_engine, str(file.path))
+        te_imports.configure(file.transformer_engine, str(file.path))
         vendors.configure(file.vendors, str(file.path))
     return None
 
@@ -371,7 +371,7 @@ def run(args: argparse.Namespace) -> int:
         if unreadable is not None:
             raise ConfigFileError(unreadable.reason)
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
-        engine = f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
+        engine = f"features of Transformer Engine {te_imports.version() or '(not installed)'}:\n{specs.text()}"
         print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{engine}")
         return 0
     findings = [*examine(time_limit_s=args.time_limit), *([unreadable] if unreadable else [])]

@@ -13,8 +13,7 @@ import torch
 
 from megacpp_mcore.cpu import torch_cuda
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.policy.compile import disabled_by
-from megacpp_mcore.util import flags
+from megacpp_mcore.util import flags, host
 from megacpp_mcore.util.stand_in import environment
 
 REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
@@ -67,7 +66,7 @@ class CpuLane(contextlib.ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
-        self.dynamo_was_disabled = bool(disabled_by(os.environ))
+        self.dynamo_was_disabled = bool(host.compile_disabled_by(os.environ))
 
     def replace(self, message: str, owner: Any, **values: Any) -> None:
         """Set attributes of ``owner`` (a module or a class) while the lane is installed; ``message`` says what for."""

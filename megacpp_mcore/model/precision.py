@@ -15,12 +15,10 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.model import Model
+from megacpp_mcore.util.te_imports import ALIGNMENT
 
 EXPERTS_FILE = Path(__file__).resolve().with_name("fp8_experts.yaml")
 """Precision file that names the experts' linear layers and their FP8 recipe; the same for every model, layout and host."""
-
-ALIGNMENT = 16
-"""Rows and columns of FP8 GEMM operands have to be multiples of this (Transformer Engine 2.20.2)."""
 
 
 @dataclass(frozen=True, kw_only=True)

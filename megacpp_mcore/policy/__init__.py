@@ -10,7 +10,7 @@ The launcher prints the policy once and sets :meth:`LaunchPolicy.environment`. A
 launcher, its spec prints the policy as it really is (:func:`announce`): with nothing set. No torch here.
 """
 
-from megacpp_mcore.policy.compile import DISABLING, EXPLICIT, REASONS, SKIPPED, CompilePolicy, compile_policy
+from megacpp_mcore.policy.compile import EXPLICIT, REASONS, SKIPPED, CompilePolicy, compile_policy
 from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
 from megacpp_mcore.policy.memory import check_memory
 from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
@@ -21,7 +21,6 @@ __all__ = [
     "ALLOCATOR",
     "CONNECTIONS",
     "DEFAULT",
-    "DISABLING",
     "EXPLICIT",
     "REASONS",
     "RECIPE",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 EXPLICIT, SKIPPED = "explicit", "skipped"
@@ -10,14 +9,6 @@ EXPLICIT, SKIPPED = "explicit", "skipped"
 
 REASONS = ("user-disabled", "not-launched", "not-cuda", "fsdp-eager", "regional-moe")
 """Why a compile warm-up is skipped, in the order in which they are checked; the first that applies is reported."""
-
-DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-"""Variables that turn torch.compile off when they are 1 (torch 2.11: ``_dynamo/eval_frame.py`` and ``_dynamo/config.py``)."""
-
-
-def disabled_by(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables of ``environment`` that turn torch.compile off."""
-    return tuple(name for name in DISABLING if environment.get(name) == "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +54,7 @@ def compile_policy(
         warm_up_asked: False where the user has turned it off.
         precompile: whether to compile static regions ahead where experts are the only obstacle to the warm-up.
         launched: whether the launcher, which runs the warm-up, has started the script.
-        disabled: the variables that turn torch.compile off (:func:`disabled_by`).
+        disabled: the variables that turn torch.compile off (:func:`megacpp_mcore.util.host.compile_disabled_by`).
     """
     sentences = {
         "user-disabled": _who_disabled(mode, disabled),

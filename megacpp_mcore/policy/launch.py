@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy import values as policy_values
-from megacpp_mcore.policy.compile import CompilePolicy, compile_policy, disabled_by
+from megacpp_mcore.policy.compile import CompilePolicy, compile_policy
 from megacpp_mcore.policy.overlap import Overlap, overlap_contract
 from megacpp_mcore.policy.run import Run
 from megacpp_mcore.policy.values import RECIPE, USER, Value
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfig, SpeedDefaults
+from megacpp_mcore.util.host import compile_disabled_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def resolve(
     given = settings.given if settings else frozenset()
     lookup = policy_values.Lookup(environment=environment, recipe=recipe or {}, launched=launched)
     policy_values.check(run, lookup)
-    disabled = disabled_by(environment)
+    disabled = compile_disabled_by(environment)
     connections = policy_values.connections(run, lookup)
     arguments = RECIPE if from_recipe else USER
     return LaunchPolicy(

@@ -21,7 +21,6 @@ from typing import Any
 
 import megacpp_mcore
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.policy.compile import DISABLING
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import VARIABLE, PluginConfig
 from megacpp_mcore.util import host
@@ -40,7 +39,7 @@ _OF_A_HOST = frozenset(("path", "cache_root", "given"))
 """Fields of the configuration file's content that are not compared; ``given`` repeats which of the others were set."""
 
 _ENVIRONMENT = re.compile(
-    f"{CONNECTIONS}|{'|'.join(DISABLING)}|MEGACPP_DISABLE_TE|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    f"{CONNECTIONS}|{'|'.join(host.DISABLING)}|MEGACPP_DISABLE_TE|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     "|NCCL_(ALGO|PROTO)|CUBLAS(?!.*LOG).*|NVTE_(?!DEBUG).*"
 )
 """Variables that change what is computed, or in which order."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 CANNOT: Mapping[str, str] = MappingProxyType(
     {
@@ -110,7 +110,7 @@ def _run(
 @functools.cache
 def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool) -> Any:
     """One module without parameters for every call with these sizes."""
-    return imports.entry("DotProductAttention")(
+    return te_imports.entry("DotProductAttention")(
         num_attention_heads=heads,
         kv_channels=qk if qk == v else (qk, v),
         num_gqa_groups=groups,

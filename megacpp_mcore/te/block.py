@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "swiglu": "swiglu", "geglu_tanh": "geglu"}
 """Activations of LayerNormMLP, with its names for them: its GELU is the tanh form."""
@@ -53,7 +53,7 @@ class Block(torch.nn.Module):
         device: str = "cuda",
     ) -> None:
         super().__init__()
-        if not (found := imports.feature("block")).ok:
+        if not (found := te_imports.feature("block")).ok:
             raise BackendError(f"blocks of Transformer Engine cannot be used: {found.reason}")
         groups, ranks = groups or heads, 1 if tp_group is None else tp_group.size()
         if hidden % heads or heads % groups or groups % ranks:
@@ -69,9 +69,9 @@ class Block(torch.nn.Module):
         normed = {"normalization": "RMSNorm", "eps": eps}
         column, row = {"parallel_mode": "column", **parallel}, {"parallel_mode": "row", **parallel}
         sizes = {"query": heads * self.width, "key": groups * self.width, "value": groups * self.width}
-        linear, normed_linear = imports.entry("Linear"), imports.entry("LayerNormLinear")
+        linear, normed_linear = te_imports.entry("Linear"), te_imports.entry("LayerNormLinear")
         self.qkv = normed_linear(hidden, sum(sizes.values()), parameters_split=sizes, **shared, **normed, **column)
-        self.attention = imports.entry("DotProductAttention")(
+        self.attention = te_imports.entry("DotProductAttention")(
             heads, self.width, num_gqa_groups=groups, attention_dropout=0.0, tp_group=tp_group, tp_size=ranks
         )
         self.output = linear(hidden, hidden, **shared, **row)
@@ -79,7 +79,7 @@ class Block(torch.nn.Module):
             first = normed_linear(hidden, ffn, **shared, **normed, **column)
             self.feed_forward = torch.nn.Sequential(first, torch.nn.GELU(), linear(ffn, hidden, **shared, **row))
         else:
-            self.feed_forward = imports.entry("LayerNormMLP")(
+            self.feed_forward = te_imports.entry("LayerNormMLP")(
                 hidden, ffn, activation=ACTIVATIONS[activation], set_parallel_mode=True, **shared, **normed, **parallel
             )
 

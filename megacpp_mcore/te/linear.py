@@ -17,8 +17,8 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megacpp_mcore.errors import BackendError
-from megacpp_mcore.model.precision import ALIGNMENT
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
+from megacpp_mcore.util.te_imports import ALIGNMENT
 
 EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"structure", "structure embedding"),
@@ -70,7 +70,7 @@ def replace(model: torch.nn.Module) -> list[Decision]:
     Raises:
         BackendError: the feature is off, or Transformer Engine is not there; nothing was changed.
     """
-    if not (found := imports.feature("linear")).ok:
+    if not (found := te_imports.feature("linear")).ok:
         raise BackendError(f"linear layers cannot be replaced by Transformer Engine's: {found.reason}")
     decisions = plan(model)
     made = {one.name: _made(model.get_submodule(one.name)) for one in decisions if one.swap}
@@ -135,7 +135,7 @@ def _parents(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
 def _made(module: Any) -> Any:
     """Transformer Engine's layer with the parameters of ``module``."""
     if isinstance(module, torch.nn.Linear):
-        made = imports.entry("Linear")(
+        made = te_imports.entry("Linear")(
             module.in_features,
             module.out_features,
             bias=module.bias is not None,
@@ -144,7 +144,7 @@ def _made(module: Any) -> Any:
         )
     else:
         is_column = isinstance(module, ColumnParallelLinear)
-        made = imports.entry("TEColumnParallelLinear" if is_column else "TERowParallelLinear")(
+        made = te_imports.entry("TEColumnParallelLinear" if is_column else "TERowParallelLinear")(
             module.input_size,
             module.output_size,
             config=module.config,

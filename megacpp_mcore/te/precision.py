@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.model.precision import ALIGNMENT, is_experts_recipe
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
+from megacpp_mcore.util.te_imports import ALIGNMENT
 
 RECIPES = {
     "delayed": ("DelayedScaling", "is_fp8_available"),
@@ -105,8 +105,8 @@ def check_machine(recipe: str) -> None:
             f"the FP8 recipe is mxfp8, and {torch.cuda.get_device_name()} is a Hopper, which has no products of blocks of 32 "
             "with scales of their own; use block, current or delayed"
         )
-    imports.entry(kind)
-    can, why = imports.entry(asks)(return_reason=True)
+    te_imports.entry(kind)
+    can, why = te_imports.entry(asks)(return_reason=True)
     if not can:
         raise ModelError(f"the FP8 recipe is {recipe}, which this machine cannot run: {why}; use BF16, or another GPU")
 
@@ -136,7 +136,7 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
         (config.fp4, "--fp4-format wraps every layer in a scope of Megatron's", "leave it out"),
         (config.first_last_layers_bf16, "--first-last-layers-bf16 is about Megatron's scopes", "use fp8.first and fp8.last"),
         (config.tp_only_amax_red, "--tp-only-amax-red is about Megatron's scopes", "leave it out"),
-        (config.transformer_impl != "transformer_engine" or imports.disabled(), "layers are not Transformer Engine's",
+        (config.transformer_impl != "transformer_engine" or te_imports.disabled(), "layers are not Transformer Engine's",
          "use --transformer-impl transformer_engine, and do not disable it"),
         (fp8.shared_experts and config.moe_shared_expert_overlap,
          "--moe-shared-expert-overlap runs the shared expert in parts, outside of its scope",
@@ -147,8 +147,6 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
          "--recompute-granularity has Megatron repeat a scope whose scales have changed since", _RECOMPUTE),
         (fp8.recipe == "delayed" and fsdp2,
          "--use-torch-fsdp2 cuts weights over ranks whose maxima are not reduced together", "use block or current"),
-        (config.quant_recipe is not None and not is_experts_recipe(config.quant_recipe),
-         "--te-precision-config-file has scopes of its own", "leave it out, or use the file of FP8 experts"),
         (rows is not None and fp8.recipe == "block" and config.sequence_parallel and rows % BLOCK,
          f"a micro-batch has {rows} rows on a rank, which sequence parallelism would gather in BF16",
          f"expected a multiple of {BLOCK}, or use current"),
@@ -177,7 +175,7 @@ class Scopes:
     @functools.cached_property
     def recipe(self) -> Any:
         """Transformer Engine's recipe, made at the first entry, when all scopes are known."""
-        kind = imports.entry(RECIPES[str(self.fp8.recipe)][0])
+        kind = te_imports.entry(RECIPES[str(self.fp8.recipe)][0])
         return kind(amax_history_len=self.fp8.history * max(1, _counts["installed"])) if self.keeps_state else kind()
 
     @property
@@ -221,7 +219,7 @@ class Scopes:
         try:
             _counts["entered"] += 1
             _counts["captured"] += torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            with imports.entry("autocast")(enabled=True, recipe=self.recipe, amax_reduction_group=amax_group):
+            with te_imports.entry("autocast")(enabled=True, recipe=self.recipe, amax_reduction_group=amax_group):
                 yield True
         finally:
             _active.pop()
@@ -237,7 +235,7 @@ class Scopes:
         """
         if self.in_zone(number):
             return ()
-        kind = imports.entry("TransformerEngineBaseModule")
+        kind = te_imports.entry("TransformerEngineBaseModule")
         found = {name: one for name, one in module.named_modules() if isinstance(one, kind) and is_product(one)}
         inside = {name: one for name, one in found.items() if not HELD.search(name)}
         if not inside:
@@ -255,7 +253,7 @@ class Scopes:
                 # Engine would reuse the first quantised copy of the weight forever.
                 one.disable_parameter_transpose_cache = True
             else:
-                _bind(one, lambda _: imports.entry("autocast")(enabled=False))
+                _bind(one, lambda _: te_imports.entry("autocast")(enabled=False))
         _bind(module, lambda self_: self.group((number,), amax_group=group, training=self_.training))
         _counts["installed"] += 1
         return tuple(inside)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 _TORCHAO, _METHOD = "torchao", "dequantize"
@@ -48,10 +48,10 @@ def refuse(**named: torch.Tensor | None) -> None:
 
 def watch() -> None:
     """Count from now on, in this process, every time that a quantised tensor of Transformer Engine is dequantised."""
-    if not imports.available().ok:
+    if not te_imports.available().ok:
         return
     _counted["watched"] = 1
-    for kind in _classes(imports.entry("QuantizedTensorStorage")):
+    for kind in _classes(te_imports.entry("QuantizedTensorStorage")):
         own = vars(kind).get(_METHOD)
         if own is not None and not hasattr(own, "__wrapped__"):
             setattr(kind, _METHOD, counting(own))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 CLASSES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -18,13 +18,14 @@ CLASSES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "experts": ("experts", "GroupedLinear"),
     }
 )
-"""Each slot with its feature and entry point (:data:`megacpp_mcore.te.imports.ENTRIES`)."""
+"""Each slot with its feature and entry point (:data:`megacpp_mcore.util.te_imports.ENTRIES`)."""
 
 
 def specs() -> dict[str, type | None]:
     """Every slot of :data:`CLASSES` with its class; None: use another class there."""
     return {
-        slot: imports.entry(name) if imports.feature(feature).ok else None for slot, (feature, name) in CLASSES.items()
+        slot: te_imports.entry(name) if te_imports.feature(feature).ok else None
+        for slot, (feature, name) in CLASSES.items()
     }
 
 
@@ -32,6 +33,6 @@ def text() -> str:
     """One human-readable line per slot: the class, or why there is none."""
     found, lines = specs(), []
     for slot, (feature, name) in CLASSES.items():
-        said = name if found[slot] is not None else f"none: {imports.feature(feature).reason}"
+        said = name if found[slot] is not None else f"none: {te_imports.feature(feature).reason}"
         lines.append(f"{slot:20}{said}")
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import precision, preset
 from megacpp_mcore.ops.testing import assert_parity
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 from tests import stock
 
 # --- The experts' module ----------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
 
     with (
         mock.patch.multiple(experts, Fp8Padding=Padding, Fp8Unpadding=Unpadding),
-        mock.patch.object(imports, "entry", return_value=lambda return_reason: (True, "")),
+        mock.patch.object(te_imports, "entry", return_value=lambda return_reason: (True, "")),
     ):
         config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
         recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
@@ -116,7 +116,7 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
 def test_a_gpu_without_fp8_is_named_before_anything_is_built(layer: Callable[..., Any]) -> None:
     too_old = "Device compute capability 8.9 or higher required for FP8 execution."
     with (
-        mock.patch.object(imports, "entry", return_value=lambda return_reason: (False, too_old)),
+        mock.patch.object(te_imports, "entry", return_value=lambda return_reason: (False, too_old)),
         pytest.raises(ModelError, match=f"{too_old}; leave --te-precision-config-file out"),
     ):
         layer(2)

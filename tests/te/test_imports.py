@@ -11,7 +11,8 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.errors import BackendError, ConfigFileError
 from megacpp_mcore.settings import load
-from megacpp_mcore.te import imports, specs
+from megacpp_mcore.te import specs
+from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 from tests import stock
 from tests.errors import raises
@@ -19,12 +20,12 @@ from tests.errors import raises
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(imports.DISABLE_TE, raising=False)
-    cached = imports._installed
+    monkeypatch.delenv(te_imports.DISABLE_TE, raising=False)
+    cached = te_imports._installed
     cached.cache_clear()
-    imports.configure(None)
+    te_imports.configure(None)
     yield
-    imports.configure(None)
+    te_imports.configure(None)
     cached.cache_clear()
 
 
@@ -56,7 +57,7 @@ for module in pkgutil.walk_packages(megacpp_mcore.__path__, "megacpp_mcore."):
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.te import imports, specs
-assert not imports.available().ok and not any(specs.specs().values())
+assert not te_imports.available().ok and not any(specs.specs().values())
 made = layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local")
 assert Dispatcher(candidates=made).request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "local"
 Dispatcher().request("mla", device="cuda", dtype="bfloat16", qk_dim=64, v_dim=64)
@@ -80,9 +81,10 @@ def test_a_bare_package_is_as_good_as_none(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept ImportError:\n    pass\n")
     code = (
-        "import json\nfrom megacpp_mcore.te import imports, specs\nfrom megacpp_mcore.errors import BackendError\n"
-        "try:\n    imports.entry('Linear')\nexcept BackendError as error:\n    said = str(error)\n"
-        "print(json.dumps([imports.available().ok, said, [one for one in specs.specs().values() if one]]))"
+        "import json\nfrom megacpp_mcore.te import specs\n"
+        "from megacpp_mcore.util import te_imports\nfrom megacpp_mcore.errors import BackendError\n"
+        "try:\n    te_imports.entry('Linear')\nexcept BackendError as error:\n    said = str(error)\n"
+        "print(json.dumps([te_imports.available().ok, said, [one for one in specs.specs().values() if one]]))"
     )
     is_there, said, classes = stock.printed(code, first=tmp_path)
     assert (is_there, classes) == (False, [])
@@ -91,24 +93,24 @@ def test_a_bare_package_is_as_good_as_none(tmp_path: Path) -> None:
 
 def test_availability_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(imports, "probe_import", lambda name: (asked.append(name), ProbeResult(True))[1])
-    assert [imports.available().ok for _ in range(3)] == [True] * 3
+    monkeypatch.setattr(te_imports, "probe_import", lambda name: (asked.append(name), ProbeResult(True))[1])
+    assert [te_imports.available().ok for _ in range(3)] == [True] * 3
     assert asked == ["transformer_engine.pytorch"]
-    monkeypatch.setenv(imports.DISABLE_TE, "1")  # the switch is read each time
-    assert imports.available() == ProbeResult(False, "MEGACPP_DISABLE_TE=1 disables Transformer Engine")
-    monkeypatch.setenv(imports.DISABLE_TE, "yes")
+    monkeypatch.setenv(te_imports.DISABLE_TE, "1")  # the switch is read each time
+    assert te_imports.available() == ProbeResult(False, "MEGACPP_DISABLE_TE=1 disables Transformer Engine")
+    monkeypatch.setenv(te_imports.DISABLE_TE, "yes")
     with raises(BackendError, "MEGACPP_DISABLE_TE is 'yes'", "expected 1"):
-        imports.available()
+        te_imports.available()
 
 
 def test_an_entry_point_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
-    monkeypatch.setattr(imports, "ENTRIES", {"Renamed": ("math:gone", "math:floor"), "Gone": ("math:gone",)})
-    imports._entry.cache_clear()
-    assert imports.entry("Renamed")(1.5) == 1
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "ENTRIES", {"Renamed": ("math:gone", "math:floor"), "Gone": ("math:gone",)})
+    te_imports._entry.cache_clear()
+    assert te_imports.entry("Renamed")(1.5) == 1
     with raises(BackendError, "Gone", "math:gone"):
-        imports.entry("Gone")
-    imports._entry.cache_clear()
+        te_imports.entry("Gone")
+    te_imports._entry.cache_clear()
 
 
 def write(folder: Path, text: str) -> Path:
@@ -118,29 +120,29 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_the_key_of_the_file_is_the_variable_for_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
     settings = load(write(tmp_path, "transformer_engine: {enabled: false}"))
-    imports.configure(settings.transformer_engine, str(settings.path))
+    te_imports.configure(settings.transformer_engine, str(settings.path))
     reason = f"transformer_engine: {{enabled: false}} in {settings.path} disables Transformer Engine"
-    assert (te_disabled(), imports.available().reason) == (reason, reason)
+    assert (te_disabled(), te_imports.available().reason) == (reason, reason)
     made = layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local")
     assert Dispatcher(candidates=made).request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "local"
 
 
-@pytest.mark.parametrize("name", imports.FEATURES)
+@pytest.mark.parametrize("name", te_imports.FEATURES)
 def test_a_feature_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
     settings = load(write(tmp_path, f"transformer_engine: {{{name}: false}}"))
-    imports.configure(settings.transformer_engine, "a file")
-    assert imports.feature(name) == ProbeResult(False, f"transformer_engine: {{{name}: false}} in a file")
-    assert imports.available().ok
-    assert all(imports.feature(other).ok for other in ("attention", "experts", "permute", "block") if other != name)
+    te_imports.configure(settings.transformer_engine, "a file")
+    assert te_imports.feature(name) == ProbeResult(False, f"transformer_engine: {{{name}: false}} in a file")
+    assert te_imports.available().ok
+    assert all(te_imports.feature(other).ok for other in ("attention", "experts", "permute", "block") if other != name)
     with raises(BackendError, "'atention'", "'attention'"):
-        imports.feature("atention")
+        te_imports.feature("atention")
 
 
 def test_off_by_default_is_what_changes_a_model() -> None:
-    assert [name for name in imports.FEATURES if not getattr(imports.Features(), name)] == ["mtp", "linear"]
+    assert [name for name in te_imports.FEATURES if not getattr(te_imports.Features(), name)] == ["mtp", "linear"]
     assert set(specs.specs()) == set(specs.CLASSES)
 
 
@@ -167,10 +169,10 @@ def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch)
         from megacpp_mcore.layer_specs import parts
         from megacpp_mcore.layer_specs.mtp import FUSED_NORM, mtp_block
 
-        imports.configure(imports.Features(mtp=True), "a file")
+        te_imports.configure(te_imports.Features(mtp=True), "a file")
         with raises(BackendError, "TELayerNormColumnParallelLinear", "transformer_engine"):
             mtp_block(parts._local_parts(), Dispatcher())
-        monkeypatch.setattr(imports, "entry", lambda name: type(name, (), {}))
+        monkeypatch.setattr(te_imports, "entry", lambda name: type(name, (), {}))
         (layer,) = mtp_block(parts._local_parts(), Dispatcher()).layer_specs
         inner = layer.submodules.mtp_model_layer.submodules
         assert inner.pre_mlp_layernorm is IdentityOp

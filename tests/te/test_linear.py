@@ -10,7 +10,8 @@ from torch.nn import Embedding, Linear, Module, ModuleDict, Sequential
 
 from megacpp_mcore.errors import BackendError, ConfigFileError, ModelError
 from megacpp_mcore.model import preset
-from megacpp_mcore.te import imports, linear
+from megacpp_mcore.te import linear
+from megacpp_mcore.util import te_imports
 from tests import stock
 from tests.errors import raises
 
@@ -100,12 +101,12 @@ def test_nothing_is_replaced_without_the_feature_or_the_engine(monkeypatch: pyte
     kept = model[0]
     with raises(BackendError, "linear: false"):
         linear.replace(model)
-    imports.configure(imports.Features(linear=True), "a file")
+    te_imports.configure(te_imports.Features(linear=True), "a file")
     try:
         with raises(BackendError, "linear layers", "transformer_engine is"):
             linear.replace(model)
     finally:
-        imports.configure(None)
+        te_imports.configure(None)
     assert model[0] is kept
 
 

@@ -20,8 +20,9 @@ from torch.nn import Linear, Module, ModuleDict
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs.regions import RegionPlan
 from megacpp_mcore.model import preset
-from megacpp_mcore.te import imports, precision
+from megacpp_mcore.te import precision
 from megacpp_mcore.te.precision import FP8, Scopes
+from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 from tests import stock
 from tests.errors import raises
@@ -69,8 +70,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise BackendError(f"Transformer Engine 2.16 has no {name}")
         return known[name]
 
-    monkeypatch.setattr(imports, "entry", entry)
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "entry", entry)
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
     NOTED.clear()
     return known
 
@@ -259,7 +260,7 @@ def test_modules_of_one_scope_with_other_owners(four_ranks: dict[str, Any]) -> N
 CLEAN: dict[str, Any] = {
     "params_dtype": torch.bfloat16, "fp8": None, "fp4": None, "first_last_layers_bf16": False, "tp_only_amax_red": False,
     "transformer_impl": "transformer_engine", "moe_shared_expert_overlap": False, "recompute_granularity": None,
-    "recompute_modules": None, "quant_recipe": None, "num_layers": 6, "sequence_parallel": False,
+    "recompute_modules": None, "num_layers": 6, "sequence_parallel": False,
 }  # fmt: skip
 
 
@@ -279,7 +280,6 @@ CLEAN: dict[str, Any] = {
             {},
             "--recompute-modules mla_up_proj",
         ),
-        ({"quant_recipe": SimpleNamespace(matchers=[], configs={})}, {}, "--te-precision-config-file"),
         ({}, {"attention": False, "shared_experts": False}, "attention or shared_experts"),
     ],
 )

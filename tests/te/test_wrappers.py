@@ -13,7 +13,8 @@ from megacpp_mcore.backends import Dispatcher, probes
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.grouped_mlp import te as experts
 from megacpp_mcore.ops.mla import flash4
-from megacpp_mcore.te import attention, block, imports
+from megacpp_mcore.te import attention, block
+from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 from tests.errors import raises
 
@@ -25,8 +26,8 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def entry(name: str) -> Any:
         raise AssertionError(f"{name} was reached")
 
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
-    monkeypatch.setattr(imports, "entry", entry)
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "entry", entry)
     return
 
 
@@ -67,7 +68,7 @@ def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, value: str) ->
 
 
 def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
     monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
     monkeypatch.setattr(flash4, "_engine_runs", lambda: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "bfloat16", "qk_dim": 128, "v_dim": 64}
@@ -80,12 +81,12 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
     monkeypatch.setattr(flash4, "_engine_runs", lambda: off)
     with raises(BackendError, "'te'", "op mla", "off by 1", code="cannot-run"):
         Dispatcher({"mla": "te"}).request("mla", **needs)
-    imports.configure(imports.Features(attention=False), "a file")
+    te_imports.configure(te_imports.Features(attention=False), "a file")
     try:
         with raises(BackendError, "'te'", "op mla", "attention: false", code="cannot-run"):
             Dispatcher({"mla": "te"}).request("mla", **needs)
     finally:
-        imports.configure(None)
+        te_imports.configure(None)
 
 
 # --- Block --------------------------------------------------------------------------------------------------------------
@@ -125,25 +126,25 @@ def test_experts_refuse_delayed_scaling(there: None, monkeypatch: pytest.MonkeyP
     """Whose maxima are the module's, of which all layers of equal sizes have one."""
     recipe = SimpleNamespace(delayed=lambda: True)
     scope = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: recipe)
-    monkeypatch.setattr(imports, "entry", {"FP8GlobalStateManager": scope}.__getitem__)
+    monkeypatch.setattr(te_imports, "entry", {"FP8GlobalStateManager": scope}.__getitem__)
     with raises(ModelError, "delayed", "block or current"):
         experts.grouped_mlp(torch.zeros(4, 8), torch.tensor([2, 2]), torch.zeros(2, 6, 8), torch.zeros(2, 8, 6), None)
 
 
 def test_the_engines_experts_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
     monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "float32", "hidden": 64, "ffn": 64, "experts": 4}
     for op in ("grouped_mlp", "routed_mlp"):
         assert Dispatcher({op: "te"}).request(op, **needs).fn is getattr(experts, op)
         assert Dispatcher().request(op, **needs).observed == "reference"
-    imports.configure(imports.Features(permute=False), "a file")
+    te_imports.configure(te_imports.Features(permute=False), "a file")
     try:
         assert Dispatcher({"grouped_mlp": "te"}).request("grouped_mlp", **needs).observed == "te"
         with raises(BackendError, "'te'", "op routed_mlp", "permute: false", code="cannot-run"):
             Dispatcher({"routed_mlp": "te"}).request("routed_mlp", **needs)
     finally:
-        imports.configure(None)
+        te_imports.configure(None)
 
 
 def test_without_transformer_engine_each_says_why() -> None:

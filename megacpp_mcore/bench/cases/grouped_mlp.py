@@ -35,7 +35,7 @@ from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.main_grad import MainGrad
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 FP8 = "triton_fp8"
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
@@ -214,7 +214,7 @@ class _Engine:
         self.linears = []
         for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
             self.experts, outputs, width = weight_EOI.shape
-            linear = imports.entry("GroupedLinear")(
+            linear = te_imports.entry("GroupedLinear")(
                 self.experts, width, outputs, bias=False, params_dtype=self.dtype, device=options.device
             )
             with torch.no_grad():

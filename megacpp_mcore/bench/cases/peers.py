@@ -15,7 +15,7 @@ import torch
 from megacpp_mcore.backends import probe_import
 from megacpp_mcore.bench.problem import Variant
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 
 ENGINE = "transformer_engine.pytorch"
 MIX = ("mimo_x", "mimo_z", "mimo_o")
@@ -30,13 +30,13 @@ def lacking(device: str, module: str, name: str) -> str:
     """Why the peer ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
     if device != "cuda":
         return f"no peer here: {name} runs on a GPU alone"
-    found = imports.available() if module == ENGINE else probe_import(module)
+    found = te_imports.available() if module == ENGINE else probe_import(module)
     return "" if found.ok else f"no peer installed: {name} ({found.reason})"
 
 
 def with_engine(device: str) -> bool:
     """Whether stock is measured with Transformer Engine's layers, which need a GPU, or with Megatron's own."""
-    return device == "cuda" and imports.available().ok
+    return device == "cuda" and te_imports.available().ok
 
 
 def mamba3_source() -> Any:

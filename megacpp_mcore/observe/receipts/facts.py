@@ -29,7 +29,7 @@ from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe import card as cards
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
-from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
+from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, LaunchPolicy
 from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te.precision import FP8
@@ -38,7 +38,7 @@ from megacpp_mcore.util import host
 COMMIT = "MEGACPP_COMMIT"
 """Names the commit where the package is not in a git checkout."""
 ENVIRONMENT = (
-    CONNECTIONS, ALLOCATOR, "PYTORCH_ALLOC_CONF", *DISABLING, "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
+    CONNECTIONS, ALLOCATOR, "PYTORCH_ALLOC_CONF", *host.DISABLING, "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
     "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_GRAPH_REGISTER", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN",
     "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS", "MEGACPP_DISABLE_TE",
 )  # fmt: skip

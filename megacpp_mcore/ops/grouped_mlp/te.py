@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.model.precision import ALIGNMENT
 from megacpp_mcore.ops.grouped_mlp.reference import (
     ACTIVATIONS,
     check_activation,
@@ -25,7 +24,8 @@ from megacpp_mcore.ops.grouped_mlp.reference import (
     check_topk,
 )
 from megacpp_mcore.ops.main_grad import MainGrad, added_to
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
+from megacpp_mcore.util.te_imports import ALIGNMENT
 
 
 def grouped_mlp(
@@ -51,7 +51,7 @@ def grouped_mlp(
     w1_EFD, w2_EDF = map(added_to, (w1_EFD, w2_EDF), main_grads)
     counts_E = tokens_per_expert_E.to("cpu", torch.int64)
     check_counts(counts_E.tolist(), x_RD.shape[0])
-    state = imports.entry("FP8GlobalStateManager")
+    state = te_imports.entry("FP8GlobalStateManager")
     if state.is_fp8_enabled() and state.get_fp8_recipe().delayed():
         raise ModelError(
             "experts by Transformer Engine are in an FP8 scope with delayed scaling, whose maxima layers of equal sizes would "
@@ -86,19 +86,19 @@ def routed_mlp(
     if not x_TD.shape[0]:
         raise ModelError("x has no token, and Transformer Engine's permutation takes one or more; use the reference")
     counts_E, mask_TE, offsets = routing_TE.sum(0).cpu(), routing_TE.to(torch.int32), None
-    if imports.entry("FP8GlobalStateManager").is_fp8_enabled():
-        permute = imports.entry("moe_permute_and_pad_with_probs")
+    if te_imports.entry("FP8GlobalStateManager").is_fp8_enabled():
+        permute = te_imports.entry("moe_permute_and_pad_with_probs")
         x_RD, probs_R, row_map, offsets, counts_E = permute(x_TD, probs_TE, mask_TE, counts_E, ALIGNMENT)
     else:
-        permute = imports.entry("moe_permute_with_probs")
+        permute = te_imports.entry("moe_permute_with_probs")
         x_RD, probs_R, row_map = permute(x_TD, probs_TE, mask_TE, x_TD.shape[0] * topk)
     y_RD = grouped_mlp(x_RD, counts_E, w1_EFD, w2_EDF, probs_R, activation=activation, main_grads=main_grads)
-    y_TD: torch.Tensor = imports.entry("moe_unpermute")(y_RD, row_map, restore_shape=x_TD.shape, pad_offsets=offsets)
+    y_TD: torch.Tensor = te_imports.entry("moe_unpermute")(y_RD, row_map, restore_shape=x_TD.shape, pad_offsets=offsets)
     return y_TD
 
 
 def _require(*features: str) -> None:
-    if not (found := imports.feature(*features)).ok:
+    if not (found := te_imports.feature(*features)).ok:
         raise BackendError(f"experts by Transformer Engine cannot be used: {found.reason}")
 
 
@@ -112,4 +112,4 @@ def _product(x_RI: torch.Tensor, counts_E: torch.Tensor, weight_EOI: torch.Tenso
 @functools.cache
 def _module(experts: int, outputs: int, width: int, dtype: torch.dtype) -> Any:
     """GroupedLinear of these sizes, its own weights on the meta device."""
-    return imports.entry("GroupedLinear")(experts, width, outputs, bias=False, params_dtype=dtype, device="meta")
+    return te_imports.entry("GroupedLinear")(experts, width, outputs, bias=False, params_dtype=dtype, device="meta")

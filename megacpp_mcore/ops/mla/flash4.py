@@ -19,7 +19,7 @@ from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import check_arguments
 from megacpp_mcore.ops.packed.documents import cu_seqlens_of, default_max_documents
 from megacpp_mcore.te import attention as engine
-from megacpp_mcore.te import imports
+from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 
 
@@ -92,7 +92,7 @@ def probe_engine() -> ProbeResult:
 
     2.20.2 passes it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
     """
-    found = imports.feature("attention")
+    found = te_imports.feature("attention")
     return found if not found.ok else _engine_runs()
 
 

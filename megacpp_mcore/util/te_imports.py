@@ -29,6 +29,9 @@ DISABLE_TE = "MEGACPP_DISABLE_TE"
 
 TRANSFORMER_ENGINE = "transformer_engine"
 
+ALIGNMENT = 16
+"""Rows and columns of FP8 GEMM operands have to be multiples of this (Transformer Engine 2.20.2)."""
+
 _PYTORCH, _RECIPE = "transformer_engine.pytorch", "transformer_engine.common.recipe"
 _MEGATRON = "megatron.core.extensions.transformer_engine"
 

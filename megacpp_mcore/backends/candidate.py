@@ -1,0 +1,78 @@
+"""One implementation of one op: what it is called, how fast it is, what it supports, and how it is loaded. No torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacpp_mcore.backends import probes, vendors
+from megacpp_mcore.backends.probes import ProbeResult
+from megacpp_mcore.backends.support import Support
+from megacpp_mcore.errors import BackendError
+from megacpp_mcore.util.nearest import nearest
+
+STOCK = "stock"
+"""The name of the candidate that is Megatron's own module, in ops that have one."""
+
+
+class Speed(enum.IntEnum):
+    """Speed class of a candidate: ``auto`` never falls back to a slower class silently."""
+
+    REFERENCE = 0  # plain PyTorch, the truth of the op
+    COMPILED = 1  # fused or compiled, on any device it names
+    KERNEL = 2  # written for the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One implementation of one op.
+
+    Attributes:
+        name: the name users request, unique within the op.
+        op: the op it implements.
+        speed: its class.
+        load: imports it and returns the callable.
+        support: what it supports.
+        requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`, and the vendor of
+            :data:`megacpp_mcore.backends.vendors.NAMES` that must not be disabled.
+        probe: an additional check, run once before use.
+        auto: whether ``auto`` may take it for all that it supports, or only for some requests among those; False: it runs
+            only if requested by name, because it is less accurate, or no benchmark row shows that it is faster.
+    """
+
+    name: str
+    op: str
+    speed: Speed
+    load: Callable[[], Callable[..., Any]]
+    support: Support = field(default_factory=Support)
+    requires: tuple[str, ...] = ()
+    probe: Callable[[], ProbeResult] | None = None
+    auto: Support | bool = True
+
+    def __post_init__(self) -> None:
+        known = (*probes.REQUIREMENTS, *vendors.NAMES)
+        for name in self.requires:
+            if name not in known:
+                raise BackendError(unknown(f"requirement of backend {self.name}", name, known))
+
+    def unproven(self, needs: Mapping[str, Any]) -> str | None:
+        """What ``auto`` does not take it for, of a request that it supports."""
+        return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
+
+    def present(self) -> ProbeResult:
+        """Whether this machine meets its requirements; a probe that raises means no."""
+        for name in self.requires:
+            found = probes.requirement(name)
+            if not found.ok:
+                return found
+        try:
+            return ProbeResult(True) if self.probe is None else self.probe()
+        except Exception as error:
+            return ProbeResult(False, f"its probe failed: {error!r}")
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence about a name that does not exist, with the nearest ones that do."""
+    return f"there is no {kind} called {name!r}; {nearest(name, known)}"

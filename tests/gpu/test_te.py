@@ -26,8 +26,9 @@ from megacpp_mcore.ops.grouped_mlp import te as experts
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp as grouped_truth
 from megacpp_mcore.ops.grouped_mlp.reference import routed_mlp as routed_truth
 from megacpp_mcore.ops.testing import worst_row
-from megacpp_mcore.te import attention, imports, linear, precision, quantized
+from megacpp_mcore.te import attention, linear, precision, quantized
 from megacpp_mcore.te.block import Block
+from megacpp_mcore.util import te_imports
 from tests import stock
 from tests.gpu.runs import words_of
 from tests.gpu.test_fp8_experts import ALONE, MIXED
@@ -48,10 +49,10 @@ FP8_RMS = (0.015, 0.08)
 
 @pytest.fixture(autouse=True)
 def engine() -> Iterator[None]:
-    imports.configure(imports.Features(linear=True), "the test")
+    te_imports.configure(te_imports.Features(linear=True), "the test")
     torch.manual_seed(11)
     yield
-    imports.configure(None)
+    te_imports.configure(None)
 
 
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -56,7 +56,8 @@ for module in pkgutil.walk_packages(megacpp_mcore.__path__, "megacpp_mcore."):
         skipped.append(f"{module.name}: {error}")
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
-from megacpp_mcore.te import imports, specs
+from megacpp_mcore.te import specs
+from megacpp_mcore.util import te_imports
 assert not te_imports.available().ok and not any(specs.specs().values())
 made = layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local")
 assert Dispatcher(candidates=made).request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "local"

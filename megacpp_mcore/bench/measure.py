@@ -1,18 +1,42 @@
-"""Measuring tools of every benchmark: process groups for one process, times, peak memory, devices and versions."""
+"""Runs benchmarks: checks every variant, times the correct ones, and makes the rows of the table.
+
+Parity is the worst row of each result against a float64 truth computed in the same run. A variant that fails is not timed, and
+a speed-up is given only if parity of both sides is green.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import pkgutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megacpp_mcore.bench import table
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    FORWARD,
+    Call,
+    Floor,
+    Inputs,
+    Problem,
+    Result,
+    Tensors,
+    Variant,
+    with_gradients,
+)
+from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Benchmark, Options
+from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
+from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 from megacpp_mcore.util import host
 
 FEWEST = 3
@@ -65,33 +89,6 @@ def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[flo
     return statistics.median(times), len(times)
 
 
-class Captured:
-    """A piece of work as a CUDA graph: captured at its first call, after a few calls that compile and tune, then replayed.
-
-    Its results are the graph's own tensors, which the next call overwrites.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._results: Any = None
-
-    def __call__(self, *given: Any) -> Any:
-        """Replay the graph; ``given`` must be the first call's arguments every time."""
-        if self._graph is None:
-            apart = torch.cuda.Stream()
-            apart.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(apart):
-                for _ in range(FEWEST):
-                    self._call(*given)
-            torch.cuda.current_stream().wait_stream(apart)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._results = self._call(*given)
-        self._graph.replay()
-        return self._results
-
-
 def memory(call: Callable[[], Any], device: str) -> tuple[int | None, int | None]:
     """Bytes above what was allocated before the call: at its peak, and at its end, with its results and what autograd keeps
     for their backward pass. None on the CPU, which does not count.
@@ -122,3 +119,219 @@ def versions(*packages: str) -> dict[str, str]:
     found = {name: host.version(name) or "absent" for name in ("torch", "megatron-core", *packages)}
     commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("describe", "--always", "--dirty", "--exclude=*")
     return {**found, "commit": commit or "unknown"}
+
+
+# --- Parity ---------------------------------------------------------------------------------------------------------------
+
+YARDSTICK_LIMIT = 0.1
+"""Error above which the yardstick itself does not count as an implementation of the op."""
+
+
+def in_double(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Compute the truth of a forward pass that supports float64: its output and the gradient of every leaf, by name."""
+    return dict(zip(inputs.names, with_gradients(call, inputs.in_double()), strict=True))
+
+
+@dataclass(frozen=True)
+class AgainstTruth:
+    """Compares each result's worst row with the truth (:mod:`megacpp_mcore.ops.testing`).
+
+    Anything not finite, or of a different shape, fails. A peer may leave out the last gradients; ours must return all. A
+    variant that is the very program of the truth is checked, and labelled as such.
+
+    Attributes:
+        truth: the results by name, outputs first.
+        limit: the largest error of a row, for all results or by name.
+        outputs: number of results of the forward pass.
+        yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
+        norms: maps a result's name and its truth's row norms to the norms that errors are measured against.
+        rows: maps a result and its truth to the rows of both that are compared.
+    """
+
+    truth: Mapping[str, torch.Tensor]
+    limit: float | Mapping[str, float]
+    outputs: int = 1
+    yardstick: str = ""
+    norms: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, norm: norm
+    rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want)
+    _allowed: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Result:
+        """Run ``variant`` once on ``inputs`` and compare its results."""
+        given = variant.runs[work](inputs)
+        found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
+        least = len(self.truth) if variant.side == OURS and work == BOTH else self.outputs
+        if len(found) < least:
+            return Result(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
+        names = list(self.truth)[: self.outputs if work == FORWARD else len(found)]
+        truth = variant.truth or self.truth
+        errors = {name: self._error(name, have.detach(), truth[name]) for name, have in zip(names, found, strict=False)}
+        limits = self._limits(variant, errors)
+        wrong = [
+            f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
+        ]
+        if wrong:
+            return Result(False, f"FAILS: worst row {', '.join(wrong)}", errors)
+        return Result(None, IS_REFERENCE, errors) if variant.is_reference else Result(True, GREEN, errors)
+
+    def _limits(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
+        if variant.name == self.yardstick:
+            # A yardstick that is not an implementation of the op allows no larger errors.
+            right = all(error <= YARDSTICK_LIMIT for error in errors.values())
+            self._allowed.update({name: PEER_RATIO * error for name, error in errors.items() if right})
+            return dict.fromkeys(errors, YARDSTICK_LIMIT)
+        limit = self.limit if variant.limit is None else variant.limit
+        limits = dict(limit) if isinstance(limit, Mapping) else dict.fromkeys(errors, limit)
+        allowed = self._allowed if variant.limit is None else {}
+        return {name: max(limits[name], allowed.get(name, 0.0)) for name in errors}
+
+    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor) -> float:
+        try:
+            have, want = self.rows(have, want.detach())
+            return worst_row(have, want, name, self.norms(name, row_norms(want)))
+        except AssertionError:  # a different shape, or not finite
+            return float("inf")
+
+
+# --- Rows -----------------------------------------------------------------------------------------------------------------
+
+OUT_OF_MEMORY = "out of memory"
+NOT_CHECKED = "not checked"
+WORST = 5
+"""Number of results whose errors a row lists."""
+
+
+@dataclass
+class Outcome:
+    """The rows of one benchmark, and one line for each of our variants that is wrong."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> Outcome:
+    """Run one benchmark in the process groups of :func:`one_process`; ``say`` receives every line of output."""
+    problem = load(benchmark, options)
+    on_cpu = options.device == "cpu"
+    shape = table.shape_text(problem.shape or options.shape)
+    device = device_name(options.device)
+    threads = f", {torch.get_num_threads()} threads" if on_cpu else ""
+    say(f"\n{benchmark.name}: {shape}, {options.dtype}, {device}{threads}")
+    say(table.head())
+    results = {variant.name: measured(problem, variant, options) for variant in problem.variants}
+    everywhere = dict.fromkeys(table.COLUMNS, "") | {
+        "benchmark": benchmark.name,
+        "kind": benchmark.kind,
+        "shape": shape,
+        "dtype": options.dtype,
+        "device": f"{device}{threads}",
+        **versions(*table.PACKAGES),
+        "cudnn": "" if on_cpu else torch.backends.cudnn.version(),
+    }
+    outcome = Outcome()
+    for variant in problem.variants:
+        for work, result in results[variant.name].items():
+            cells = _cells(result, problem.works[work], device) | _comparison(problem, variant, work, results)
+            outcome.rows.append(everywhere | {"work": work, "variant": variant.name, "side": variant.side} | cells)
+            say(table.line(outcome.rows[-1]))
+        if variant.side == OURS:
+            wrong = [result.parity for result in results[variant.name].values() if result.right is False]
+            outcome.failures += [f"{benchmark.name}: {variant.name} {text}" for text in wrong[:1]]
+    return outcome
+
+
+def load(benchmark: Benchmark, options: Options) -> Problem:
+    """Make the problem of a benchmark."""
+    made: Problem = pkgutil.resolve_name(f"megacpp_mcore.bench.cases.{benchmark.problem}")(options)
+    return made
+
+
+def measured(problem: Problem, variant: Variant, options: Options) -> dict[str, Result]:
+    """Check and time each piece of work. Our variants must do all of them: one that cannot do one gets no figures."""
+    left_out = variant.side == PEER and any(word in variant.name for word in options.without)
+    if variant.absent or left_out:
+        note = "left out" if left_out else variant.absent
+        return dict.fromkeys(problem.works, Result(None, NOT_CHECKED, note=note))
+    with variant.around():
+        found = {work: _attempt(problem, variant, work, options) for work in problem.works if work in variant.runs}
+    _collect(options)
+    failed = next((work for work, result in found.items() if result.ms is None), None)
+    if variant.side != OURS or failed is None:
+        return found
+    cause = found[failed]
+    elsewhere = replace(cause, note=cause.note and f"{failed}: {cause.note}")
+    return {work: cause if work == failed else elsewhere for work in found}
+
+
+def _attempt(problem: Problem, variant: Variant, work: str, options: Options) -> Result:
+    """Check and time; any exception goes into the row, as the other results of a long run still count."""
+    result = Result(None, table.A_BOUND)
+    try:
+        if variant.side != BOUND:
+            result = problem.check(variant, work, problem.inputs)
+        if result.right is False:
+            return result
+        call = partial(variant.runs[work], problem.inputs)
+        peak, kept = (None, None) if variant.is_captured else memory(call, options.device)
+        ms, repeats = median_ms(call, options.device, options.seconds)
+        return replace(result, ms=ms, peak=peak, kept=kept, repeats=repeats)
+    except torch.cuda.OutOfMemoryError:
+        why = OUT_OF_MEMORY
+    except Exception as error:
+        why = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    _collect(options)  # only here has the traceback released its tensors
+    if variant.side == OURS:
+        return Result(False, f"FAILS: {why}", note=why)
+    return Result(None, NOT_CHECKED, note=why)
+
+
+def _collect(options: Options) -> None:
+    if options.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _cells(result: Result, floor: Floor, device: str) -> dict[str, Any]:
+    """The cells for one variant and piece of work."""
+    floor_ms, floor_by = table.floor_time(floor.operations, floor.moved, floor.precision, device)
+    worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
+    cells = {
+        "ms": result.ms and f"{result.ms:.4f}",
+        "peak_bytes": result.peak,
+        "kept_bytes": result.kept,
+        "floor_operations": floor.operations,
+        "floor_bytes": floor.moved,
+        "floor_ms": floor_ms and f"{floor_ms:.4f}",
+        "floor_by": floor_by,
+        "of_floor": result.ms and floor_ms and f"{floor_ms / result.ms:.3f}",
+        "parity": result.parity,
+        "worst_row": " ".join(f"{name}:{error:.1e}" for name, error in worst),
+        "note": result.note,
+        "repeats": result.ms and result.repeats,
+    }
+    return {name: "" if value is None else value for name, value in cells.items()}
+
+
+def _comparison(
+    problem: Problem, variant: Variant, work: str, results: Mapping[str, Mapping[str, Result]]
+) -> dict[str, str]:
+    """Compare ours with the peer: the problem's stock, or the fastest; empty unless parity of both is green.
+
+    A variant with a truth of its own does other work: a peer is then not compared with, and ours is compared with no peer.
+    """
+    mine = results[variant.name][work]
+    if variant.side != OURS or mine.ms is None or variant.truth is not None:
+        return {}
+    times = {
+        peer.name: theirs.ms
+        for peer in problem.variants
+        if peer.side == PEER and peer.truth is None and peer.is_captured == variant.is_captured
+        if problem.stock in ("", peer.name)
+        if (theirs := results[peer.name].get(work)) is not None and theirs.ms is not None and theirs.right
+    }
+    if not times or not mine.right:
+        return {}
+    name = min(times, key=times.__getitem__)
+    peak = results[name][work].peak
+    less = f"{peak / mine.peak:.1f}x" if peak and mine.peak else ""
+    return {"against": name, "speed_up": f"{times[name] / mine.ms:.3f}x", "less_memory": less}

@@ -14,7 +14,6 @@ import torch
 
 from megacpp_mcore import backends
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates
-from megacpp_mcore.bench.measure import Captured
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
@@ -61,6 +60,33 @@ class Inputs:
 
 Call = Callable[[Inputs], Any]
 """A forward pass: from the inputs to its one output, or to a tuple of them."""
+
+
+class Captured:
+    """A piece of work as a CUDA graph: captured at its first call, after a few calls that compile and tune, then replayed.
+
+    Its results are the graph's own tensors, which the next call overwrites.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._results: Any = None
+
+    def __call__(self, *given: Any) -> Any:
+        """Replay the graph; ``given`` must be the first call's arguments every time."""
+        if self._graph is None:
+            apart = torch.cuda.Stream()
+            apart.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(apart):
+                for _ in range(3):
+                    self._call(*given)
+            torch.cuda.current_stream().wait_stream(apart)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._results = self._call(*given)
+        self._graph.replay()
+        return self._results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +215,11 @@ class Floor:
         operations: floating-point operations, from :mod:`megacpp_mcore.model.flops`.
         moved: bytes that have to be read or written once.
         precision: the fastest one for the operations, of :data:`megacpp_mcore.model.flops.peaks.PRECISIONS`.
-        result: bytes of the results, for benchmarks of memory.
     """
 
     operations: int
     moved: int
     precision: str
-    result: int | None = None
 
     @classmethod
     def pair(cls, work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
@@ -238,7 +262,6 @@ class Problem:
         works: the pieces of work to check and time, each with its floor.
         check: runs a variant on a piece of work and the inputs, within its context, and judges parity.
         stock: the peer that ours are compared with; empty: the fastest correct one.
-        computed: bytes of peak memory counted by hand, by variant and work.
         shape: sizes for the table, where they are not just those requested.
     """
 
@@ -247,7 +270,6 @@ class Problem:
     works: Mapping[str, Floor]
     check: Callable[[Variant, str, Any], Result]
     stock: str = ""
-    computed: Mapping[tuple[str, str], int] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
 
 

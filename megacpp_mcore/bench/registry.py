@@ -13,8 +13,8 @@ from megacpp_mcore.model import Model, preset
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.util.nearest import nearest
 
-OP, LAYER, PATCH = "op", "layer", "patch"
-KINDS = (OP, LAYER, PATCH)
+OP, LAYER = "op", "layer"
+KINDS = (OP, LAYER)
 """What a benchmark measures; whole models are measured by the scripts in a clone's folder ``experiments``."""
 
 OURS, PEER, BOUND = "ours", "peer", "bound"
@@ -54,7 +54,7 @@ class Benchmark:
     Attributes:
         name: its name on the command line.
         kind: one of :data:`KINDS`.
-        covers: the op, the layer's letter and role, or the patch.
+        covers: the op, or the layer's letter and role.
         title: one line.
         problem: ``module:function`` in :mod:`megacpp_mcore.bench.cases` that makes the problem from :class:`Options`.
         shapes: sizes by name, for each size of the benchmark.
@@ -85,32 +85,15 @@ class Benchmark:
 def _sizes(model: Model) -> dict[str, int]:
     mla, dsa, ssm, rnn, moe = model.mla, model.dsa, model.mamba3, model.m2rnn, model.moe
     return {
-        "heads": model.heads,
-        "qk": mla.qk_head_dim + mla.qk_pos_emb_head_dim,
-        "v": mla.v_head_dim,
-        "latent": mla.kv_lora_rank,
-        "query_latent": mla.q_lora_rank,
-        "rope": mla.qk_pos_emb_head_dim,
-        "topk": dsa.topk,
-        "indexer_heads": dsa.indexer_heads,
-        "indexer_dim": dsa.indexer_head_dim,
-        "mamba_heads": model.mamba_heads,
-        "head_dim": ssm.head_dim,
-        "state": ssm.state,
-        "rank": ssm.mimo_rank,
-        "groups": ssm.groups,
-        "chunk": ssm.chunk,
-        "rnn_heads": model.recurrent_heads,
-        "key_dim": rnn.key_dim,
-        "value_dim": rnn.value_dim,
-        "checkpoint_every": rnn.checkpoint_every,
-        "experts": moe.experts,
-        "routed": moe.topk,
-        "expert_width": moe.ffn_hidden_size,
-        "hidden": model.hidden_size,
-        "vocab": model.vocab_size_padded(1),
+        "heads": model.heads, "qk": mla.qk_head_dim + mla.qk_pos_emb_head_dim, "v": mla.v_head_dim, "latent": mla.kv_lora_rank,
+        "query_latent": mla.q_lora_rank, "rope": mla.qk_pos_emb_head_dim, "topk": dsa.topk,
+        "indexer_heads": dsa.indexer_heads, "indexer_dim": dsa.indexer_head_dim, "mamba_heads": model.mamba_heads,
+        "head_dim": ssm.head_dim, "state": ssm.state, "rank": ssm.mimo_rank, "groups": ssm.groups, "chunk": ssm.chunk,
+        "rnn_heads": model.recurrent_heads, "key_dim": rnn.key_dim, "value_dim": rnn.value_dim,
+        "checkpoint_every": rnn.checkpoint_every, "experts": moe.experts, "routed": moe.topk,
+        "expert_width": moe.ffn_hidden_size, "hidden": model.hidden_size, "vocab": model.vocab_size_padded(1),
         "mtp_heads": model.mtp.depth,
-    }
+    }  # fmt: skip
 
 
 _MODELS = {
@@ -168,8 +151,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
         _benchmark("grouped_fp8", OP, "grouped_fp8", "grouped product of FP8 operands with block scales, forward",
                    "experts routed hidden expert_width"),
-        _benchmark("attention_block", OP, "attention_block", "a whole attention block of Transformer Engine's classes",
-                   "hidden heads", "engine:block", full={"B": 1, "S": 2048}),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
                    "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
         _benchmark("linear_cross_entropy_heads", OP, "linear_cross_entropy",
@@ -182,10 +163,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _layer("layer_e", "E", "E layer, mixture of experts"),
         _layer("layer_r", "R", "R layer, M²RNN"),
         _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
-        _benchmark("dsa_indexer_memory", PATCH, "dsa-indexer-memory",
-                   "peak memory of stock's indexer with and without the patch of this name",
-                   "indexer_heads indexer_dim heads latent rope topk", "dsa_indexer_memory:problem",
-                   full={"B": 1, "S": 16384}),
     )
 }  # fmt: skip
 

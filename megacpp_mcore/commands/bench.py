@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.bench import against, registry
+from megacpp_mcore.bench import registry, table
 from megacpp_mcore.bench.registry import FULL, KINDS, SIZES, Benchmark, Options
-from megacpp_mcore.bench.table import Table, read, shape_text
 from megacpp_mcore.errors import BenchmarkError, MegacppError
 
 FAILED = 1
@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="benchmarks of every op and layer, with peers, floors and parity")
     parser.set_defaults(run=run)
     inner = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
-    listing = inner.add_parser("list", help="what there is, with the sizes of each")
+    listing = inner.add_parser("list", help="the benchmarks, with the sizes of each")
     listing.add_argument("--size", choices=SIZES, default=FULL, help="whose sizes are shown (default: full)")
     runner = inner.add_parser("run", help="check, time, and write rows")
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks, or kinds: {', '.join(KINDS)}")
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     runner.add_argument("--output", type=Path, metavar="FILE", help="add the rows to this CSV file")
     runner.add_argument("--against", type=Path, metavar="FILE", help="fail where a row is slower than in this CSV file")
     runner.add_argument("--tolerance", type=float, default=0.1, help="how much slower is no regression (default: 0.1)")
-    runner.add_argument("--without", nargs="+", default=[], metavar="PEER", help="leave out peers that are so called")
+    runner.add_argument("--without", nargs="+", default=[], metavar="PEER", help="skip peers whose names contain this")
     runner.add_argument("--seconds", type=float, default=1.0, help="for one figure (default: 1)")
 
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def listed(size: str) -> str:
     """Every benchmark: name, kind, what it covers, and sizes."""
-    rows = [(one.name, one.kind, one.title, shape_text(one.shapes[size])) for one in registry.BENCHMARKS.values()]
+    rows = [(one.name, one.kind, one.title, table.shape_text(one.shapes[size])) for one in registry.BENCHMARKS.values()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
 
@@ -80,10 +80,6 @@ def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Opt
     }
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _change(word: str) -> tuple[str, int]:
     name, _, value = word.partition("=")
     if not value.isdecimal():
@@ -94,17 +90,18 @@ def _change(word: str) -> tuple[str, int]:
 def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, Options]) -> int:
     import torch
 
-    from megacpp_mcore.bench import measure, runner
+    from megacpp_mcore.bench import measure
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("there is no CUDA device here; add --device cpu --size tiny for a dry run")
-    before = read(args.against) if args.against else []
-    table = Table(args.output) if args.output else None
+    say = partial(print, flush=True)
+    before = table.read(args.against) if args.against else []
+    output = table.Table(args.output) if args.output else None
     rows, failures = [], []
     with measure.one_process(args.device):
         for one in chosen:
             try:
-                made = runner.run(one, options[one.name], _say)
+                made = measure.run(one, options[one.name], say)
             except MegacppError:
                 raise
             except Exception as error:  # the other benchmarks of a long run still count
@@ -113,20 +110,20 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
                 continue
             rows += made.rows
             failures += made.failures
-            if table is not None:
-                table.append(*made.rows)
+            if output is not None:
+                output.append(*made.rows)
     named = {row["variant"] for row in rows}
     failures += [
-        f"--without {word}: no variant is so called; there are {', '.join(sorted(named))}"
+        f"--without {word}: unknown variant; choose from {', '.join(sorted(named))}"
         for word in args.without
         if not any(word in variant for variant in named)
     ]
     for line in failures:
-        _say(line)
+        say(line)
     if args.against:  # last, as it may refuse
-        compared = against.compare(before, rows, args.tolerance)
+        compared = table.compare(before, rows, args.tolerance)
         timed = sum(row["ms"] != "" for row in rows)
         head = f"against {args.against}, {compared.compared} rows of {timed} that have a time:"
-        _say("\n".join(["", head, *compared.lines, *compared.slower]))
+        say("\n".join(["", head, *compared.lines, *compared.slower]))
         failures += compared.slower
     return FAILED if failures else 0

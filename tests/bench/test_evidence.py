@@ -28,39 +28,27 @@ SAME = ("shape", "dtype", "device", "commit")
 Columns = Mapping[str, str]
 
 
-def _against_reference(op: str, name: str, work: str = "forward+backward") -> tuple[Columns, Columns]:
-    mine, reference = ({"benchmark": op, "work": work, "variant": each} for each in (name, "reference"))
-    return mine, reference
+def _rows(op: str, mine: str, theirs: str = "reference", work: str = "forward+backward") -> tuple[Columns, Columns]:
+    first, second = ({"benchmark": op, "work": work, "variant": each} for each in (mine, theirs))
+    return first, second
 
-
-OPS = (
-    "mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn", "routed_mlp", "grouped_mlp", "router",
-)  # fmt: skip
-"""Whose Triton kernels have rows of their own, forward and backward."""
 
 EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
-    ("mla", "sdpa"): _against_reference("mla", "sdpa"),
-    ("mla", "flash4"): tuple(
-        {"benchmark": "mla", "work": "forward+backward", "variant": each} for each in ("flash4", "sdpa")
+    ("mla", "sdpa"): _rows("mla", "sdpa"),
+    ("mla", "flash4"): _rows("mla", "flash4", "sdpa"),
+    ("routed_mlp", "quack"): _rows("routed_mlp", "quack", "triton"),
+    ("indexer", "triton"): _rows("indexer", "triton", work="forward"),
+    ("indexer_grad", "triton"): _rows("indexer_grad", "triton", work="gradient"),
+    ("experts", "megacpp_mcore"): _rows(
+        "layer_e", "ours (experts megacpp_mcore, router triton, rms_norm triton, routed_mlp triton)", "stock MoELayer"
     ),
-    ("routed_mlp", "quack"): tuple(
-        {"benchmark": "routed_mlp", "work": "forward+backward", "variant": each} for each in ("quack", "triton")
-    ),
-    ("indexer", "triton"): _against_reference("indexer", "triton", "forward"),
-    ("indexer_grad", "triton"): _against_reference("indexer_grad", "triton", "gradient"),
-    ("experts", "megacpp_mcore"): (
-        {
-            "benchmark": "layer_e",
-            "work": "forward+backward",
-            "variant": "ours (experts megacpp_mcore, router triton, rms_norm triton, routed_mlp triton)",
-        },
-        {"benchmark": "layer_e", "work": "forward+backward", "variant": "stock MoELayer"},
-    ),
-    ("rms_norm", "triton"): (
-        {"benchmark": "rms_norm", "work": "forward+backward", "variant": "triton, CUDA graph"},
-        {"benchmark": "rms_norm", "work": "forward+backward", "variant": "Transformer Engine, CUDA graph"},
-    ),
-} | {(op, "triton"): _against_reference(op, "triton") for op in OPS}
+    ("rms_norm", "triton"): _rows("rms_norm", "triton, CUDA graph", "Transformer Engine, CUDA graph"),
+} | {
+    (op, "triton"): _rows(op, "triton")
+    for op in (
+        "mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn", "routed_mlp", "grouped_mlp", "router"
+    )
+}  # fmt: skip
 """By op and backend, the columns of its row in bench_h200.csv, and of the row of what it is preferred to."""
 
 POLICIES: Mapping[tuple[str, str], str] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megacpp_mcore.bench.measure import Captured
-from megacpp_mcore.bench.problem import BOTH, Inputs, Variant
+from megacpp_mcore.bench.problem import BOTH, Captured, Inputs, Variant
 from megacpp_mcore.bench.registry import OURS
 
 

@@ -19,7 +19,6 @@ import yaml
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import overrides
-from megacpp_mcore.bench.cases.engine import native_block
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.ops.grouped_mlp import te as experts
@@ -53,6 +52,23 @@ def engine() -> Iterator[None]:
     torch.manual_seed(11)
     yield
     te_imports.configure(None)
+
+
+def native_block(x_SBD: torch.Tensor, weights: dict[str, torch.Tensor], width: int) -> torch.Tensor:
+    """The block of :class:`megacpp_mcore.te.block.Block` with GELU (erf), from its state dict, in plain PyTorch."""
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weights[name], 1e-5)
+
+    y = norm(x_SBD, "qkv.layer_norm_weight")
+    heads = (
+        F.linear(y, weights[f"qkv.{part}_weight"]).unflatten(-1, (-1, width)) for part in ("query", "key", "value")
+    )
+    q, k, v = (one.permute(1, 2, 0, 3) for one in heads)
+    o_SBHK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+    x_SBD = x_SBD + F.linear(o_SBHK.flatten(2), weights["output.weight"])
+    y = F.linear(norm(x_SBD, "feed_forward.0.layer_norm_weight"), weights["feed_forward.0.weight"])
+    return x_SBD + F.linear(F.gelu(y), weights["feed_forward.2.weight"])
 
 
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.parity import AgainstTruth
+from megacpp_mcore.bench.measure import AgainstTruth
 from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import product

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
-from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import (
     BOTH,
     FORWARD,

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
-from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import (
     BOTH,
     PRECISIONS,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases import peers
-from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model import Mamba3

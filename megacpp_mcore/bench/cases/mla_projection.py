@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.model.flops import Work, product

@@ -13,13 +13,14 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test cases test-install kernels test-bridge test-exhaustive test-upstream lint typecheck docs bridge nemo-run clean
+.PHONY: help venv demo test cases dist test-install kernels test-bridge test-exhaustive test-upstream lint typecheck docs bridge nemo-run clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
-	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout)"
+	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout); FAST=1: under a minute"
 	@echo "make cases      what people ran into elsewhere, each case a script (tests/cases)"
-	@echo "make test-install  pip install . into an environment of its own, which then trains two steps on the CPU"
+	@echo "make dist       the sdist, and the wheel built from it, in dist/"
+	@echo "make test-install  that wheel in an environment of its own, which then trains two steps on the CPU"
 	@echo "make kernels    the GPU kernels without a GPU: interpreted, and compiled for an H200 (nothing spilled, tensor cores used)"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
@@ -38,20 +39,27 @@ venv:
 demo:
 	@$(SETUP); exec "$$python" examples/demo.py
 
+# FAST=1: what needs neither a training nor a kernel.
+FAST_TESTS = $(addprefix tests/,arguments backends data model nemo_recipes policy repository/test_docs.py repository/test_house.py util)
 # Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
 test:
-	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 -m "not gpu and not exhaustive and not kernels" tests
+	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 \
+		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests)
 
 # What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.
 cases:
 	@$(SETUP); PYTHON="$$python" exec tests/cases/run.sh $(CASES)
 
-# What pip brings today, in a temporary environment: no lock file, nothing of the clone on the path.
+dist:
+	@$(SETUP); rm -rf dist; "$$python" -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null; \
+	"$$python" -m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check --wheel-dir dist dist/*.tar.gz; ls dist
+
+# With what pip brings today, in a temporary environment: no lock file, nothing of the clone on the path.
 test-install: export PYTHONPATH =
 test-install: export OMP_NUM_THREADS ?= 1
-test-install:
-	@folder="$$(mktemp -d)"; trap 'cd "$(CURDIR)"; rm -rf "$$folder" build/lib build/bdist.* ./*.egg-info' EXIT; \
-	"$(BASE_PYTHON)" -m venv "$$folder/venv"; "$$folder/venv/bin/pip" install --quiet --disable-pip-version-check "$(CURDIR)"; \
+test-install: dist
+	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; \
+	"$(BASE_PYTHON)" -m venv "$$folder/venv"; "$$folder/venv/bin/pip" install --quiet --disable-pip-version-check dist/*.whl; \
 	cd "$$folder"; PATH="$$folder/venv/bin:$$PATH"; megacpp-mcore doctor; megacpp-mcore data corpus --output corpus; \
 	megacpp-mcore recipe emit nam56r_tiny --as args --data corpus/stdlib_train --train-iters 2 > arguments; mapfile -t words < arguments; \
 	megacpp-mcore launch --device cpu -- "$${words[@]}"

@@ -91,12 +91,13 @@ setup(
     description="The hybrid model NAM56R (MLA, Mamba-3, MoE, M2RNN) for stock Megatron-Core, as a plugin package",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The megacpp-mcore maintainers",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.12",
     # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
     packages=find_packages(include=["megacpp_mcore*"]),
-    package_data={"megacpp_mcore": ["model/*.yaml", "observe/page.html"]},
+    package_data={"megacpp_mcore": ["py.typed", "model/*.yaml", "observe/page.html"]},
     install_requires=[
         "Jinja2>=3.1",  # which torch brings, too
         "megatron-core>=0.19,<0.20",
@@ -117,5 +118,6 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

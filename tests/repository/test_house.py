@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -10,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import megacpp_mcore
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -29,17 +30,10 @@ def files(*suffixes: str) -> list[Path]:
     return [path for path in found if not path.is_symlink()]
 
 
-# Each written in two parts, so that this file does not hold them.
+# What ruff has no rule for; each written in two parts, so that this file does not hold them.
 FORBIDDEN = [
     r"weights_only\s*=\s*" + "False",
-    r"\bpickle" + r"\.loads?\b",
     r"allow_pickle\s*=\s*" + "True",
-    r"\byaml" + r"\.(unsafe_|full_)?load\(",
-    r"shell\s*=\s*" + "True",
-    r"(?<![\w.])ev" + r"al\(",
-    r"(?<![\w.])ex" + r"ec\(",
-    r"os" + r"\.system\(",
-    r"type:\s*" + r"ignore(?!\[)",
     r"pytest\.skip" + r"\(\s*\)",
     r"\bx" + "fail",
     r"\bfl" + r"aky\b",
@@ -60,18 +54,26 @@ def test_forbidden_words() -> None:
     assert hits == []
 
 
-def test_no_assert_in_the_package() -> None:
-    """What a user got wrong raises one of our errors; ``python -O`` must change nothing."""
-    tops = ("megacpp_mcore", "layer_specs", "patches", "nemo_recipes")
-    sources = [path for path in files(".py") if path.relative_to(ROOT).parts[0] in tops]
-    assert {path.relative_to(ROOT).parts[0] for path in sources} == set(tops)
-    hits = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sources
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Assert)
-    ]
-    assert hits == []
+def test_the_map_of_contributing_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.(?:py|md|yaml))`", text.partition("## Where things are")[2].partition("\n## ")[0])
+    assert len(named) > 40
+    assert [file for file in named if not any((ROOT / top / file).is_file() for top in ("", "megacpp_mcore"))] == []
+
+
+def test_large_files_are_those_that_the_guard_leaves_out() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][-1]["hooks"]
+    left_out = re.compile(hooks[0]["exclude"])
+    for path in files(".py", ".md", ".csv", ".txt", ".json", ".svg", ".yaml", ".html", ".sh"):
+        name = path.relative_to(ROOT).as_posix()
+        assert path.stat().st_size <= 64 * 1024 or left_out.search(name), name
+
+
+def test_the_version_is_stated_once_and_repeated_right() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changelog = re.search(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert changelog is not None
+    assert citation["version"] == changelog[1] == megacpp_mcore.__version__
 
 
 @pytest.mark.parametrize("folder", ["layer_specs", "patches", "nemo_recipes"])
@@ -118,8 +120,6 @@ def test_megatrons_own_import_finds_the_spec_by_two_words() -> None:
 
 
 def test_an_unknown_attribute_is_an_attribute_error() -> None:
-    import megacpp_mcore
-
     with pytest.raises(AttributeError, match="no attribute 'nam57'; it has __version__, nam56r"):
         megacpp_mcore.nam57  # noqa: B018
     assert "nam56r" in dir(megacpp_mcore)

@@ -84,7 +84,7 @@ def test_the_wheel_adds_one_package_with_every_module(wheel: Path, tmp_path: Pat
     assert links == []
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"megacpp_mcore"}
-    assert {name for name in names if name.startswith("megacpp_mcore/")} >= sources()
+    assert {name for name in names if name.startswith("megacpp_mcore/")} >= sources() | {"megacpp_mcore/py.typed"}
     pip("install", "--target", str(tmp_path / "site"), str(wheel), cwd=tmp_path)
     assert shown(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
     assert (tmp_path / "site" / "bin" / "megacpp-mcore").is_file()

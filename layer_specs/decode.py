@@ -25,7 +25,8 @@ def refuse_decoding(config: TransformerConfig, layer_number: int, packed_seq_par
     if packed_seq_params is not None:
         raise ModelError(
             f"layer {layer_number} was given packed sequences and an inference context, each of whose rows is one document; "
-            "give each document a row of the batch"
+            "give each document a row of the batch",
+            code="packed-decoding",
         )
     if config.sequence_parallel:
         raise ModelError(

@@ -165,7 +165,8 @@ def check_run(config: TransformerConfig) -> None:
     if not arguments.create_attention_mask_in_dataloader:
         raise ModelError(
             "--reset-attention-mask was given with --no-create-attention-mask-in-dataloader, so that Megatron makes no mask "
-            f"and documents would see one another; leave the second out, or {_ADVICE}"
+            f"and documents would see one another; leave the second out, or {_ADVICE}",
+            code="no-mask",
         )
     _check_masked_documents(config)
 
@@ -197,11 +198,13 @@ def _check_masked_documents(config: TransformerConfig) -> None:
     if config.mtp_num_layers:
         raise ModelError(
             "the attention mask keeps documents apart, and multi-token prediction does not read it: Megatron shifts its tokens "
-            f"from one document into the other; {_ADVICE}, where it shifts inside documents, or train without MTP"
+            f"from one document into the other; {_ADVICE}, where it shifts inside documents, or train without MTP",
+            code="mtp",
         )
     chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     if chunks > 2:
         raise ModelError(
             f"the attention mask keeps documents apart, and of {chunks} pipeline chunks Megatron gives it to the first and the "
-            f"last alone; {_ADVICE}, or use at most 2 chunks"
+            f"last alone; {_ADVICE}, or use at most 2 chunks",
+            code="chunks",
         )

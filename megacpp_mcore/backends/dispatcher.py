@@ -139,7 +139,8 @@ class Dispatcher:
             return self.request(op, **needs)
         if requested != AUTO:
             raise BackendError(
-                f"backends asks for {op}: {requested}, and the run for {why}, which {STOCK} alone can do; leave one out"
+                f"backends asks for {op}: {requested}, and the run for {why}, which {STOCK} alone can do; leave one out",
+                code="stock-only",
             )
         with self._lock:
             made = self._by_name(op, STOCK, None, needs)

@@ -89,11 +89,14 @@ def install(connections: str = ENVIRONMENT[_CONNECTIONS]) -> CpuLane:
     """
     global _installed
     if _installed is not None:
-        raise LaunchError("the CPU lane is already installed in this process; remove() the first one before another")
+        raise LaunchError(
+            "the CPU lane is already installed in this process; remove() the first one before another", code="installed"
+        )
     if torch.cuda.is_initialized():
         raise LaunchError(
             "this process already uses a real CUDA device, and the CPU lane would answer in its place; "
-            "install the lane before any CUDA call, or run with --device cuda"
+            "install the lane before any CUDA call, or run with --device cuda",
+            code="cuda-in-use",
         )
     lane = _installed = CpuLane()
     lane.callback(_forget)

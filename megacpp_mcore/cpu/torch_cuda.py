@@ -202,7 +202,10 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
 
     def leave() -> None:
         if torch.overrides._get_current_function_mode() is not mode:
-            raise LaunchError("another torch function mode was entered after the CPU lane; leave it before the lane")
+            raise LaunchError(
+                "another torch function mode was entered after the CPU lane; leave it before the lane",
+                code="nested-mode",
+            )
         mode.__exit__(None, None, None)
 
     lane.callback(leave)

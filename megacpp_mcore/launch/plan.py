@@ -141,7 +141,8 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
     if wrong:
         raise LaunchError(
             f"the environment says {', '.join(wrong)}; expected whole numbers, ranks from 0 and below their number: mend or "
-            "unset them, or start the processes with torchrun or --nproc"
+            "unset them, or start the processes with torchrun or --nproc",
+            code="ranks",
         )
     if given.get("WORLD_SIZE", given.get("RANK", "1")) == "1":
         return
@@ -149,7 +150,8 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
     if missing := [name for name in _NEEDED if not environment.get(name)]:
         raise LaunchError(
             f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
-            "them with torchrun or --nproc, set those for all of them, or unset RANK and WORLD_SIZE"
+            "them with torchrun or --nproc, set those for all of them, or unset RANK and WORLD_SIZE",
+            code="ranks-missing",
         )
     if not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise LaunchError(f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535")
@@ -191,7 +193,8 @@ def _check_supported(script: Path | None, arguments: Sequence[str], has_own_laye
     if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(
             f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py of a Megatron-LM "
-            "checkout as the first word of the launch command"
+            "checkout as the first word of the launch command",
+            code="unsupported",
         )
     if has_own_layers:
         lowering.check_unused(arguments)
@@ -221,7 +224,8 @@ def _check_packed(script: Path | None, words: Sequence[str]) -> None:
         raise LaunchError(
             f"{script.name} reads data for the first and the last pipeline chunk alone, and with "
             "--dataloader-inter-document-masking those between ask for it, too; leave the script out (the wheel's loop gives "
-            "it to all), or take two stages without virtual ones"
+            "it to all), or take two stages without virtual ones",
+            code="packed-inner-stages",
         )
 
 
@@ -260,7 +264,8 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
     if equals and end > start + 1:
         raise SpecImportError(
             f"{words[start]} {words[start + 1]} is two words of which = binds only the first; write --spec {value} "
-            f"{words[start + 1]} for module and attribute, or --spec={value} alone"
+            f"{words[start + 1]} for module and attribute, or --spec={value} alone",
+            code="spec-words",
         )
     module, attribute = spec_words([value] if equals else words[start + 1 : end])
     return [*words[:start], "--spec", module, attribute, *words[end:]], (module, attribute)
@@ -272,7 +277,8 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
     if not any(module == prefix or module.startswith(prefix + ".") for prefix in allowed):
         raise SpecImportError(
             f"--spec {name} comes from a package that is not allowed; allowed are {', '.join(allowed)}; "
-            f"if you trust it, add --allow-spec-from {module.partition('.')[0]}"
+            f"if you trust it, add --allow-spec-from {module.partition('.')[0]}",
+            code="spec-not-allowed",
         )
     host = lowering.host_of(spec)
     if host is None:

@@ -299,7 +299,8 @@ def refuse_unsupported(args: Namespace) -> None:
     if args.dataloader_inter_document_masking and args.overlap_moe_expert_parallel_comm:
         raise LaunchError(
             "--overlap-moe-expert-parallel-comm runs a schedule that is not told where documents begin; leave out that, or "
-            "--dataloader-inter-document-masking"
+            "--dataloader-inter-document-masking",
+            code="documents-ignored",
         )
     if args.fim_data and (args.hybrid_layer_pattern is not None or args.mock_data):
         other = "--mock-data" if args.mock_data else "--hybrid-layer-pattern"

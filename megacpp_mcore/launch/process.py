@@ -53,7 +53,8 @@ def first_on_path(folder: Path) -> Iterator[None]:
             if origin is not None and folder not in Path(origin).resolve().parents:
                 raise LaunchError(
                     f"{name} was already imported from {origin}, so that the script would not run on its own checkout "
-                    f"{folder}; launch from a fresh process that has not imported megatron"
+                    f"{folder}; launch from a fresh process that has not imported megatron",
+                    code="imported",
                 )
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()

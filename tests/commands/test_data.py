@@ -14,6 +14,7 @@ import pytest
 
 from megacpp_mcore.commands import data as command
 from megacpp_mcore.errors import DataError
+from tests.errors import raises
 
 
 def data(*words: str) -> int:
@@ -62,7 +63,7 @@ def test_adopt_from_the_command_line(tmp_path, prefix, capsys):
     (tmp_path / "data.manifest.json").unlink()
     assert data("verify", "--adopt", "--tokenizer", "byte", prefix) == 0
     assert "--null-tokenizer-eod-id 256" in capsys.readouterr().out
-    with pytest.raises(DataError, match="add --adopt"):
+    with raises(DataError, "--adopt"):
         data("verify", "--eod-id", "3", prefix)
 
 
@@ -120,7 +121,7 @@ def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
 
 
 def test_workers_must_be_positive(tmp_path, prefix):
-    with pytest.raises(DataError, match="0 workers"):
+    with raises(DataError, "0 workers"):
         data("prepare", str(tmp_path), "--output", prefix, "--workers", "0")
     with pytest.raises(DataError, match="names a folder"):
         data("prepare", str(tmp_path), "--output", str(tmp_path) + "/")

@@ -17,6 +17,7 @@ import torch
 
 from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError
+from tests.errors import raises
 
 ALL_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
@@ -128,7 +129,7 @@ def test_what_cannot_be_put_back_holds_up_nothing_else() -> None:
         lane.remove()
     lane = cpu.install()
     with torch.overrides.BaseTorchFunctionMode():
-        with pytest.raises(LaunchError, match="another torch function mode"):
+        with raises(LaunchError, code="nested-mode"):
             lane.remove()
         during = _replaceable()
         assert {name for name in before if during[name] is not before[name]} == {"mode"}
@@ -149,12 +150,12 @@ def test_a_failed_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
     after = _replaceable()
     assert [name for name in before if after[name] is not before[name]] == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(LaunchError, match="real CUDA device"):
+    with raises(LaunchError, code="cuda-in-use"):
         cpu.install()
     monkeypatch.undo()
     with cpu.install():  # neither has left a lane
         assert cpu.answers_here()
-        with pytest.raises(LaunchError, match="already installed"):
+        with raises(LaunchError, code="installed"):
             cpu.install()
     assert not cpu.answers_here()
 

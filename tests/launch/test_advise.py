@@ -16,6 +16,7 @@ from megacpp_mcore.launch.advise import Round, Schedules, advice, describe, sear
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.model import preset
 from tests import stock, tiny_run
+from tests.errors import raises
 
 S, B = 24, 2
 
@@ -26,19 +27,19 @@ def test_each_round_keeps_the_change_that_costs_least() -> None:
     assert [one.became_shared for one in rounds] == [None, 13, 17, 9]
     assert [one.loss for one in rounds] == [10.0, 11.0, 13.0, 16.0]
     assert rounds[-1].full == {5}
-    with pytest.raises(ModelError, match="no Full DSA layer"):
+    with raises(ModelError, "dsa.schedule"):
         list(search([], lambda full: 0.0))
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"Full layers \[5\] is nan"):
+    with raises(ModelError, "Full layers [5] is nan"):
         list(search([5, 9], lambda full: 1.0 if len(full) == 2 else float("nan")))
 
 
 def test_a_checkpoint_of_the_dense_warm_up_is_refused(process: Path) -> None:
     overrides = {**OVERRIDES, "dsa": {"topk": 4, "schedule": "-FF", "warmup_steps": 2}}
     built = stock.build(overrides, preset("nam56r_tiny"), process)
-    with steps.assumed(1), pytest.raises(ModelError, match="layer 5 attends densely for the first 2 steps"):
+    with steps.assumed(1), raises(ModelError, "layer 5", "2 steps", "dsa.warmup_steps"):
         Schedules(built)
     with steps.assumed(2):
         assert Schedules(built).full == [5, 9]

@@ -19,6 +19,7 @@ from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
+from tests.errors import raises
 
 S, B = 24, 2
 FULL, SHARED = 5, 9
@@ -112,7 +113,7 @@ def test_the_step_is_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.ended(False) == 7
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)
     monkeypatch.setattr(steps, "_of_bridge", None)
-    with pytest.raises(ModelError, match=r"dsa\.warmup_steps needs to know the training step"):
+    with raises(ModelError, "dsa.warmup_steps", "megacpp_mcore.nemo_recipes.run"):
         steps.ended(True)
     with steps.assumed(3):
         assert steps.ended(True) == 3

@@ -17,6 +17,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import OWN, SERVED, preset
 from tests import micro_batch, stock
+from tests.errors import raises
 
 S, B, TOPK = 32, 2, 8
 COEFFICIENT = 0.1
@@ -155,5 +156,5 @@ def test_an_incomplete_sum_is_refused(make: Callable[..., Any]) -> None:
     """Rather than to train on the attention of some of the layers."""
     model = make(SERVED)
     core(model, SHARED[1]).serves = False
-    with pytest.raises(ModelError, match="2 layers have left their attention for the indexer's loss, expected 3"):
+    with raises(ModelError, "2 layers", "expected 3", code="incomplete-sum"):
         in_flight(model)

@@ -14,6 +14,7 @@ from megacpp_mcore.layer_specs import mamba, recurrent
 from megacpp_mcore.layer_specs.projection import ALIGNMENT, Part, slots
 from megacpp_mcore.model import PRESETS, Layout, preset
 from tests import stock
+from tests.errors import raises
 
 KINDS = {"M": (3, mamba.projection_parts), "R": (12, recurrent.projection_parts)}
 """A layer of nam56r_tiny, and its parts."""
@@ -33,7 +34,7 @@ def test_every_part_can_be_read_in_16_bytes(name: str, tensor: int, kind: str) -
         return
     heads = model.mamba_heads if kind == "M" else model.recurrent_heads
     if heads % tensor or (kind == "M" and model.mamba3.groups % tensor):
-        with pytest.raises(ModelError, match=f"not a multiple of tensor parallelism .{tensor}."):
+        with raises(ModelError, f"tensor parallelism ({tensor})"):
             model.check_cut(Layout(tensor=tensor, sequence_parallel=True))
         return
     parts = KINDS[kind][1](model)
@@ -60,7 +61,7 @@ def test_four_ranks_of_nam56r_are_padded() -> None:
 
 
 def test_a_part_that_cannot_be_cut_is_named() -> None:
-    with pytest.raises(ModelError, match="projection of v has 10 rows, which tensor parallelism 4"):
+    with raises(ModelError, "projection of v", "10 rows", "parallelism 4"):
         slots((Part("v", 10),), 4)
 
 

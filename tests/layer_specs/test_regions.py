@@ -23,6 +23,7 @@ from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.settings import PluginConfig
 from tests import stock
+from tests.errors import raises
 from tests.micro_batch import causal_mask, draw_tokens, gradients, losses_of
 from tests.ops.saved_tensors import saved_bytes
 
@@ -165,23 +166,23 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("recompute", "granularity", "modules", "names"),
+    ("recompute", "granularity", "modules", "values"),
     [
-        ("m", "full", [], "full"),
-        ("experts", "selective", ["moe"], "moe for a part"),
-        ("experts", "selective", ["moe_act"], "asks for experts, and --recompute-modules moe_act for a part"),
-        ("a", "selective", ["mla_up_proj"], "mla_up_proj for a part"),
-        ("a", "selective", ["core_attn"], "core_attn for a part"),
+        ("m", "full", [], ["full"]),
+        ("experts", "selective", ["moe"], ["experts", "--recompute-modules moe"]),
+        ("experts", "selective", ["moe_act"], ["experts", "--recompute-modules moe_act"]),
+        ("a", "selective", ["mla_up_proj"], ["asks for a", "--recompute-modules mla_up_proj"]),
+        ("a", "selective", ["core_attn"], ["asks for a", "--recompute-modules core_attn"]),
     ],
 )
 def test_what_megatron_recomputes_already_is_refused(
-    recompute: str, granularity: str, modules: list[str], names: str
+    recompute: str, granularity: str, modules: list[str], values: list[str]
 ) -> None:
     from megacpp_mcore.layer_specs.regions import region_plan
 
     config: Any = SimpleNamespace(recompute_granularity=granularity, recompute_modules=modules, quant_recipe=None)
     settings = PluginConfig(Path("run.yaml"), "nam56r_tiny", TINY, recompute=Recompute(**{recompute: True}))
-    with pytest.raises(ModelError, match=names):
+    with raises(ModelError, *values):
         region_plan(settings, config)
     if granularity == "selective":
         assert region_plan(dataclasses.replace(settings, recompute=Recompute(r=True)), config).recompute.r
@@ -192,5 +193,5 @@ def test_what_megatron_recomputes_already_is_refused(
 
 def test_a_cpu_without_a_compiler_is_refused(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(LaunchError, match=r"needs a C\+\+ compiler: no no-such-compiler"):
+    with raises(LaunchError, "no-such-compiler", "CXX"):
         build(compile="regional", backend="inductor")

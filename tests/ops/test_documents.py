@@ -6,7 +6,6 @@ Legend: B batch, S rows, H heads, P head dim, G groups, N state or selected keys
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from megacpp_mcore.ops.packed.documents import (
     shared,
 )
 from megacpp_mcore.ops.sparse_mla.reference import attend
+from tests.errors import raises
 from tests.ops import m2rnn_case, mamba3_case
 
 H, P, G, N, R, K, V = 2, 3, 1, 4, 2, 3, 4
@@ -290,7 +290,7 @@ def test_cu_seqlens_of_a_fixed_length(lengths: list[int], spare: int) -> None:
     assert cu_seqlens_of(seq_idx, most) is found
     flat = seq_idx_from_cu_seqlens(found, rows[-1]).view(seq_idx.shape)
     assert torch.equal(*(document_starts(each, batch=2, rows=sum(lengths)) for each in (flat, seq_idx)))
-    with pytest.raises(ModelError, match=f"{2 * len(lengths)} documents in 2 rows of {sum(lengths)}; expected at most"):
+    with raises(ModelError, f"{2 * len(lengths)} documents", f"2 rows of {sum(lengths)}"):
         cu_seqlens_of(seq_idx, 2 * len(lengths) - 1)
 
 
@@ -306,9 +306,7 @@ def test_the_documents_of_a_mask_are_counted_row_by_row(samples: list[list[int]]
     mask = other_documents(starts.cumsum(1, dtype=torch.int32)) | future
     check_masked_count(mask, most)
     if most > 1:
-        with pytest.raises(
-            DataError, match=f"packed {most} documents into a row of {rows} tokens, .* {most - 1}: join"
-        ):
+        with raises(DataError, f"{most} documents", f"{rows} tokens", f"at most {most - 1}"):
             check_masked_count(mask, most - 1)
 
 
@@ -331,9 +329,7 @@ def test_samples_are_packed_as_megatron_packs_them(samples: list[list[int]], spa
     count = len(expected) - 1
     found = fixed_cu_seqlens(given_, rows=rows, max_documents=count + spare)
     assert (found.dtype, found.tolist()) == (torch.int32, expected + expected[-1:] * spare)
-    with pytest.raises(
-        DataError, match=f"packed {count} documents into a row of {rows * len(samples)} tokens, .* {count - 1}"
-    ):
+    with raises(DataError, f"{count} documents", f"{rows * len(samples)} tokens", f"at most {count - 1}"):
         fixed_cu_seqlens(given_, rows=rows, max_documents=count - 1)
 
 
@@ -415,18 +411,17 @@ def test_lengths_that_are_none_are_refused(cu_seqlens: torch.Tensor) -> None:
 @pytest.mark.parametrize("numbers", [[0, 3, 9], [0, 4, 2, 5], [1, 3, 5], [0, 6], [-1, 5]])
 def test_lengths_that_do_not_fit_the_rows_are_refused(numbers: list[int]) -> None:
     wrong, right = torch.tensor(numbers), torch.tensor([0, 3, 5])
-    message = rf"cu_seqlens is {re.escape(str(numbers))}, expected first rows .* most the 5 rows"
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, f"cu_seqlens is {numbers}", "5 rows"):
         seq_idx_from_cu_seqlens(wrong, 5)
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, f"cu_seqlens is {numbers}", "5 rows"):
         seq_idx_from_cu_seqlens(right, 5, of_keys=wrong)
 
 
 def test_keys_of_other_documents_are_refused() -> None:
     queries = torch.tensor([0, 3, 5])
-    with pytest.raises(ModelError, match=r"\[0, 3, 5\] of queries and \[0, 2, 5\] of keys; expected the same"):
+    with raises(ModelError, [0, 3, 5], [0, 2, 5]):
         seq_idx_from_cu_seqlens(queries, 5, of_keys=torch.tensor([0, 2, 5]))
-    with pytest.raises(ModelError, match="2 packed sequences of queries and 1 of keys"):
+    with raises(ModelError, "2 packed sequences", 1):
         seq_idx_from_cu_seqlens(queries, 5, of_keys=torch.tensor([0, 5]))
     for keys in (queries, queries.clone()):
         assert seq_idx_from_cu_seqlens(queries, 5, of_keys=keys).tolist() == [[0, 0, 0, 1, 1]]

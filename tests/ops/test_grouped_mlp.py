@@ -12,6 +12,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.testing import assert_parity
+from tests.errors import raises
 from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows, sorted_rows
 
 FP64 = {"dtype": torch.float64, "prob_dtype": torch.float64}
@@ -132,7 +133,7 @@ BAD_ROWS = {
         {"counts": COUNTS[:0], "w1": torch.zeros(0, 6, 5), "w2": torch.zeros(0, 5, 6)},
         "at least one expert",
     ),
-    "probs of rank 2": ({"probs": torch.zeros(4, 1)}, "one for each row"),
+    "probs of rank 2": ({"probs": torch.zeros(4, 1)}, r"probs .*\(4, 1\).* \[4\]"),
     "integer weights": ({"w1": torch.zeros(2, 6, 5, dtype=torch.int64)}, "floating-point"),
     "activation": ({"activation": "relu"}, "gelu_tanh"),
 }
@@ -155,7 +156,7 @@ BAD_TOKENS = {
     "another topk": ({"topk": 1}, "4 of 4 tokens"),
     "dropped": ({"routing": ROUTING & (torch.arange(4) != 2)[:, None]}, "1 of 4 .* token 2 with 0"),
     "too many": ({"routing": ROUTING | (torch.arange(4) == 1)[:, None]}, "token 1 with 3"),
-    "more than all ranks": ({"topk": 1, "exact": False}, "4 of 4 tokens have more .* at most topk"),
+    "more than all ranks": ({"topk": 1, "exact": False}, "4 of 4 tokens .* topk = 1"),
 }
 
 
@@ -183,9 +184,7 @@ def test_fp8_needs_a_gpu_that_has_it(kernels: Any) -> None:
         lambda: kernels[1].routed_mlp(x, ROUTING, torch.zeros(4, 3), w1, w2, topk=2),
         lambda: kernels[1].grouped_mlp(x, torch.tensor([1, 1, 2]), w1, w2, None),
     ):
-        with pytest.raises(
-            ModelError, match=r"\(9, 0\) \(Hopper\), and x is on cpu: no GPU; take the experts in bfloat16"
-        ):
+        with raises(ModelError, (9, 0), "cpu", "no GPU"):
             call()
 
 
@@ -197,16 +196,16 @@ def test_the_kernels_refuse(kernels: Any) -> None:
     for call, message in (
         (
             lambda: routed(x.float(), routing, probs, w1.float(), w2.float(), topk=3),
-            r"float32, .* take one of \(torch\.bfloat16,",
+            r"float32, .*torch\.bfloat16",
         ),
         (lambda: grouped(x, counts, w1.half(), w2, None), r"torch\.bfloat16, torch\.float16"),
         (
             lambda: routed(x, routing, probs, w1[:, :90], w2[..., :90], topk=3),
-            r"F, D = \[90, 64\]; they take multiples of 8",
+            r"\[90, 64\].* 8",
         ),
         (
             lambda: grouped(x, none, w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None),
-            "257 experts; they take up to 256",
+            "257 experts.* 256",
         ),
         (lambda: grouped(x, counts + 1, w1, w2, None), "sum to T = 200"),
         (lambda: routed(x, routing.T, probs, w1, w2, topk=3), r"\[T, E\]"),

@@ -8,6 +8,7 @@ import pytest
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
+from tests.errors import raises
 
 
 def test_forward_passes_that_interleave_are_found_out() -> None:
@@ -15,7 +16,7 @@ def test_forward_passes_that_interleave_are_found_out() -> None:
     cache.publish(1, Selection("of one micro-batch"))
     cache.publish(1, Selection("of another"))
     cache.read(2)
-    with pytest.raises(ModelError, match="has not published any for this micro-batch"):
+    with raises(ModelError, "layer 2", "layer 1", code="not-published"):
         cache.read(2)
 
 
@@ -52,5 +53,5 @@ def test_a_recompute_of_other_layers_is_refused() -> None:
         run = Recomputed(lambda order=order, use=use: use(next(order)))  # type: ignore[misc]
         cache.publish(1, Selection("a"))
         run()
-        with pytest.raises(ModelError, match=rf"sparse layer {layers[1]} where the first run had layer {layers[0]}"):
+        with raises(ModelError, f"layer {layers[1]}", f"layer {layers[0]}"):
             run()

@@ -120,7 +120,7 @@ BROKEN = {
 def test_a_gradient_that_is_not_what_the_weights_promise_is_refused(broken: str) -> None:
     hidden, weight_VH, _, label, weight = draw(13, 40)
     loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight).loss
-    with pytest.raises(RuntimeError, match="is not token_weight times one factor"):
+    with pytest.raises(RuntimeError, match="token_weight"):
         loss.backward(BROKEN[broken](weight))
 
 
@@ -350,18 +350,18 @@ def test_a_second_derivative_is_refused() -> None:
     ("change", "message"),
     [
         ({"hidden": torch.zeros(4, 6)}, r"expected \[..., H\] and \[V, H\]"),
-        ({"hidden": torch.zeros(0, 5)}, "nothing empty"),
+        ({"hidden": torch.zeros(0, 5)}, r"\(0, 5\)"),
         ({"weight_VH": torch.zeros(5)}, r"expected \[..., H\] and \[V, H\]"),
-        ({"hidden": torch.zeros(4, 5, dtype=torch.bfloat16)}, "expected one floating-point dtype"),
-        ({"label": torch.zeros(3, dtype=torch.int64)}, "one for each token"),
+        ({"hidden": torch.zeros(4, 5, dtype=torch.bfloat16)}, "torch.bfloat16 and torch.float32"),
+        ({"label": torch.zeros(3, dtype=torch.int64)}, r"label has shape \(3,\)"),
         ({"label": torch.zeros(4)}, r"expected torch.int64"),
         ({"bias_V": torch.zeros(6)}, r"bias has shape \(6,\)"),
-        ({"bias_V": torch.zeros(7, dtype=torch.float64)}, "as the weight has"),
+        ({"bias_V": torch.zeros(7, dtype=torch.float64)}, "torch.float64.*torch.float32"),
         ({"token_weight": torch.ones(5)}, r"token_weight has shape \(5,\), expected \(4,\)"),
-        ({"token_weight": torch.ones(4, requires_grad=True)}, "expected .* without a gradient"),
+        ({"token_weight": torch.ones(4, requires_grad=True)}, "token_weight .*gradient"),
         ({"token_chunk": 0}, "token_chunk is 0"),
-        ({"main_grad": MainGrad(torch.zeros(7, 6), lambda: None)}, r"shape \(7, 6\) and strides"),
-        ({"main_grad": MainGrad(torch.zeros(5, 7).t(), lambda: None)}, "expected a contiguous one"),
+        ({"main_grad": MainGrad(torch.zeros(7, 6), lambda: None)}, r"shape \(7, 6\)"),
+        ({"main_grad": MainGrad(torch.zeros(5, 7).t(), lambda: None)}, r"strides \(1, 7\)"),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], message: str) -> None:

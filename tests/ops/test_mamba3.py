@@ -252,9 +252,9 @@ def test_only_one_state_per_chunk_is_kept() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "rank without mimo": ({"mimo_x": None, "mimo_z": None, "mimo_o": None}, "SISO needs rank 1"),
+    "rank without mimo": ({"mimo_x": None, "mimo_z": None, "mimo_o": None}, "rank 3 .*mimo_"),
     "half a mimo": ({"mimo_z": None}, "mimo_z missing"),
-    "groups": ({"b": torch.zeros(37, 2, 4, 3, 8), "c": torch.zeros(37, 2, 4, 3, 8)}, "into 4 groups .* nearest is 3"),
+    "groups": ({"b": torch.zeros(37, 2, 4, 3, 8), "c": torch.zeros(37, 2, 4, 3, 8)}, "4 groups .* 3"),
     "gate": ({"z": torch.zeros(37, 2, 6, 5)}, r"z has shape .* expected \(37, 2, 6, 4\)"),
     "norm weight": ({"c_norm_weight": torch.zeros(9)}, "c_norm_weight has shape"),
     "bias": ({"b_bias": torch.zeros(6, 8)}, "b_bias has shape"),
@@ -262,14 +262,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mix": ({"mimo_o": torch.zeros(6, 3, 5)}, "mimo_o has shape"),
     "out norm": ({"out_norm_weight": torch.zeros(6)}, "out_norm_weight has shape"),
     "lambda": ({"trap": torch.zeros(36, 2, 6)}, "trap has shape"),
-    "angles": ({"angles": torch.zeros(37, 2, 5)}, "need a state of at least 10"),
+    "angles": ({"angles": torch.zeros(37, 2, 5)}, "5 .*10"),
     "angles of another batch": ({"angles": torch.zeros(37, 1, 2)}, "dt has shape"),
     "empty": ({"x": torch.zeros(0, 2, 6, 4)}, "none empty"),
     "integers": ({"x": torch.zeros(37, 2, 6, 4, dtype=torch.int64)}, "floating-point"),
     "chunk": ({"chunk_size": 0}, "chunk_size is 0"),
     "segment": ({"segment_size": 0}, "segment_size is 0"),
-    "method": ({"method": "fast"}, "Unknown method 'fast'"),
-    "activation": ({"activation": "relu"}, "Unknown activation 'relu'"),
+    "method": ({"method": "fast"}, "method .fast."),
+    "activation": ({"activation": "relu"}, "activation .relu."),
     "floor": ({"A_floor": 0.0}, "A_floor is 0.0"),
 }
 
@@ -303,13 +303,13 @@ def test_what_a_kernel_would_read_beyond_is_refused(path: str, name: str, size: 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"P": 8}, "head dim 8: .* the nearest is 16"),
-        ({"P": 24}, "head dim 24: .* the nearest is 32"),
-        ({"N": 66}, "state 66: .* the nearest is 64"),
-        ({"N": 100}, "state 100: .* the nearest is 128"),
-        ({"R": 3}, r"MIMO rank 3: .* \(1, 2, 4\); the nearest is 4"),
-        ({"R": 32}, "MIMO rank 32: .* the nearest is 4"),
-        ({"A": 9}, "9 rotation angles need a state of at least 18, found 16, which takes 8"),
+        ({"P": 8}, "head dim 8: .* 16"),
+        ({"P": 24}, "head dim 24: .* 32"),
+        ({"N": 66}, "state 66: .* 64"),
+        ({"N": 100}, "state 100: .* 128"),
+        ({"R": 3}, r"MIMO rank 3: .* \(1, 2, 4\).* 4"),
+        ({"R": 32}, "MIMO rank 32: .* 4"),
+        ({"A": 9}, "9 .* 18.* 16.* 8"),
     ],
 )
 def test_sizes_that_the_kernels_do_not_take_are_named_with_the_nearest(sizes: dict[str, int], message: str) -> None:
@@ -319,9 +319,7 @@ def test_sizes_that_the_kernels_do_not_take_are_named_with_the_nearest(sizes: di
         run(op, case, make_tensors(case, device="cpu"))
 
 
-@pytest.mark.parametrize(
-    ("pairing", "message"), [("pairs", "Unknown pairing 'pairs'"), ("half", "needs an even state")]
-)
+@pytest.mark.parametrize(("pairing", "message"), [("pairs", "pairing .pairs."), ("half", "The state is 5.*half")])
 def test_bad_pairing_is_named(pairing: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ref.mamba3_rotate(torch.zeros(2, 5, 1, 3, 5), torch.zeros(2, 5, 3, 1), pairing=pairing)

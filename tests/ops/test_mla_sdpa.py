@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.mla import sdpa
+from tests.errors import raises
 
 B, S, H, K, V = 2, 37, 4, 12, 6
 MATH = SDPBackend.MATH
@@ -48,9 +49,7 @@ def test_no_fused_kernel_on_a_cpu() -> None:
     inputs = draw()
     assert sdpa.fused_backend(*inputs) is None
     assert sdpa.fused_backend(*inputs, backends=(*sdpa.FUSED, MATH)) == MATH
-    with pytest.raises(
-        BackendError, match=r"no fused attention kernel takes q \(37, 2, 4, 12\).* on cpu.*mla_attention"
-    ):
+    with raises(BackendError, "q (37, 2, 4, 12)", "cpu", "mla_attention"):
         sdpa.sdpa_attention(*inputs, softmax_scale=1.0)
 
 
@@ -68,7 +67,7 @@ def test_lengths_that_cudnn_is_trusted_with(monkeypatch: pytest.MonkeyPatch) -> 
     ("change", "words"),
     [
         (lambda q, k, v: (q, k[:, :1], v, None), "q, k, v have shapes"),
-        (lambda q, k, v: (q, k.bfloat16(), v, None), "MLA's inputs are q float.*, k bfloat16, v float.*; its kernels"),
+        (lambda q, k, v: (q, k.bfloat16(), v, None), "q float.*, k bfloat16, v float"),
         (lambda q, k, v: (q, k[:-1], v[:-1], None), "37 queries and 36 keys"),
         (lambda q, k, v: (q, k, v, torch.zeros(B, 1, S, S)), "attention_mask .*torch.bool"),
         (lambda q, k, v: (q, k, v, torch.zeros(B, H, S, S, dtype=torch.bool)), "by head"),

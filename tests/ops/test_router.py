@@ -26,11 +26,11 @@ def test_a_token_by_hand() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"topk": 1}, "topk is 1, expected 2 to E = 4"),
+        ({"topk": 1}, "topk is 1.* E = 4"),
         ({"topk": 5}, "topk is 5"),
-        ({"batch": 4}, "6 tokens, expected a multiple of the batch, 4"),
+        ({"batch": 4}, "6 tokens.* 4"),
         ({"logits": torch.zeros(6, 4, dtype=torch.bfloat16)}, "logits are torch.bfloat16"),
-        ({"bias": torch.zeros(3)}, "bias is torch.float32 .3., expected float32 .E. = .4."),
+        ({"bias": torch.zeros(3)}, "bias is torch.float32 .3..*E. = .4."),
     ],
 )
 def test_bad_input(values: dict[str, torch.Tensor | int], says: str) -> None:

@@ -153,7 +153,8 @@ class IndexCache:
                 f"layer {layer} shares the indices of layer {full}, which has not published any for this micro-batch: the "
                 "Shared layer was run without its Full layer, twice after it, by a recompute that is not Megatron's own "
                 "(tensor_parallel.checkpoint, te_checkpoint), or recomputed while the patch dsa-index-cache is not applied; "
-                "run the layers of a model chunk in their order, and leave that patch in place"
+                "run the layers of a model chunk in their order, and leave that patch in place",
+                code="not-published",
             )
         return selection, readers
 

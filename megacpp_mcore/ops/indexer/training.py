@@ -57,7 +57,8 @@ class TargetSum:
             raise ModelError(
                 f"{added} layers have left their attention for the indexer's loss, expected {self.layers}: a Full layer was "
                 "recomputed while the patch dsa-index-cache is not applied, or the backward pass left out one of its Shared "
-                "layers; leave that patch in place, and run the layers of a model chunk in one backward pass"
+                "layers; leave that patch in place, and run the layers of a model chunk in one backward pass",
+                code="incomplete-sum",
             )
         return found_BSN
 

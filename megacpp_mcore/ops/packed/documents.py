@@ -205,7 +205,7 @@ def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> to
     if not wait:
         _require(~differs_BSS.any(), "the mask is causal and reset by documents", explain)
     elif bool(differs_BSS.any()):
-        raise ModelError(explain())
+        raise ModelError(explain(), code="masked")
     return seq_idx_BS
 
 

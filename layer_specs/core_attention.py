@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import max_documents
 from megacpp_mcore.layer_specs.indexer import PositionedIndexer
@@ -291,7 +291,7 @@ class SparseCoreAttention(MegatronModule):
 
     def is_warming_up(self) -> bool:
         """Whether the current step belongs to the dense warm-up."""
-        return self.warmup_steps > 0 and steps.ended(self.training) < self.warmup_steps
+        return self.warmup_steps > 0 and training_step.ended(self.training) < self.warmup_steps
 
     def _dense_loss_gradients(
         self,

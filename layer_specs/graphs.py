@@ -43,7 +43,7 @@ from megacpp_mcore.layer_specs.regions import RegionLayer, with_inner_layer
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.settings import PluginConfig
-from megacpp_mcore.util.graphs import reset_graphs
+from megacpp_mcore.util.graph_reset import reset_graphs
 
 IMPLEMENTATION = "local"
 """The only supported ``--cuda-graph-impl``, in which each layer decides whether it is captured."""

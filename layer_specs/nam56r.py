@@ -32,7 +32,7 @@ from megacpp_mcore import cpu, patches, policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
-from megacpp_mcore.backends import Dispatcher, vendors
+from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
@@ -179,10 +179,10 @@ def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
     """Set which features of Transformer Engine and which vendors' kernels this process may use, from the run's file."""
     if settings is None:
         te_imports.configure(None)
-        vendors.configure(None)
+        vendor_switches.configure(None)
     else:
         te_imports.configure(settings.transformer_engine, str(settings.path))
-        vendors.configure(settings.vendors, str(settings.path))
+        vendor_switches.configure(settings.vendors, str(settings.path))
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

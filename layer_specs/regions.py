@@ -51,7 +51,7 @@ from megatron.training import global_vars
 
 from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError, ModelError
-from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.layer_specs.core_attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
 from megacpp_mcore.model.training import Recompute
@@ -62,7 +62,7 @@ from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te import linear as te_linear
 from megacpp_mcore.te import quantized
-from megacpp_mcore.te.precision import Scopes, scopes_of
+from megacpp_mcore.te.fp8_scopes import Scopes, scopes_of
 
 logger = logging.getLogger(__name__)
 
@@ -404,7 +404,7 @@ def _run_layer(layer: RegionLayer, rows: int, batch: int) -> None:
             stack.enter_context(
                 mock.patch.object(core, "training", False)
             )  # the indexer's loss is logged only in training
-        stack.enter_context(steps.assumed(sys.maxsize))  # select keys, as after the indexer's dense warm-up
+        stack.enter_context(training_step.assumed(sys.maxsize))  # select keys, as after the indexer's dense warm-up
         normed = layer.input_layernorm(hidden_SBD)
         normed_SBD = normed[0] if isinstance(normed, tuple) else normed  # (normed, residual)
         output, _ = layer.self_attention(normed_SBD, attention_mask=None)

@@ -14,9 +14,9 @@ Its keys::
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
     transformer_engine: {attention: false}           # which features may be used (megacpp_mcore.util.te_imports.Features)
-    vendors: {flash4: false}                         # other packages' kernels (megacpp_mcore.backends.vendors.Vendors)
+    vendors: {flash4: false}                         # other packages' kernels (megacpp_mcore.backends.vendor_switches.Vendors)
     checkpoints: {load_newest_whole: true}           # see Checkpoints
-    fp8: {recipe: block}                             # dense GEMMs in FP8 (megacpp_mcore.te.precision.FP8)
+    fp8: {recipe: block}                             # dense GEMMs in FP8 (megacpp_mcore.te.fp8_scopes.FP8)
 
 or, for a stock DSA model with the patch dsa-index-cache, only this key::
 
@@ -37,13 +37,13 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.backends.vendors import Vendors
+from megacpp_mcore.backends.vendor_switches import Vendors
 from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, ModelError, PatternError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
 from megacpp_mcore.model.recipes import Recipe
 from megacpp_mcore.model.training import Recompute
-from megacpp_mcore.te.precision import FP8, RECIPES
+from megacpp_mcore.te.fp8_scopes import FP8, RECIPES
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
 from megacpp_mcore.util.te_imports import Features

@@ -148,9 +148,9 @@ def _train(config: Any, callbacks: Any) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from megacpp_mcore.layer_specs import steps
+    from megacpp_mcore.layer_specs import training_step
 
-    pretrain(config, steps.count_from(forward_step), callbacks=callbacks)
+    pretrain(config, training_step.count_from(forward_step), callbacks=callbacks)
 
 
 def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompilePolicy) -> None:

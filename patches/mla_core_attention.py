@@ -38,7 +38,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megacpp_mcore.backends import Dispatcher, Speed, observed, vendors
+from megacpp_mcore.backends import Dispatcher, Speed, observed, vendor_switches
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
@@ -211,7 +211,7 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
         return Kept(f"{where} {words}", logging.INFO)
     # Transformer Engine reads a mask only if its type is padding or arbitrary.
     tensors, causal, documents = call.tensors(), call.mask_type != "no_mask", call.documents()
-    attend = _flash4(K, V, call.query.dtype) if vendors.allowed("flash4").ok else None
+    attend = _flash4(K, V, call.query.dtype) if vendor_switches.allowed("flash4").ok else None
     kernel = "flash4"
     if attend is None:
         backend = sdpa.fused_backend(*tensors, causal=causal, seq_idx=documents.get("seq_idx"), backends=sdpa.FUSED[:2])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megacpp_mcore.patches.machinery.record import Edit, Patch
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 
 HOOKED = "megatron/core/__init__.py"

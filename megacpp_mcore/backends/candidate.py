@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp_mcore.backends import probes, vendors
+from megacpp_mcore.backends import probes, vendor_switches
 from megacpp_mcore.backends.probes import ProbeResult
 from megacpp_mcore.backends.support import Support
 from megacpp_mcore.errors import BackendError
@@ -36,7 +36,7 @@ class Candidate:
         load: imports it and returns the callable.
         support: what it supports.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`, and the vendor of
-            :data:`megacpp_mcore.backends.vendors.NAMES` that must not be disabled.
+            :data:`megacpp_mcore.backends.vendor_switches.NAMES` that must not be disabled.
         probe: an additional check, run once before use.
         auto: whether ``auto`` may take it for all that it supports, or only for some requests among those; False: it runs
             only if requested by name, because it is less accurate, or no benchmark row shows that it is faster.
@@ -52,7 +52,7 @@ class Candidate:
     auto: Support | bool = True
 
     def __post_init__(self) -> None:
-        known = (*probes.REQUIREMENTS, *vendors.NAMES)
+        known = (*probes.REQUIREMENTS, *vendor_switches.NAMES)
         for name in self.requires:
             if name not in known:
                 raise BackendError(unknown(f"requirement of backend {self.name}", name, known))

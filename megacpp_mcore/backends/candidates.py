@@ -144,7 +144,7 @@ def own_candidates() -> tuple[Candidate, ...]:
             "te",
             Speed.KERNEL,
             _TE_ATTENTION,
-            "megacpp_mcore.te.attention:attend",
+            "megacpp_mcore.te.dot_product:attend",
             (CUDA, TRANSFORMER_ENGINE),
             probe=lambda: _load(f"{ops}.mla.flash4:probe_engine")(),
         ),

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from megacpp_mcore.backends import vendors
+from megacpp_mcore.backends import vendor_switches
 from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult, probe_import
 from megacpp_mcore.util.te_imports import DISABLE_TE, TRANSFORMER_ENGINE
@@ -27,8 +27,8 @@ APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")
 
 def requirement(name: str) -> ProbeResult:
     """Whether the requirement ``name`` works here and is not disabled; of a vendor, only whether it is not disabled."""
-    if name in vendors.NAMES:
-        return vendors.allowed(name)
+    if name in vendor_switches.NAMES:
+        return vendor_switches.allowed(name)
     if name == TRANSFORMER_ENGINE and te_disabled():
         return ProbeResult(False, te_disabled())
     return _probed(name)

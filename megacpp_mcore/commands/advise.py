@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.launch import advise, launcher
+from megacpp_mcore.launch import launcher, schedule_search
 from megacpp_mcore.launch import plan as launch_plan
 
 
@@ -22,11 +22,11 @@ def add_parser(subparsers: Any) -> None:
         usage="megacpp-mcore advise index-cache [OPTIONS] --heldout PREFIX -- MODEL-ARGUMENTS --load CHECKPOINTS",
     )
     action.add_argument("--device", choices=launch_plan.DEVICES, default="auto", help="as of `launch`")
-    advise.add_options(action)
+    schedule_search.add_options(action)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``advise``; returns the exit status."""
     options = [f"--{name}={getattr(args, name)}" for name in ("heldout", "tokens", "batch", "tolerance")]
-    command = [str(Path(advise.__file__)), *args.stock_command, *options]
+    command = [str(Path(schedule_search.__file__)), *args.stock_command, *options]
     return launcher.launch(command, device=args.device, recording=launcher.Recording(no_observe=True), verbose=False)

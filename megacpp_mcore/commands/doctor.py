@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 import megacpp_mcore
 from megacpp_mcore import settings
-from megacpp_mcore.backends import own_candidates, table, vendors
+from megacpp_mcore.backends import markdown, own_candidates, vendor_switches
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError, ConfigFileError
@@ -222,7 +222,11 @@ def _examine(component: Component, time_limit_s: float) -> Finding:
     """Examine a component; some also obey a switch, of the environment or the file. An invalid variable is refused."""
     finding = _find_and_try(component, time_limit_s)
     print(f"examined {component.name}", file=sys.stderr, flush=True)  # a sign of life: each takes seconds
-    if component.vendor and not (switch := vendors.allowed(component.vendor)).ok and finding.state in (WORKS, ABSENT):
+    if (
+        component.vendor
+        and not (switch := vendor_switches.allowed(component.vendor)).ok
+        and finding.state in (WORKS, ABSENT)
+    ):
         return replace(finding, state=OFF if finding.state == WORKS else ABSENT, reason=switch.reason)
     try:
         reason = te_disabled() if component.module == TRANSFORMER_ENGINE else ""
@@ -360,7 +364,7 @@ def _configure() -> Finding | None:
         return Finding("MEGACPP_CONFIG", BROKEN, reason=str(error), blocks=True)
     if file is not None:
         te_imports.configure(file.transformer_engine, str(file.path))
-        vendors.configure(file.vendors, str(file.path))
+        vendor_switches.configure(file.vendors, str(file.path))
     return None
 
 
@@ -372,7 +376,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigFileError(unreadable.reason)
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         engine = f"features of Transformer Engine {te_imports.version() or '(not installed)'}:\n{specs.text()}"
-        print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{engine}")
+        print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
         return 0
     findings = [*examine(time_limit_s=args.time_limit), *([unreadable] if unreadable else [])]
     print(as_json(findings) if args.json else as_text(findings))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megacpp_mcore.data import fim
-from megacpp_mcore.data.files import require_readable
 from megacpp_mcore.data.manifest import load_manifest, verify_for_training
+from megacpp_mcore.data.readable import require_readable
 from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import flags

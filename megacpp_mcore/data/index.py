@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megacpp_mcore.data.files import require_readable
+from megacpp_mcore.data.readable import require_readable
 from megacpp_mcore.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacpp_mcore.data.files import hash_file, require_readable
 from megacpp_mcore.data.index import DatasetIndex, read_index, size_of
+from megacpp_mcore.data.readable import hash_file, require_readable
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util.files import replace
 

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import filelock  # which torch requires
 import numpy as np
 
-from megacpp_mcore.data.files import hash_file
 from megacpp_mcore.data.manifest import describe_sources, describe_tokenizer, manifest_path, write_manifest
+from megacpp_mcore.data.readable import hash_file
 from megacpp_mcore.data.sources import (
     JSON_KEY,
     Piece,

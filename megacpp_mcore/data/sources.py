@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megacpp_mcore.data.files import require_readable
+from megacpp_mcore.data.readable import require_readable
 from megacpp_mcore.errors import DataError
 
 DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")

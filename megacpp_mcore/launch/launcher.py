@@ -28,7 +28,7 @@ from unittest import mock
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP, check_torch_fsdp
-from megacpp_mcore.backends import Dispatcher, vendors
+from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
 from megacpp_mcore.observe import live
@@ -171,7 +171,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         settings = plugin_config.from_environment() if chosen.has_own_spec else None
         if settings is not None:
-            vendors.configure(settings.vendors, str(settings.path))
+            vendor_switches.configure(settings.vendors, str(settings.path))
             Dispatcher(settings.backends).check_named()
         run = _run(chosen, settings)
         launched = policy.resolve(run, settings=settings, environment=os.environ)

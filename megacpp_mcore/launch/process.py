@@ -21,7 +21,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import say
-from megacpp_mcore.util.graphs import reset_graphs
+from megacpp_mcore.util.graph_reset import reset_graphs
 from megacpp_mcore.util.stand_in import stand_in
 
 

@@ -18,11 +18,11 @@ import filelock  # which torch requires
 import megacpp_mcore
 from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
-from megacpp_mcore.patches.machinery.hook import process_tree
 from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
+from megacpp_mcore.patches.machinery.import_hook import process_tree
 from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem
 from megacpp_mcore.patches.machinery.registry import Registry, default, listing
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
 from megacpp_mcore.util.files import TEMPORARY, replace
 

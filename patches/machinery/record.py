@@ -9,7 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 
 NOT_MEASURED = "not measured"

@@ -165,7 +165,7 @@ class Registry:
     def arm(self, names: Iterable[str], origin: str) -> None:
         """Register the named patches for application once their modules have been imported; changes nothing.
 
-        :mod:`megacpp_mcore.patches.machinery.hook` watches the imports and calls :meth:`apply`.
+        :mod:`megacpp_mcore.patches.machinery.import_hook` watches the imports and calls :meth:`apply`.
 
         Args:
             names: patches; those already applied or armed are left alone.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore import backends
-from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, observed, probes, table
+from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, markdown, observed, probes
 from megacpp_mcore.backends import dispatcher as dispatching
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.commands import doctor
@@ -404,12 +404,12 @@ def test_the_variable_has_two_values(monkeypatch: pytest.MonkeyPatch, value: str
 
 
 def test_the_table_has_every_candidate_and_its_data(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {(row["op"], row["name"]): row for row in json.loads(json.dumps(table.rows()))}
+    rows = {(row["op"], row["name"]): row for row in json.loads(json.dumps(markdown.rows()))}
     assert set(rows) == {(candidate.op, candidate.name) for candidate in backends.own_candidates()}
     assert rows["mla", "sdpa"]["devices"] == ["cuda"]
     assert rows["mla", "sdpa"]["dims"] == {"qk_dim": "× 8", "v_dim": "× 8"}
     broken = Counted(present=False).candidate("broken", Speed.KERNEL)
-    assert "no: no such device" in table.text([broken])
+    assert "no: no such device" in markdown.text([broken])
     doctor_words = argparse.Namespace(backends=True, json=False)
     assert doctor.run(doctor_words) == 0
     said = capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.patches.machinery.registry import default
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from tests.trees import HOOKED, commit, copy_modules, edit, git, snapshot, wheel_root
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import triton
 
-from megacpp_mcore.ops import launcher
-from megacpp_mcore.ops.launcher import launch
+from megacpp_mcore.ops import triton_launch
 from megacpp_mcore.ops.linear_cross_entropy.triton import SCALED, add_scaled
+from megacpp_mcore.ops.triton_launch import launch
 from tests.gpu.device import replayed
 
 
@@ -29,7 +29,7 @@ def drawn(size: int, dtype: torch.dtype = torch.float32, device: str = "cuda") -
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own launch of what was launched before fails."""
-    if not launcher.DIRECT:
+    if not triton_launch.DIRECT:
         pytest.skip("Triton launches in this version")
     twice(drawn(1024))
     monkeypatch.delattr(type(add_scaled), "run")

@@ -25,7 +25,7 @@ from megacpp_mcore.ops.grouped_mlp import te as experts
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp as grouped_truth
 from megacpp_mcore.ops.grouped_mlp.reference import routed_mlp as routed_truth
 from megacpp_mcore.ops.testing import worst_row
-from megacpp_mcore.te import attention, linear, precision, quantized
+from megacpp_mcore.te import dot_product, fp8_scopes, linear, quantized
 from megacpp_mcore.te.block import Block
 from megacpp_mcore.util import te_imports
 from tests import stock
@@ -112,9 +112,9 @@ def test_attention_with_grouped_queries_in_fp32(causal: bool, heads_first: bool)
 
     def ours(*qkv: torch.Tensor) -> torch.Tensor:
         if heads_first:
-            return attention.attend_heads_first(*qkv, softmax_scale=0.2, causal=causal)
+            return dot_product.attend_heads_first(*qkv, softmax_scale=0.2, causal=causal)
         q, k, v = (one.permute(2, 0, 1, 3) for one in qkv)
-        return attention.attend(q, k, v, softmax_scale=0.2, causal=causal).permute(1, 2, 0, 3)
+        return dot_product.attend(q, k, v, softmax_scale=0.2, causal=causal).permute(1, 2, 0, 3)
 
     compare(both_ways(ours, *leaves), in_double(truth, *leaves), UNFUSED)
 
@@ -129,7 +129,7 @@ def test_attention_of_unlike_widths_and_its_fused_kernels_in_bf16() -> None:
             scale = 0.1  # the scores have the spread that q and k of one layer give
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).permute(2, 0, 1, 3)
 
-        found = both_ways(lambda q, k, v: attention.attend(q, k, v, softmax_scale=0.1), *leaves)
+        found = both_ways(lambda q, k, v: dot_product.attend(q, k, v, softmax_scale=0.1), *leaves)
         # The gradient of the first query is zero but for rounding; it is measured against the typical row.
         compare(found[:1], in_double(truth, *leaves)[:1], 2.5e-2)
         for one, other in zip(found[1:], in_double(truth, *leaves)[1:], strict=True):
@@ -222,14 +222,14 @@ def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_a_scope_has_the_errors_of_fp8_and_evaluation_and_zone_have_none(recipe: str) -> None:
     model, x = dense()
     expected = gradients(model, x)
-    scopes = precision.Scopes(precision.FP8(recipe=recipe), depth=5)
+    scopes = fp8_scopes.Scopes(fp8_scopes.FP8(recipe=recipe), depth=5)
     assert scopes.install(model, 1) == ()  # the zone
     assert all(torch.equal(*pair) for pair in zip(gradients(model, x), expected, strict=True))
     assert scopes.install(model, 3) == ("0", "1")
-    before = precision.counts()
+    before = fp8_scopes.counts()
     for _ in range(2):  # delayed scaling has no maxima before the first
         found = gradients(model, x)
-    after = precision.counts()
+    after = fp8_scopes.counts()
     assert (after["entered"] - before["entered"], after["captured"]) == (2, 0)
     errors = [rms(one, other) for one, other in zip(found, expected, strict=True)]
     print(recipe, *(f"{error:.3f}" for error in errors))
@@ -249,7 +249,7 @@ def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: s
         model, x = dense()
         if recomputes:
             regions._recompute(model, "forward", by_engine=True)
-        precision.Scopes(precision.FP8(recipe=recipe), depth=5).install(model, 3)
+        fp8_scopes.Scopes(fp8_scopes.FP8(recipe=recipe), depth=5).install(model, 3)
         for step in range(3):
             with torch.no_grad():
                 x.mul_(1 + step)  # scales change
@@ -262,7 +262,7 @@ def test_another_owner_of_the_recompute_is_refused(process: None) -> None:
     from megacpp_mcore.layer_specs import regions
 
     model, x = dense()
-    precision.Scopes(precision.FP8(recipe="delayed"), depth=5).install(model, 3)
+    fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5).install(model, 3)
     regions._recompute(model, "forward")  # Megatron's, around the scope
     with pytest.raises(ModelError, match="entered by a recompute, under delayed scaling"):
         gradients(model, x)
@@ -272,7 +272,7 @@ def test_experts_in_a_scope_take_padded_rows() -> None:
     case = Case(T=200, D=256, F=128, topk=3)
     inputs = draw(case, "cuda")
     expected = outcome(routed_truth, case, inputs, torch.float64)
-    with precision.Scopes(precision.FP8(recipe="block"), depth=5).group((3,)) as in_fp8:
+    with fp8_scopes.Scopes(fp8_scopes.FP8(recipe="block"), depth=5).group((3,)) as in_fp8:
         assert in_fp8
         found = outcome(experts.routed_mlp, case, inputs)
     errors = [rms(found[name], expected[name]) for name in expected]
@@ -282,7 +282,7 @@ def test_experts_in_a_scope_take_padded_rows() -> None:
 
 def test_experts_have_no_history_of_maxima() -> None:
     case = Case(T=32, D=256, F=128, topk=1)
-    scopes = precision.Scopes(precision.FP8(recipe="delayed"), depth=5)
+    scopes = fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5)
     with scopes.group((3,)), pytest.raises(ModelError, match="delayed scaling, whose maxima layers of equal sizes"):
         outcome(experts.routed_mlp, case, draw(case, "cuda"))
 
@@ -291,9 +291,9 @@ def test_mxfp8_is_refused_on_a_hopper() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("no Hopper")
     with pytest.raises(ModelError, match=r"mxfp8, and .* is a Hopper"):
-        precision.check_machine("mxfp8")
+        fp8_scopes.check_machine("mxfp8")
     for recipe in ("delayed", "current", "block"):
-        precision.check_machine(recipe)
+        fp8_scopes.check_machine(recipe)
 
 
 def test_what_dequantises_itself_is_counted() -> None:

@@ -11,9 +11,9 @@ import torch
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.launch import advise, launcher
-from megacpp_mcore.launch.advise import Round, Schedules, advice, describe, search
-from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.launch import launcher, schedule_search
+from megacpp_mcore.launch.schedule_search import Round, Schedules, advice, describe, search
+from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.model import preset
 from tests import stock, tiny_run
 from tests.errors import raises
@@ -39,9 +39,9 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 def test_a_checkpoint_of_the_dense_warm_up_is_refused(process: Path) -> None:
     overrides = {**OVERRIDES, "dsa": {"topk": 4, "schedule": "-FF", "warmup_steps": 2}}
     built = stock.build(overrides, preset("nam56r_tiny"), process)
-    with steps.assumed(1), raises(ModelError, "layer 5", "2 steps", "dsa.warmup_steps"):
+    with training_step.assumed(1), raises(ModelError, "layer 5", "2 steps", "dsa.warmup_steps"):
         Schedules(built)
-    with steps.assumed(2):
+    with training_step.assumed(2):
         assert Schedules(built).full == [5, 9]
 
 
@@ -95,7 +95,7 @@ def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["advise", "index-cache", "--device", "cpu", "--heldout", "text", "--tokens", "9", "--", "--load", "x"]
     assert cli.main(words) == 0
     (((command,), more),) = launched
-    assert command[0] == advise.__file__
+    assert command[0] == schedule_search.__file__
     assert command[1:] == ["--load", "x", "--heldout=text", "--tokens=9", "--batch=8", "--tolerance=0.001"]
     assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
 

@@ -16,7 +16,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.model import preset
 from tests import stock
@@ -94,10 +94,10 @@ def test_what_a_context_cannot_be(given: Any, rows: int, values: list[object]) -
 def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
     tokens = draw_tokens(B, S - 1)
-    with steps.assumed(2):
+    with training_step.assumed(2):
         whole, found = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
     assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
-    with steps.assumed(5):
+    with training_step.assumed(5):
         assert not torch.allclose(logits(dense, tokens), whole, rtol=1e-2, atol=1e-3)
 
 

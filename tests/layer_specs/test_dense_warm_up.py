@@ -15,7 +15,7 @@ import torch
 from megatron.training import global_vars
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
@@ -29,7 +29,7 @@ FULL, SHARED = 5, 9
 def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def build(dsa: dict[str, Any], *words: str, step: int = 0) -> Any:
         overrides = {"seq_length": S, "dsa": {"loss_coeff": 0.1, **dsa}, "mtp": {"depth": 0}}
-        monkeypatch.setattr(steps, "_assumed", step)
+        monkeypatch.setattr(training_step, "_assumed", step)
         return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words), 0.1)
 
     return build
@@ -106,17 +106,17 @@ def test_the_step_is_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(**given))
 
     args(iteration=7)  # a script that only loads
-    assert steps.ended(True) == steps.ended(False) == 7
+    assert training_step.ended(True) == training_step.ended(False) == 7
     args(iteration=7, curr_iteration=9)
-    assert (steps.ended(True), steps.ended(False)) == (9, 10)
+    assert (training_step.ended(True), training_step.ended(False)) == (9, 10)
     args(iteration=7, curr_iteration=0)  # a finished run that is evaluated once more: no step sets the number
-    assert steps.ended(False) == 7
+    assert training_step.ended(False) == 7
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)
-    monkeypatch.setattr(steps, "_of_bridge", None)
+    monkeypatch.setattr(training_step, "_of_bridge", None)
     with raises(ModelError, "dsa.warmup_steps", "megacpp_mcore.nemo_recipes.run"):
-        steps.ended(True)
-    with steps.assumed(3):
-        assert steps.ended(True) == 3
-    forward_step = steps.count_from(lambda state, *given: given)
+        training_step.ended(True)
+    with training_step.assumed(3):
+        assert training_step.ended(True) == 3
+    forward_step = training_step.count_from(lambda state, *given: given)
     assert forward_step(SimpleNamespace(train_state=SimpleNamespace(step=11)), 1, 2) == (1, 2)
-    assert steps.ended(True) == 11
+    assert training_step.ended(True) == 11

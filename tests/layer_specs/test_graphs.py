@@ -22,8 +22,8 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import graphs
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import Recompute
-from megacpp_mcore.te.precision import FP8
-from megacpp_mcore.util.graphs import reset_graphs
+from megacpp_mcore.te.fp8_scopes import FP8
+from megacpp_mcore.util.graph_reset import reset_graphs
 from tests import micro_batch, stock
 from tests.errors import raises
 

@@ -63,7 +63,7 @@ def take_scalars_of_one_element() -> None:
 
 
 def check_launches() -> None:
-    """Arguments at run time come first and by position, as :func:`~megacpp_mcore.ops.launcher.launch` needs them."""
+    """Arguments at run time come first and by position, as :func:`~megacpp_mcore.ops.triton_launch.launch` needs them."""
     run = interpreter.InterpretedFunction.run
 
     def checked(kernel: Any, *args: Any, **named: Any) -> None:

@@ -16,10 +16,10 @@ from triton.backends.compiler import BaseBackend, GPUTarget  # noqa: E402
 from triton.runtime.jit import native_specialize_impl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from megacpp_mcore.ops import launcher  # noqa: E402
-from megacpp_mcore.ops.launcher import launch  # noqa: E402
+from megacpp_mcore.ops import triton_launch  # noqa: E402
+from megacpp_mcore.ops.triton_launch import launch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not launcher.DIRECT, reason="Triton launches in this version")
+pytestmark = pytest.mark.skipif(not triton_launch.DIRECT, reason="Triton launches in this version")
 
 
 class Driver:
@@ -69,7 +69,7 @@ def store(x_ptr, other_ptr, size, fixed, scale, BLOCK: tl.constexpr, WIDE: tl.co
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
-    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(triton_launch, "_compiled", {})
     store.device_caches.clear()
     triton.runtime.driver.set_active(made)
     yield made
@@ -148,7 +148,7 @@ VALUES: list[Any] = [
 def test_keys_are_as_fine_as_specialisations(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any two values that a key does not tell apart are the same for Triton."""
     keys = []
-    monkeypatch.setattr(launcher, "_compiled", type("Keys", (), {"get": lambda self, key: keys.append(key)})())
+    monkeypatch.setattr(triton_launch, "_compiled", type("Keys", (), {"get": lambda self, key: keys.append(key)})())
     monkeypatch.setattr(type(store), "run", lambda *args, **how: None)
     found = []
     for value in VALUES:

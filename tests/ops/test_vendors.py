@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import Dispatcher, own_candidates
-from megacpp_mcore.backends import vendors as switches
+from megacpp_mcore.backends import vendor_switches as switches
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.commands import doctor
 from megacpp_mcore.errors import BackendError, ModelError

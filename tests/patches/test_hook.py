@@ -20,10 +20,10 @@ import pytest
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery.checkout import Checkout
-from megacpp_mcore.patches.machinery.hook import Hook
+from megacpp_mcore.patches.machinery.import_hook import Hook
 from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.registry import Registry, default, fingerprint
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal
 from tests import forks
 from tests.errors import raises

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.patches.machinery.hook import Hook
+from megacpp_mcore.patches.machinery.import_hook import Hook
 from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.registry import Registry
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
 from tests.trees import WORDS
 

@@ -20,8 +20,8 @@ from torch.nn import Linear, Module, ModuleDict
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs.regions import RegionPlan
 from megacpp_mcore.model import preset
-from megacpp_mcore.te import precision
-from megacpp_mcore.te.precision import FP8, Scopes
+from megacpp_mcore.te import fp8_scopes
+from megacpp_mcore.te.fp8_scopes import FP8, Scopes
 from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 from tests import stock
@@ -61,8 +61,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     known: dict[str, Any] = {
         "autocast": autocast,
         "TransformerEngineBaseModule": Engine,
-        **{kind: SimpleNamespace for kind, _ in precision.RECIPES.values()},
-        **{asks: lambda return_reason: (True, "") for _, asks in precision.RECIPES.values()},
+        **{kind: SimpleNamespace for kind, _ in fp8_scopes.RECIPES.values()},
+        **{asks: lambda return_reason: (True, "") for _, asks in fp8_scopes.RECIPES.values()},
     }
 
     def entry(name: str) -> Any:
@@ -111,10 +111,10 @@ def test_a_scope_is_entered_once() -> None:
         raise ZeroDivisionError
     with both.group((3,)):
         pass
-    before = precision.counts()["entered"]
+    before = fp8_scopes.counts()["entered"]
     with both.group((3,)):
         pass
-    assert precision.counts()["entered"] == before + 1
+    assert fp8_scopes.counts()["entered"] == before + 1
 
 
 def test_evaluation_is_bf16() -> None:
@@ -143,7 +143,7 @@ def test_delayed_scaling_is_recomputed_by_its_owner_alone(recipe: str) -> None:
 
 def test_the_history_of_delayed_scaling_covers_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all scopes of the process, for the end of each rolls every history."""
-    monkeypatch.setattr(precision, "_counts", Counter())
+    monkeypatch.setattr(fp8_scopes, "_counts", Counter())
     delayed, other_chunk = scopes("delayed", history=4), scopes("delayed", history=4)
     for number, chunk in ((2, delayed), (3, delayed), (4, other_chunk)):
         chunk.install(Layer(), number)
@@ -233,10 +233,10 @@ def four_ranks() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["dp", "world", None])
 def test_maxima_are_reduced_over_the_owners_and_no_others(four_ranks: dict[str, Any], name: str | None) -> None:
     modules = [Engine(group=four_ranks["tp"]), Engine(group=four_ranks["tp"])]
-    precision.check_amax_group(four_ranks["tp"], modules, "layer 3")
-    precision.check_amax_group(four_ranks["one"], [Engine(group=four_ranks["one"])], "layer 3")
+    fp8_scopes.check_amax_group(four_ranks["tp"], modules, "layer 3")
+    fp8_scopes.check_amax_group(four_ranks["one"], [Engine(group=four_ranks["one"])], "layer 3")
     with pytest.raises(ModelError, match=r"layer 3: .* ranks \[.*\], .* ranks \[0, 1\]"):
-        precision.check_amax_group(name and four_ranks[name], modules, "layer 3")
+        fp8_scopes.check_amax_group(name and four_ranks[name], modules, "layer 3")
 
 
 @pytest.mark.parametrize("name", ["tp", "one"])
@@ -284,22 +284,22 @@ CLEAN: dict[str, Any] = {
     ],
 )
 def test_flags_that_contradict_the_scopes(flags: dict[str, Any], asked: dict[str, Any], value: str) -> None:
-    precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4096)
+    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4096)
     with raises(ModelError, "fp8", value):
-        precision.check_run(FP8(**{"recipe": "block", **asked}), SimpleNamespace(**CLEAN | flags))
+        fp8_scopes.check_run(FP8(**{"recipe": "block", **asked}), SimpleNamespace(**CLEAN | flags))
 
 
 def test_rows_that_are_no_multiple_of_16() -> None:
     with raises(ModelError, 4100, "multiple of 16"):
-        precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4100)
+        fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4100)
 
 
 def test_what_block_scales_cannot_be_gathered_in() -> None:
     cut = SimpleNamespace(**CLEAN | {"sequence_parallel": True})
-    precision.check_run(FP8(recipe="block"), cut, rows=256)
-    precision.check_run(FP8(recipe="current"), cut, rows=272)
+    fp8_scopes.check_run(FP8(recipe="block"), cut, rows=256)
+    fp8_scopes.check_run(FP8(recipe="current"), cut, rows=272)
     with raises(ModelError, 272, "multiple of 128"):
-        precision.check_run(FP8(recipe="block"), cut, rows=272)
+        fp8_scopes.check_run(FP8(recipe="block"), cut, rows=272)
 
     def installed(recipe: str, mode: str) -> tuple[str, ...]:
         layer = Layer(outputs=128)  # of 32 inputs
@@ -312,13 +312,13 @@ def test_what_block_scales_cannot_be_gathered_in() -> None:
 
 
 def test_weights_that_fsdp2_cuts_have_no_delayed_scaling() -> None:
-    precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), fsdp2=True)
+    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), fsdp2=True)
     with raises(ModelError, "recipe: delayed", "--use-torch-fsdp2", "block or current"):
-        precision.check_run(FP8(recipe="delayed"), SimpleNamespace(**CLEAN), fsdp2=True)
+        fp8_scopes.check_run(FP8(recipe="delayed"), SimpleNamespace(**CLEAN), fsdp2=True)
 
 
 def test_stateless_scaling_may_be_repeated_by_megatron_around_whole_layers() -> None:
-    precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"recompute_granularity": "full"}))
+    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"recompute_granularity": "full"}))
 
 
 def test_a_machine_that_cannot(entries: dict[str, Any]) -> None:
@@ -328,26 +328,26 @@ def test_a_machine_that_cannot(entries: dict[str, Any]) -> None:
         mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"),
     ):
         with raises(ModelError, "mxfp8", "NVIDIA H200", "block, current or delayed"):
-            precision.check_machine("mxfp8")
-        precision.check_machine("block")
+            fp8_scopes.check_machine("mxfp8")
+        fp8_scopes.check_machine("block")
     with raises(ModelError, "'e4m3'", "delayed, current, block, mxfp8"):
-        precision.check_machine("e4m3")
+        fp8_scopes.check_machine("e4m3")
     entries["is_fp8_available"] = lambda return_reason: (False, "Device compute capability 8.9 or higher required")
     with raises(ModelError, "recipe is current", "Device compute capability 8.9"):
-        precision.check_machine("current")
+        fp8_scopes.check_machine("current")
     del entries["Float8BlockScaling"]
     with raises(BackendError, 2.16, "Float8BlockScaling"):
-        precision.check_machine("block")
+        fp8_scopes.check_machine("block")
 
 
 def test_the_error_names_the_file_and_a_file_without_recipe_asks_for_nothing() -> None:
     config = SimpleNamespace(**CLEAN)
-    assert precision.scopes_of(FP8(), config) is None
+    assert fp8_scopes.scopes_of(FP8(), config) is None
     with raises(ModelError, "run.yaml", "FP8(recipe=None", "delayed, current, block, mxfp8"):
-        precision.scopes_of(FP8(blanket=True), config, source="run.yaml")
+        fp8_scopes.scopes_of(FP8(blanket=True), config, source="run.yaml")
     with raises(ModelError, "run.yaml", "--fp8-format"):
-        precision.scopes_of(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"fp8": "e4m3"}), source="run.yaml")
-    made = precision.scopes_of(FP8(recipe="block"), config)
+        fp8_scopes.scopes_of(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"fp8": "e4m3"}), source="run.yaml")
+    made = fp8_scopes.scopes_of(FP8(recipe="block"), config)
     assert made is not None
     assert made.depth == 6
 

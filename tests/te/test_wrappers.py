@@ -13,7 +13,7 @@ from megacpp_mcore.backends import Dispatcher, probes
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.grouped_mlp import te as experts
 from megacpp_mcore.ops.mla import flash4
-from megacpp_mcore.te import attention, block
+from megacpp_mcore.te import block, dot_product
 from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 from tests.errors import raises
@@ -36,18 +36,18 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_what_attention_cannot_do_is_said() -> None:
     rows = torch.zeros(1, 4, dtype=torch.int32)
-    assert attention.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
-    assert attention.lacking(seq_idx=rows) == f"seq_idx: {attention.CANNOT['seq_idx']}"
-    assert attention.lacking(softcap=50.0, window=(4, 0), selected=rows).count(";") == 2
+    assert dot_product.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
+    assert dot_product.lacking(seq_idx=rows) == f"seq_idx: {dot_product.CANNOT['seq_idx']}"
+    assert dot_product.lacking(softcap=50.0, window=(4, 0), selected=rows).count(";") == 2
     with raises(ModelError, "rope", "attention_mask"):
-        attention.lacking(rope=1)
+        dot_product.lacking(rope=1)
 
 
 @pytest.mark.parametrize("need", ["attention_mask", "seq_idx"])
 def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
     qkv = [torch.zeros(4, 1, 2, 8) for _ in range(3)]
     with raises(BackendError, need):
-        attention.attend(*qkv, softmax_scale=1.0, **{need: torch.zeros(1, 4)})
+        dot_product.attend(*qkv, softmax_scale=1.0, **{need: torch.zeros(1, 4)})
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
 )
 def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, value: str) -> None:
     with raises(ModelError, value):
-        attention.attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), softmax_scale=1.0)
+        dot_product.attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), softmax_scale=1.0)
     first = [torch.zeros(one).permute(1, 2, 0, 3) for one in (q, k, v)]
     with raises(ModelError, value):
-        attention.attend_heads_first(*first, softmax_scale=1.0)
+        dot_product.attend_heads_first(*first, softmax_scale=1.0)
 
 
 def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
     monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
     monkeypatch.setattr(flash4, "_engine_runs", lambda: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "bfloat16", "qk_dim": 128, "v_dim": 64}
-    assert Dispatcher({"mla": "te"}).request("mla", **needs).fn is attention.attend
+    assert Dispatcher({"mla": "te"}).request("mla", **needs).fn is dot_product.attend
     narrower = Dispatcher().request("mla", **needs | {"qk_dim": 64})
     assert narrower.observed == "sdpa"  # never by itself where ours covers the call
     with raises(BackendError, "'te'", "op mla", "packed documents", code="cannot-run"):
@@ -154,7 +154,7 @@ def test_without_transformer_engine_each_says_why() -> None:
         ("experts", lambda: experts.grouped_mlp(x, counts, w, w, None)),
         ("experts", lambda: experts.routed_mlp(x, routing, torch.ones(4, 1), w, w, topk=1)),
         ("blocks", lambda: block.Block(32, 4, 64)),
-        ("DotProductAttention", lambda: attention.attend(*[torch.zeros(4, 1, 2, 8)] * 3, softmax_scale=1.0)),
+        ("DotProductAttention", lambda: dot_product.attend(*[torch.zeros(4, 1, 2, 8)] * 3, softmax_scale=1.0)),
     ):
         with raises(BackendError, what, "transformer_engine"):
             call()

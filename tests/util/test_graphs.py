@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacpp_mcore.util.graphs import reset_graphs
+from megacpp_mcore.util.graph_reset import reset_graphs
 
 
 class Graph:

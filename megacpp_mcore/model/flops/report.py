@@ -50,7 +50,7 @@ def by_precision(
         plan: the run's precision.
         tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
         experts: the numbers of layers whose routed experts run in FP8, where ``plan`` does not name them.
-        scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.precision`): projections of A layers, without those that
+        scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.fp8_scopes`): projections of A layers, without those that
             sparse attention absorbs, output projections of M layers, shared experts of E layers.
     """
     usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype

@@ -32,7 +32,7 @@ from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, LaunchPolicy
 from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig
-from megacpp_mcore.te.precision import FP8
+from megacpp_mcore.te.fp8_scopes import FP8
 from megacpp_mcore.util import host
 
 COMMIT = "MEGACPP_COMMIT"
@@ -402,7 +402,7 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
 def fp8() -> dict[str, Any]:
     """The FP8 scopes that this process has entered, and how often a quantised tensor was dequantised (None: not counted)."""
     from megacpp_mcore.te import quantized
-    from megacpp_mcore.te.precision import counts
+    from megacpp_mcore.te.fp8_scopes import counts
 
     return {"precision.fp8_scopes": counts(), "precision.dequantised": quantized.count()}
 

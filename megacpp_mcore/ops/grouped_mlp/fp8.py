@@ -28,7 +28,7 @@ from megacpp_mcore.ops.assembly import INTERPRETED
 from megacpp_mcore.ops.grouped_mlp import triton as bf16
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
 from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
-from megacpp_mcore.ops.launcher import launch
+from megacpp_mcore.ops.triton_launch import launch
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)

@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import kernels
 from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_counts, check_routed, check_rows
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
+from megacpp_mcore.ops.triton_launch import launch
 
 DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel for this dtype alone; for others it loops over counts, for

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.ops.assembly import LOG2E, exp2
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.slices import aligned, eighths
+from megacpp_mcore.ops.triton_launch import launch
 
 HALVES = {128: (128, 0), 576: (512, 64)}
 """By attention head width, its columns as two powers of two."""

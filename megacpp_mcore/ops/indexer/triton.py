@@ -20,8 +20,8 @@ import triton
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import kernels
 from megacpp_mcore.ops.indexer.reference import check_gradient, check_indexer, check_selection
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.sums import integer_unit
+from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.ops.visibility import check_square
 
 HEAD_DIM, MOST_HEADS = 64, 64

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.ops.assembly import LOG2E
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.linear_cross_entropy.eager import Statistics
+from megacpp_mcore.ops.triton_launch import launch
 
 BLOCK = 8192
 """Logits that a program reads at a time."""

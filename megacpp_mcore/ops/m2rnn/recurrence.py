@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.launcher import launch
+from megacpp_mcore.ops.triton_launch import launch
 
 ROWS = 16
 """Rows of a state in one program: the height of a tensor-core product."""

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import one_dtype
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState, check_mixer, last_window, scale_rows
+from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.util.nearest import nearest_number
 
 KEY_DIMS = (16, 32, 64)

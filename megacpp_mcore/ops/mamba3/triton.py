@@ -24,7 +24,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import expect_shape, one_dtype
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.mamba3 import kernels
 from megacpp_mcore.ops.mamba3.reference import (
     Activation,
@@ -36,6 +35,7 @@ from megacpp_mcore.ops.mamba3.reference import (
 )
 from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
+from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.util.nearest import nearest_number
 
 ROWS = 64

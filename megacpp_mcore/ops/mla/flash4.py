@@ -18,7 +18,7 @@ from megacpp_mcore.ops import vendors
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import check_arguments
 from megacpp_mcore.ops.packed.documents import cu_seqlens_of, default_max_documents
-from megacpp_mcore.te import attention as engine
+from megacpp_mcore.te import dot_product as engine
 from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
 

@@ -17,7 +17,6 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.mla_projection import kernels
 from megacpp_mcore.ops.mla_projection.reference import (
     check_indexer_inputs,
@@ -26,6 +25,7 @@ from megacpp_mcore.ops.mla_projection.reference import (
     check_projection,
 )
 from megacpp_mcore.ops.slices import aligned, eighths
+from megacpp_mcore.ops.triton_launch import launch
 
 WIDTHS = (64,)
 """Widths C, K, R and V that the kernels are compiled for."""

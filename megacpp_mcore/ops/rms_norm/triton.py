@@ -16,9 +16,9 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.rms_norm import kernels
 from megacpp_mcore.ops.rms_norm.reference import check
+from megacpp_mcore.ops.triton_launch import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -15,9 +15,9 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.router import kernels
 from megacpp_mcore.ops.router.reference import TINY, Routed, check
+from megacpp_mcore.ops.triton_launch import launch
 
 TOKENS = 64
 """Tokens per program: for 8192 tokens, about as many programs as an H200 has multiprocessors."""

@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.training import TargetSum
-from megacpp_mcore.ops.launcher import launch
 from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.sparse_mla import kernels, wide
 from megacpp_mcore.ops.sparse_mla.reference import check_attention
 from megacpp_mcore.ops.sums import integer_unit
+from megacpp_mcore.ops.triton_launch import launch
 
 WIDE = ((576, 512),)
 """Widths of a query and of its value that have separate kernels: DeepSeek's."""

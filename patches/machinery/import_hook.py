@@ -23,7 +23,7 @@ import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery import registry as registry_module
 from megacpp_mcore.patches.machinery.registry import Registry, announce, listing
-from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 
 
 def install(file: str, names: Sequence[str], *, version: str, seal: str) -> None:

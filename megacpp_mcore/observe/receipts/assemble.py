@@ -36,24 +36,21 @@ WARM_UP_STEPS = 3
 RECEIPT = "receipt.json"
 _COMPILING, _OF_A_STEP = (
     ("compile", "jit"),
-    tuple(map(str, OF_A_STEP)),
+    (*map(str, OF_A_STEP),),
 )  # an enum's hash takes most of a long run's reading
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
-_COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
-"""Fields that come from the routers' counts."""
-_RATES = tuple(f"throughput.{name}" for name in ("tflops_per_s_per_device", "mfu", "hfu"))
-"""Fields that need the audited count."""
 
 
 def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt of the run in folder ``run``, as far as it has come.
+    """Assemble the receipt of the run in folder ``run``, as far as it has come.
 
     Raises:
         DataError: nothing was recorded, or a file is damaged.
     """
     spent: dict[int, goodput.Goodput] = {}
     windows: dict[tuple[int, int], Window] = {}
-    profiled = _profiled(Path(run))
+    spans = [folder.name.split("-") for folder in (Path(run) / PROFILES).glob("*-*")]
+    profiled = [(int(span[0]), int(span[1]) + 1) for span in spans if len(span) == 2 and all(map(str.isdecimal, span))]
 
     def summarise(rank: int, starts: Sequence[Start]) -> None:
         spent[rank] = goodput.of_rank(starts)
@@ -61,7 +58,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
             windows[rank, one.number] = dataclasses.replace(measure(one, WARM_UP_STEPS, profiled), seconds={})
 
     ranks = events.read(run, summarise)
-    processes, later = _of_the_receipt(ranks)
+    groups = events.grouped(ranks)
+    trained = [index for index, group in enumerate(groups) if any(one.resumed_at is not None for one in group)]
+    index = trained[-1] if trained else len(groups) - 1
+    processes, later = groups[index], groups[index + 1 :]
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
     found = _merged(processes)
@@ -72,7 +72,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     number = next(one.number for one in processes if one.rank == window.rank)
     again = next(one for one in events.read_any(run, window.rank)[window.rank] if one.number == number)
     window = dataclasses.replace(window, seconds=measure(again, WARM_UP_STEPS, profiled).seconds)
-    status = _status(processes, later)
+    how, after = _ending(processes), _ending(later[-1]) if later else FINISHED
+    status = RUNNING if how is None or (how in IN_ORDER and after is None) else how
     found.values |= {
         "schema": SCHEMA,
         "status": status,
@@ -82,10 +83,15 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         "environment": processes[0].facts.get("environment", {}),
         "goodput": {"rank": slowest, **spent[slowest].record()},
     }
-    _moe(found, processes)
+    _routing(found, processes)
     _cache(found, window)
     _time(found, tokens, window)
-    _losses(found, steps)
+    losses = [(step.step, step.losses["lm loss"]) for step in steps if "lm loss" in step.losses]
+    if not losses:
+        found.miss("no step with an lm loss was recorded", "loss")
+    for name, (at, loss) in zip(("first", "last"), losses[:1] + losses[-1:], strict=False):
+        found.put(f"loss.{name}_step", at)
+        found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
     _speed(found)
     _shares(found, _read_profile(found, Path(run)))
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, events.overlap(ranks)))
@@ -93,39 +99,22 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     if status == STOPPED:
         notes += [f"stopped: {one.facts['stopped']}" for one in processes if "stopped" in one.facts][:1]
     if later:
-        notes.append(_note_of_later(later))
+        began = schema.utc(min(one.began_ns for one in later[-1]))
+        fate = (
+            "has not come to its first step yet, or was killed before"
+            if after is None
+            else f"ended before its first step: {after}"
+        )
+        notes.append(f"a start at {began} {fate}" + (f" (the last of {len(later)})" if len(later) > 1 else ""))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
     return dict(schema.printable(receipt))
 
 
-def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
-    """The processes of the last start that completed a step, or of the last one if none did; and the starts after it."""
-    groups = events.grouped(ranks)
-    trained = [index for index, group in enumerate(groups) if any(one.resumed_at is not None for one in group)]
-    index = trained[-1] if trained else len(groups) - 1
-    return groups[index], groups[index + 1 :]
-
-
 def _ending(processes: Sequence[Start]) -> str | None:
-    """How a start ended, an error's name taking precedence; None while a process is running or left nothing."""
+    """Return how a start ended, an error's name taking precedence; None while a process is running or left nothing."""
     hows = [one.how for one in processes] + [None] * (processes[0].world_size - len(processes))
     return next((how for how in hows if how not in (None, FINISHED)), None if None in hows else FINISHED)
-
-
-def _status(processes: Sequence[Start], later: Sequence[Sequence[Start]]) -> str:
-    """An error's name if there was one; ``stopped``, or ``finished`` if all processes and later starts have; or ``running``."""
-    how = _ending(processes)
-    goes_on = how in IN_ORDER and later and _ending(later[-1]) is None
-    return RUNNING if how is None or goes_on else how
-
-
-def _note_of_later(later: Sequence[Sequence[Start]]) -> str:
-    """What became of the last start after the receipt's."""
-    began = schema.utc(min(one.began_ns for one in later[-1]))
-    how, last = _ending(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
-    unfinished = "has not come to its first step yet, or was killed before"
-    return f"a start at {began} {unfinished if how is None else f'ended before its first step: {how}'}{last}"
 
 
 # --- The steps that are measured --------------------------------------------------------------------------------------
@@ -189,12 +178,6 @@ def together(windows: Sequence[Window]) -> Window:
     )
 
 
-def _profiled(run: Path) -> list[tuple[int, int]]:
-    """First and last step that each profile affected: its own, and the one after."""
-    spans = [folder.name.split("-") for folder in (run / PROFILES).glob("*-*")]
-    return [(int(span[0]), int(span[1]) + 1) for span in spans if len(span) == 2 and all(map(str.isdecimal, span))]
-
-
 def percentile(ascending: Sequence[float], percent: int) -> float:
     """The smallest value that at least ``percent`` per cent of the values do not exceed (nearest rank)."""
     return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
@@ -228,15 +211,6 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     found.put("throughput.tokens_per_s_mean", mean, "no step was recorded")
 
 
-def _losses(found: Facts, steps: Sequence[Step]) -> None:
-    losses = [(step.step, step.losses["lm loss"]) for step in steps if "lm loss" in step.losses]
-    if not losses:
-        found.miss("no step with an lm loss was recorded", "loss")
-    for name, (number, loss) in zip(("first", "last"), losses[:1] + losses[-1:], strict=False):
-        found.put(f"loss.{name}_step", number)
-        found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
-
-
 # --- What processes know ----------------------------------------------------------------------------------------------
 
 
@@ -255,58 +229,52 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "memory.allocated_peak_bytes": max,
     "memory.reserved_peak_bytes": max,
     "precision.fp8_layers": lambda ranks: sorted({layer for layers in ranks for layer in layers}),
-    "precision.fp8_scopes": _sums,
     "precision.dequantised": sum,
     "indexer.overlap": _means,
-    "cache.files": _sums,
-    "cache.added": _sums,
+    **dict.fromkeys(("precision.fp8_scopes", "cache.files", "cache.added"), _sums),
     **dict.fromkeys(("card.matmul_tflops_per_s", "card.copy_bytes_per_s", "card.sm_clock_mhz"), min),
 }
 """How the values of all ranks become one; the other fields are rank 0's."""
 
 
-def _known(processes: Sequence[Start], name: str) -> list[Any]:
-    """The value of ``name`` from each process that has one."""
-    return [one.facts[name] for one in processes if one.facts.get(name) is not None]
-
-
 def _merged(processes: Sequence[Start]) -> Facts:
-    """The facts of a start, merged from its processes, and why other fields are not known."""
+    """Merge the facts of a start's processes, and the reasons why other fields are not known."""
     first = processes[0].facts
     found = Facts({path: first[path] for path in schema.BY_PATH if path in first}, dict(first.get("unknown", {})))
     for one in processes:
         if "backends" in one.facts:  # together with what patches noted as they ran
             one.facts["backends"] = [*one.facts.get("noted", ()), *one.facts["backends"]]
-    found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
-    found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
-    found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
-    unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
-    found.put("indexer.overlap", found.values.get("indexer.overlap"), unsampled)
+    known = {path: [one.facts[path] for one in processes if one.facts.get(path) is not None] for path in _OF_ALL}
+    found.values |= {path: merge(known[path]) for path, merge in _OF_ALL.items() if known[path]}
+    found.put("memory.ranks", known["memory.allocated_peak_bytes"] or None)
+    for path, why in (
+        ("precision.dequantised", "nothing of the run is quantised"),
+        ("indexer.overlap", "no two Full layers of one rank were sampled in a step with more tokens than top-k"),
+    ):
+        found.put(path, found.values.get(path), why)
     return found
 
 
-def _moe(found: Facts, processes: Sequence[Start]) -> None:
+def _routing(found: Facts, processes: Sequence[Start]) -> None:
     """Add the routers' loads over all ranks; counts of some ranks or layers must not pass for the whole."""
     if not found.values.get("moe_enabled"):
         return
     records = {one.rank: one.facts["routing"] for one in processes if "routing" in one.facts}
-    missing = [rank for rank in range(processes[0].world_size) if rank not in records]
-    failed = [record["failed"] for record in records.values() if record["failed"] is not None]
-    if missing:
-        failed.append(
-            f"the counts of rank {schema.spans(missing)} are missing, and those of the others are not the whole"
-        )
-    if failed:
-        found.miss(failed[0], *_COUNTED)
+    why = [record["failed"] for record in records.values() if record["failed"] is not None]
+    if missing := [rank for rank in range(processes[0].world_size) if rank not in records]:
+        why.append(f"the counts of rank {schema.spans(missing)} are missing, and those of the others are not the whole")
+    merged = routing.merged(record["layers"] for record in records.values())
+    found.put("routing.layers", {layer: load.record() for layer, load in merged.items()} or None)
+    if not (loads := merged.values()):
+        why.append("no router was observed up to a reading")
+    if why:
+        counted = [f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens")]
+        found.values |= dict.fromkeys(counted)
+        found.miss(why[0], *counted)
         return
-    loads = routing.merged(record["layers"] for record in records.values())
-    found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
-    if not loads:
-        found.miss("no router was observed up to a reading", *_COUNTED)
-        return
-    found.put("routing.entropy", min(1.0, fmean(load.entropy for load in loads.values())))
-    found.put("routing.max_over_mean", fmean(load.max_over_mean for load in loads.values()))
-    found.put("routing.dropped_tokens", sum(load.dropped for load in loads.values()))
+    found.put("routing.entropy", min(1.0, fmean(load.entropy for load in loads)))
+    found.put("routing.max_over_mean", fmean(load.max_over_mean for load in loads))
+    found.put("routing.dropped_tokens", sum(load.dropped for load in loads))
 
 
 def _cache(found: Facts, window: Window) -> None:
@@ -358,10 +326,11 @@ def _speed(found: Facts) -> None:
         return
     rate = None if tokens is None else tokens / seconds
     per_device = None if rate is None else rate / values["ranks.expected"]
-    rates = {"tokens_per_s": rate, "tokens_per_s_per_device": per_device}
-    found.put_all("throughput", rates, unknown.get("batch.effective_tokens", "no step was recorded"))
+    of_tokens = {"tokens_per_s": rate, "tokens_per_s_per_device": per_device}
+    found.put_all("throughput", of_tokens, unknown.get("batch.effective_tokens", "no step was recorded"))
     if values.get("flops") is None:
-        found.miss(unknown.get("flops", "the work of a step is not known"), *_RATES)
+        rates = (f"throughput.{name}" for name in ("tflops_per_s_per_device", "mfu", "hfu"))
+        found.miss(unknown.get("flops", "the work of a step is not known"), *rates)
         return
     used = utilisation(values, seconds)
     found.put("throughput.tflops_per_s_per_device", used.tflops_per_device)
@@ -384,10 +353,8 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         rows = profile["families"]
         shares = {_OF_LETTER.get(name, name): row["share"] for name, row in rows.items() if row["share"] is not None}
         found.put("dominant_time", _OF_LETTER.get(profile["dominant"], profile["dominant"]))
-        source = "profile of rank 0: {} of steps {} to {}, communication included".format(
-            profile["unit"], *profile["steps"]
-        )
-        found.put("shares.source", source)
+        source = "profile of rank 0: {} of steps {} to {}, communication included"
+        found.put("shares.source", source.format(profile["unit"], *profile["steps"]))
     if shares:
         shares = {group: min(1.0, share) for group, share in shares.items()}
         found.put("shares.groups", shares)

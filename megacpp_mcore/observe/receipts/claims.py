@@ -1,12 +1,9 @@
 """Claims about runs' speed: what disqualifies one run, and whether two receipts may be compared. No torch.
 
-A disqualifier is judged from a run's facts, and comes with its evidence. A comparison is a checklist, and a claim if every line
-allows one. The first seven lines are a reviewer's questions (same pattern, routed experts, sequence, compile policy,
-topology, data, cache state); the others are the denominators by which a sparse speed-up can be made to look better than it
-is. Differences on no line (backends, patches, recompute, overlap) are what a claim is about: they are listed beside it.
-A different commit, other versions or another environment are named in the claim itself, as no receipt shows what they
-changed. A ratio within noise is no claim about speed: the claim then says so, and it always gives the spread of the step
-times. Memory is compared only with memory of the same kind, and not where only one of the runs was profiled.
+A comparison is a checklist, and a claim if every line allows one. The first seven lines are a reviewer's questions; the others
+are the denominators by which a sparse speed-up can be made to look better than it is. Differences on no line (backends,
+patches, recompute, overlap) are what a claim is about: they are listed beside it. A different commit, other versions or
+another environment are named in the claim itself, as no receipt shows what they changed.
 """
 
 from __future__ import annotations
@@ -33,6 +30,9 @@ if TYPE_CHECKING:
     from megacpp_mcore.observe.receipts.assemble import Window
 
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------
+
+_HIDDEN = 0.005
+"""Share of the communication in a profile below which nothing of it is hidden."""
 
 
 class _Unjudged(Exception):
@@ -65,15 +65,24 @@ class Case:
 
 
 def judge(case: Case) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The disqualifiers with their evidence, and those that could not be judged, with the reason."""
+    """Return the disqualifiers with their evidence, and those that could not be judged, with the reason."""
     found, unjudged = [], []
-    for name in DISQUALIFIERS:
+    for name, evidence_of in zip(DISQUALIFIERS, _JUDGES, strict=True):
         try:
-            if evidence := _JUDGES[name](case):
+            if evidence := evidence_of(case):
                 found.append({"name": name, "evidence": evidence})
         except _Unjudged as missing:
             unjudged.append({"name": name, "reason": str(missing)})
     return found, unjudged
+
+
+def _mocked(case: Case) -> str:
+    return "the run trains on Megatron's mock data" if case.known("data.kind") == "mock" else ""
+
+
+def _forced(case: Case) -> str:
+    forced = case.known("moe_enabled") and case.known("routing.forced_balance")
+    return "tokens are routed at random (--moe-router-force-load-balancing)" if forced else ""
 
 
 def _dropped(case: Case) -> str:
@@ -107,7 +116,7 @@ def _compiled(case: Case) -> str:
 
 
 def _fallen_back(case: Case) -> str:
-    """Ops that run slower than the best available, or not on what was requested."""
+    """Name ops that run slower than the best available, or not on what was requested."""
     found = []
     for one in filter(is_off, case.known("backends")):
         op, layers, requested, observed = (one[name] for name in ("op", "layers", "requested", "observed"))
@@ -138,7 +147,7 @@ def _batch(case: Case) -> str:
 
 
 def _not_hidden(case: Case) -> str:
-    """Overlap that was asked for and hid nothing: by the profile, or else by what the policy says of streams and buckets."""
+    """Name overlap that hid nothing: by the profile, or else by what the policy says of streams and buckets."""
     asked = [one for one in case.known("overlap") if one["asked"]]
     if not asked or case.known("parallelism.world_size") == 1 or case.known("device").startswith("CPU"):
         return ""
@@ -149,27 +158,14 @@ def _not_hidden(case: Case) -> str:
             raise _Unjudged(reasons[0])
         return "; ".join(reasons)
     names = ", ".join(one["name"] for one in asked)
-    said = f"{names}: asked to be hidden, and the profile shows {hidden:.1%} of communication so"
-    return said if hidden <= _HIDDEN else ""
+    shown = f"{names}: asked to be hidden, and the profile shows {hidden:.1%} of communication so"
+    return shown if hidden <= _HIDDEN else ""
 
 
-_FORCED = "tokens are routed at random (--moe-router-force-load-balancing)"
-_JUDGES: Mapping[str, Callable[[Case], str]] = {
-    "mock data": lambda case: "the run trains on Megatron's mock data" if case.known("data.kind") == "mock" else "",
-    "forced balance": lambda case: (
-        _FORCED if case.known("moe_enabled") and case.known("routing.forced_balance") else ""
-    ),
-    "capacity drop": _dropped,
-    "indexer untrained": _untrained,
-    "warm-up inside the window": _compiled,
-    "fall-back": _fallen_back,
-    "NaN skipped": _skipped,
-    "batch changed": _batch,
-    "overlap hid nothing": _not_hidden,
-    "overlapping starts": lambda case: case.overlap,
-}
-"""The evidence of each disqualifier, empty where there is none."""
-
+_JUDGES: tuple[Callable[[Case], str], ...] = (
+    _mocked, _forced, _dropped, _untrained, _compiled, _fallen_back, _skipped, _batch, _not_hidden, lambda case: case.overlap,
+)  # fmt: skip
+"""The evidence of each of :data:`DISQUALIFIERS`, in their order; empty where there is none."""
 
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
@@ -180,8 +176,6 @@ STEADY_STEPS = 30
 NOISE = 0.07
 """By how much equal runs differ in speed, one run each: pairs of the same command on the same machine differed by 2 to 7 % in
 tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). One pair of runs cannot show a smaller one."""
-_HIDDEN = 0.005
-"""Share of the communication in a profile below which nothing of it is hidden."""
 STANDARD_ERRORS = 2.0
 """How many standard errors apart two medians must be before the spread of the steps does not explain the difference."""
 _P90_DEVIATIONS = 1.2816
@@ -195,7 +189,6 @@ _QUESTIONS = {
     "expert_input": "both padded, or both jagged?", "balance": "same balance?", "precision": "same precision plan?",
     "optimizer": "same optimizer, and dtypes of its states?",
 }  # fmt: skip
-_BESIDE = tuple(field.path for field in FIELDS if field.compare == BESIDE)
 KEYS = tuple(_QUESTIONS)
 """The keys of the checklist, the reviewer's seven first; each names the ``compare`` of its fields."""
 _SOFTWARE = {"commit": "of another commit", "environment": "of another environment", "versions": "of other versions"}
@@ -210,26 +203,24 @@ _ABSENT: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 }
 """Where a field, or a whole group, is null because the run has no such thing: no data files, no experts, no
 capacity, no sparse attention, no DistributedDataParallel of Megatron's."""
-
-
-def _chosen(backends: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    ops = sorted({one["op"] for one in backends})
-    return {op: sorted({one["observed"] for one in backends if one["op"] == op}) for op in ops}
+_ON_OTHER_LINES = {"moe": ("experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size"), "dsa": ("topk",)}
+"""Of a model's definition, by its parts, what other lines compare."""
 
 
 def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's definition without its name and the values that other lines compare."""
-    elsewhere = {"moe": ("experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size"), "dsa": ("topk",)}
+    """Return a model's definition without its name and the values that other lines compare."""
     found = {name: value for name, value in definition.items() if name not in ("name", "pattern", "seq_length")}
-    for group, names in elsewhere.items():
-        if isinstance(found.get(group), Mapping):
-            found[group] = {name: value for name, value in found[group].items() if name not in names}
+    for part, names in _ON_OTHER_LINES.items():
+        if isinstance(found.get(part), Mapping):
+            found[part] = {name: value for name, value in found[part].items() if name not in names}
     return found
 
 
 _COMPARED: Mapping[str, Callable[[Any], Any]] = {
     "model.definition": _sizes,
-    "backends": _chosen,
+    "backends": lambda rows: {
+        op: sorted({one["observed"] for one in rows if one["op"] == op}) for op in sorted({one["op"] for one in rows})
+    },
     "patches": lambda patches: sorted(patch["name"] for patch in patches),
     "overlap": lambda overlaps: sorted(each["name"] for each in overlaps if each["possible"]),
 }
@@ -255,7 +246,7 @@ class Line:
     reason: str = ""
 
     def describe(self) -> str:
-        """The line in words, with both values where they differ."""
+        """Describe the line, with both values where they differ."""
         if self.same:
             return f"{self.key}: the same"
         if self.same is None:
@@ -275,7 +266,7 @@ class Comparison:
         tokens_per_s_ratio: the second over the first; None where one is not known.
         allocated_memory_ratio: likewise of the peaks; None, too, where they are not comparable.
         noise_floor: the share by which one must be faster than the other before noise does not explain it.
-        told_from_noise: whether one is.
+        told_from_noise: whether the difference exceeds the noise floor.
         step_times: both medians, their spread, and the origin of the floor, in words.
         dominant: what takes most of a step of each, with its share, and what the card does by itself, in words.
         differences: the differences on no line.
@@ -297,7 +288,7 @@ class Comparison:
     declared: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Lines of text: the checklist, the other differences, and the verdict last, a claim with its step times."""
+        """Describe the checklist, the other differences, and the verdict last, a claim with its step times."""
         marks = {True: "=", False: "≠", None: "?"}
         text = [f"  {marks[line.same]} {line.describe()}" for line in self.lines]
         text += [f"  · {line.describe()}" for line in self.differences]
@@ -305,6 +296,9 @@ class Comparison:
         if self.claim is not None:
             verdict = [f"claim: {self.claim}", f"  {self.step_times}", *(f"  {words}" for words in self.dominant)]
         return "\n".join([*text, *verdict])
+
+
+_Both = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def compare(
@@ -327,7 +321,14 @@ def compare(
         DataError: ``varies`` or ``declared`` name what does not exist, or is known not to differ; ``noise`` is no share.
     """
     varies, declared = tuple(dict.fromkeys(varies)), tuple(dict.fromkeys(declared))
-    _check_words(varies, declared, noise)
+    if len(varies) > 1:
+        raise DataError(f"--varies was given {' and '.join(varies)}; a claim has one declared difference at most")
+    for option, words, known in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
+        for word in words:
+            if word not in known:
+                raise DataError(f"{option} {word!r} is not known; expected one of {', '.join(known)}")
+    if noise is not None and not 0 <= noise < math.inf:
+        raise DataError(f"--noise is {100 * noise:g} %; expected 0 or more (run-to-run spread in %)")
     both = flatten(first), flatten(second)
     rate, path = "tokens/s", "throughput.tokens_per_s"
     if "topology" in varies:
@@ -337,15 +338,15 @@ def compare(
     for line in lines:
         if line.key in varies and line.same:
             raise DataError(f"--varies {line.key}: nothing varies, {line.describe()}; leave it out")
+    carried = [{one["name"]: one["evidence"] for one in values["disqualifiers"]} for values in both]
     for word in declared:
-        if not all(word in _disqualifiers(values) for values in both):
+        if not all(word in names for names in carried):
             raise DataError(f"--declare {word!r}: not both receipts carry it; leave it out")
-    refusals = [
-        f"{one.question} {one.describe()}"
-        for one in lines
-        if not one.same and (one.same is None or one.key not in varies)
-    ]
-    refusals += [*_own_refusals("A", both[0], declared), *_own_refusals("B", both[1], declared)]
+    wrong = [line for line in lines if not line.same and (line.same is None or line.key not in varies)]
+    refusals = [f"{line.question} {line.describe()}" for line in wrong]
+    for name, values, names in zip("AB", both, carried, strict=True):
+        refusals += [f"{name} is disqualified by {word}: {names[word]}" for word in names if word not in declared]
+        refusals += _own_refusals(name, values)
     differences = _differences(both)
     speed, (memory, of_memory), (floor, steps) = _ratio(both, path), _memory(both), _noise(both, noise)
     differs = None if speed is None else max(speed, 1 / speed) - 1 > floor
@@ -372,34 +373,8 @@ def compare(
     )
 
 
-def _clauses(differences: Sequence[Line], both: _Both) -> list[str]:
-    """A claim's clauses about other software, and about costly options that only one run had on."""
-    found = []
-    for line in differences:
-        if line.key in _SOFTWARE:
-            found.append(f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key])
-        elif line.key == "experimental_taxes" and line.same is False:
-            losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
-            found.append(f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B")
-    return found
-
-
-def _check_words(varies: Sequence[str], declared: Sequence[str], noise: float | None) -> None:
-    if len(varies) > 1:
-        raise DataError(f"--varies was given {' and '.join(varies)}; a claim has one declared difference at most")
-    for name, words, known in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
-        for word in words:
-            if word not in known:
-                raise DataError(f"{name} {word!r} is not known; expected one of {', '.join(known)}")
-    if noise is not None and not 0 <= noise < math.inf:
-        raise DataError(f"the noise given is {100 * noise:g} %; expected 0 or more: by how much equal runs part")
-
-
-_Both = tuple[Mapping[str, Any], Mapping[str, Any]]
-
-
 def _of_a_replica(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the batch of one data-parallel replica, and without whether replicas divide the optimizer's states."""
+    """Return ``values`` with the batch of one replica, and without whether replicas divide the optimizer's states."""
     replicas = values["parallelism.data"] or 1
     names = ("batch.global_batch_size", "batch.effective_tokens")
     batch = {name: values[name] // replicas for name in names if values[name] is not None}
@@ -408,7 +383,7 @@ def _of_a_replica(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(key: str, both: _Both) -> Line:
-    """A line of the checklist: the values of all its fields, by the last part of their paths, or the whole if shared."""
+    """Compare all fields of a line, each by the last part of its path, or by the whole path if two share that."""
     paths = [field.path for field in FIELDS if field.compare == key]
     lasts = [path.rpartition(".")[2] for path in paths]
     values: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -419,7 +394,10 @@ def _line(key: str, both: _Both) -> Line:
             groups = (path, path.rpartition(".")[0])
             if receipt[path] is None and not any(group in _ABSENT and _ABSENT[group](receipt) for group in groups):
                 missing.append(f"{name} does not know {path}: {why_unknown(path, receipt['unknown'])}")
-    same = _similar(*values) if key == "balance" else values[0] == values[1]
+    same = values[0] == values[1]
+    if key == "balance" and values[0]["forced_balance"] == values[1]["forced_balance"]:
+        one, other = (of["max_over_mean"] for of in values)
+        same = same or bool(one and other and abs(one - other) <= BALANCE_TOLERANCE * max(one, other))
     return Line(key, _QUESTIONS[key], values, None if missing else same, "; ".join(missing))
 
 
@@ -428,16 +406,10 @@ def _compared(receipt: Mapping[str, Any], path: str) -> Any:
     return value if value is None or path not in _COMPARED else _COMPARED[path](value)
 
 
-def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two balances are similar: equally forced or not, the busiest experts within :data:`BALANCE_TOLERANCE`."""
-    first, second = one["max_over_mean"], other["max_over_mean"]
-    near = first == second or (first and second and abs(first - second) <= BALANCE_TOLERANCE * max(first, second))
-    return bool(near) and one["forced_balance"] == other["forced_balance"]
-
-
 def _differences(both: _Both) -> tuple[Line, ...]:
-    """The differences on no line: what was changed on purpose, and what changed with it."""
-    pairs = {path: [_compared(values, path) for values in both] for path in _BESIDE}
+    """Return the differences on no line: what was changed on purpose, and what changed with it."""
+    beside = [field.path for field in FIELDS if field.compare == BESIDE]
+    pairs = {path: [_compared(values, path) for values in both] for path in beside}
     steps = [values["profiler.step_range"] for values in both]
     if None in steps:  # if both were profiled, it does not matter which steps: those are not measured
         pairs["profile"] = ["none" if of is None else "steps {} to {}".format(*of) for of in steps]
@@ -448,22 +420,27 @@ def _differences(both: _Both) -> tuple[Line, ...]:
     )
 
 
-def _disqualifiers(values: Mapping[str, Any]) -> dict[str, str]:
-    return {one["name"]: one["evidence"] for one in values["disqualifiers"]}
+def _clauses(differences: Sequence[Line], both: _Both) -> list[str]:
+    """Word a claim's clauses about other software, and about costly options that only one run had on."""
+    found = []
+    for line in differences:
+        if line.key in _SOFTWARE:
+            found.append(f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key])
+        elif line.key == "experimental_taxes" and line.same is False:
+            losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
+            found.append(f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B")
+    return found
 
 
-def _own_refusals(name: str, values: Mapping[str, Any], declared: Sequence[str]) -> list[str]:
-    """Why one receipt by itself carries no claim."""
-    carried = _disqualifiers(values).items()
-    found = [f"{name} is disqualified by {word}: {evidence}" for word, evidence in carried if word not in declared]
-    found += [f"{name} could not be judged for {one['name']}: {one['reason']}" for one in values["unjudged"]]
+def _own_refusals(name: str, values: Mapping[str, Any]) -> list[str]:
+    """Say why one receipt by itself carries no claim, apart from its disqualifiers."""
+    found = [f"{name} could not be judged for {one['name']}: {one['reason']}" for one in values["unjudged"]]
     if values["status"] != "finished":
         found.append(f"{name} has not finished: its status is {values['status']}")
     there, expected = len(values["ranks.found"]), values["ranks.expected"]
     if there != expected:
         found.append(f"{name} has the parts of {there} ranks; expected {expected}")
-    steps = values["step_time.n"] or 0
-    if steps < STEADY_STEPS:
+    if (steps := values["step_time.n"] or 0) < STEADY_STEPS:
         found.append(f"{name} has {steps} measured steps; expected {STEADY_STEPS} or more")
     if values["throughput.tokens_per_s"] is None:
         found.append(f"{name} has no tokens/s: {why_unknown('throughput.tokens_per_s', values['unknown'])}")
@@ -476,7 +453,7 @@ def _ratio(both: _Both, path: str) -> float | None:
 
 
 def _memory(both: _Both) -> tuple[float | None, str]:
-    """The ratio of the peaks, and the claim's clause about it, or about why there is none.
+    """Return the ratio of the peaks, and the claim's clause about it, or about why there is none.
 
     A profiler's records count towards the memory of its run, most of all where that is the resident set.
     """
@@ -493,7 +470,7 @@ def _memory(both: _Both) -> tuple[float | None, str]:
 
 
 def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
-    """The floor that a difference in speed must exceed; and the step times, their spread and the floor's origin, in words.
+    """Return the floor that a difference in speed must exceed; and the step times, their spread and the floor's origin.
 
     The standard error of a median is derived from the 90th percentile. Steps are assumed normal and independent:
     √(π/2) standard deviations over the root of their number.
@@ -514,7 +491,7 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
 
 
 def _dominant(values: Mapping[str, Any]) -> str:
-    """The group with the largest share of a step, and the card's own rates, in words."""
+    """Describe the group with the largest share of a step, and the card's own rates."""
     group, what = values["dominant_time"] or values["dominant_flops"], "time" if values["dominant_time"] else "FLOPs"
     share = (values["shares.groups"] or {}).get(group)
     words = "dominant share not known" if share is None else f"{group} is {_percent(share)} of the {what}"
@@ -528,7 +505,7 @@ def _percent(share: float) -> str:
 
 
 def _differing(one: Any, other: Any) -> tuple[Any, Any]:
-    """Of two mappings, the entries that differ; otherwise both values whole."""
+    """Return, of two mappings, the entries that differ; otherwise both values whole."""
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return one, other
     differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]

@@ -491,6 +491,7 @@ def by_span(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Records of backends by ``layer`` (null: none), in the order of the layers; equal ones of several layers are merged."""
     found: dict[str, tuple[Mapping[str, Any], list[int | str]]] = {}
     at = {None: math.inf}
+    records = {id(one): one for one in records}.values()  # ranks share equal ones
     for one in sorted(records, key=lambda one: (at.get(one["layer"], one["layer"]), one["op"], one["observed"])):
         layer = ("run" if one["op"] in _OF_THE_RUN else "mtp") if one["layer"] is None else one["layer"]
         found.setdefault(json.dumps({**one, "layer": None}), (one, []))[1].append(layer)

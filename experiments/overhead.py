@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
-from megacpp_mcore.bench.table import Table
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.model import Layout, preset

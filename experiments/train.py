@@ -32,8 +32,8 @@ import yaml
 
 from experiments import probe
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
-from megacpp_mcore.bench.table import Table
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import GPT, Training

@@ -24,7 +24,7 @@ from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 from megacpp_mcore.nemo_recipes import bridge
-from megacpp_mcore.observe import run as observation
+from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.settings import PluginConfig

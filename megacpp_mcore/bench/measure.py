@@ -1,4 +1,4 @@
-"""Runs benchmarks: checks every variant, times the correct ones, and makes the rows of the table.
+"""Runs benchmarks: checks every variant, times the correct ones, and makes the rows of the csv_table.
 
 Parity is the worst row of each result against a float64 truth computed in the same run. A variant that fails is not timed, and
 a speed-up is given only if parity of both sides is green.
@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.bench import table
+from megacpp_mcore.bench import csv_table
+from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Benchmark, Options
+from megacpp_mcore.bench.csv_table import GREEN, IS_REFERENCE
 from megacpp_mcore.bench.problem import (
     BOTH,
     FORWARD,
@@ -34,8 +36,6 @@ from megacpp_mcore.bench.problem import (
     Variant,
     with_gradients,
 )
-from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Benchmark, Options
-from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
 from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 from megacpp_mcore.util import host
 
@@ -213,19 +213,19 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
     """Run one benchmark in the process groups of :func:`one_process`; ``say`` receives every line of output."""
     problem = load(benchmark, options)
     on_cpu = options.device == "cpu"
-    shape = table.shape_text(problem.shape or options.shape)
+    shape = csv_table.shape_text(problem.shape or options.shape)
     device = device_name(options.device)
     threads = f", {torch.get_num_threads()} threads" if on_cpu else ""
     say(f"\n{benchmark.name}: {shape}, {options.dtype}, {device}{threads}")
-    say(table.head())
+    say(csv_table.head())
     results = {variant.name: measured(problem, variant, options) for variant in problem.variants}
-    everywhere = dict.fromkeys(table.COLUMNS, "") | {
+    everywhere = dict.fromkeys(csv_table.COLUMNS, "") | {
         "benchmark": benchmark.name,
         "kind": benchmark.kind,
         "shape": shape,
         "dtype": options.dtype,
         "device": f"{device}{threads}",
-        **versions(*table.PACKAGES),
+        **versions(*csv_table.PACKAGES),
         "cudnn": "" if on_cpu else torch.backends.cudnn.version(),
     }
     outcome = Outcome()
@@ -233,7 +233,7 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
         for work, result in results[variant.name].items():
             cells = _cells(result, problem.works[work], device) | _comparison(problem, variant, work, results)
             outcome.rows.append(everywhere | {"work": work, "variant": variant.name, "side": variant.side} | cells)
-            say(table.line(outcome.rows[-1]))
+            say(csv_table.line(outcome.rows[-1]))
         if variant.side == OURS:
             wrong = [result.parity for result in results[variant.name].values() if result.right is False]
             outcome.failures += [f"{benchmark.name}: {variant.name} {text}" for text in wrong[:1]]
@@ -265,7 +265,7 @@ def measured(problem: Problem, variant: Variant, options: Options) -> dict[str, 
 
 def _attempt(problem: Problem, variant: Variant, work: str, options: Options) -> Result:
     """Check and time; any exception goes into the row, as the other results of a long run still count."""
-    result = Result(None, table.A_BOUND)
+    result = Result(None, csv_table.A_BOUND)
     try:
         if variant.side != BOUND:
             result = problem.check(variant, work, problem.inputs)
@@ -293,7 +293,7 @@ def _collect(options: Options) -> None:
 
 def _cells(result: Result, floor: Floor, device: str) -> dict[str, Any]:
     """The cells for one variant and piece of work."""
-    floor_ms, floor_by = table.floor_time(floor.operations, floor.moved, floor.precision, device)
+    floor_ms, floor_by = csv_table.floor_time(floor.operations, floor.moved, floor.precision, device)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
     cells = {
         "ms": result.ms and f"{result.ms:.4f}",

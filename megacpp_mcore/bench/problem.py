@@ -14,7 +14,7 @@ import torch
 
 from megacpp_mcore import backends
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates
-from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.bench import registry, table
-from megacpp_mcore.bench.registry import FULL, KINDS, SIZES, Benchmark, Options
+from megacpp_mcore.bench import catalog, csv_table
+from megacpp_mcore.bench.catalog import FULL, KINDS, SIZES, Benchmark, Options
 from megacpp_mcore.errors import BenchmarkError, MegacppError
 
 FAILED = 1
@@ -49,13 +49,15 @@ def run(args: argparse.Namespace) -> int:
     if args.bench_command == "list":
         print(listed(args.size))
         return 0
-    chosen = registry.select(args.names, all_of_them=args.all)
+    chosen = catalog.select(args.names, all_of_them=args.all)
     return _run(chosen, args, _options(chosen, args))
 
 
 def listed(size: str) -> str:
     """Every benchmark: name, kind, what it covers, and sizes."""
-    rows = [(one.name, one.kind, one.title, table.shape_text(one.shapes[size])) for one in registry.BENCHMARKS.values()]
+    rows = [
+        (one.name, one.kind, one.title, csv_table.shape_text(one.shapes[size])) for one in catalog.BENCHMARKS.values()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
 
@@ -95,8 +97,8 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("there is no CUDA device here; add --device cpu --size tiny for a dry run")
     say = partial(print, flush=True)
-    before = table.read(args.against) if args.against else []
-    output = table.Table(args.output) if args.output else None
+    before = csv_table.read(args.against) if args.against else []
+    output = csv_table.Table(args.output) if args.output else None
     rows, failures = [], []
     with measure.one_process(args.device):
         for one in chosen:
@@ -121,7 +123,7 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
     for line in failures:
         say(line)
     if args.against:  # last, as it may refuse
-        compared = table.compare(before, rows, args.tolerance)
+        compared = csv_table.compare(before, rows, args.tolerance)
         timed = sum(row["ms"] != "" for row in rows)
         head = f"against {args.against}, {compared.compared} rows of {timed} that have a time:"
         say("\n".join(["", head, *compared.lines, *compared.slower]))

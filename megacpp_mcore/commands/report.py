@@ -13,10 +13,10 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.profile import table
-from megacpp_mcore.observe.receipts import schema
+from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
-from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
+from megacpp_mcore.observe.receipts.fields import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
@@ -101,7 +101,7 @@ def _show(args: argparse.Namespace) -> int:
     place = _found(args.receipt)
     receipt = receipts.read(place)
     if args.json:
-        print(schema.dumps(receipt))
+        print(fields.dumps(receipt))
         return 0
     status, *others = describe(receipt).splitlines()
     goes_on = receipt["status"] == RUNNING and any(place.glob("start_*"))
@@ -111,7 +111,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _fields(args: argparse.Namespace) -> int:
-    print(schema.table())
+    print(fields.table())
     return 0
 
 

@@ -32,7 +32,7 @@ from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
 from megacpp_mcore.observe import live
-from megacpp_mcore.observe import run as observation
+from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
 from megacpp_mcore.policy import ranks
@@ -46,7 +46,7 @@ _RUN_ID = "megacpp-mcore-"
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording options of a launch, as on the command line (:func:`megacpp_mcore.observe.run.choose`)."""
+    """The recording options of a launch, as on the command line (:func:`megacpp_mcore.observe.recording.choose`)."""
 
     observe: str | None = None
     no_observe: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.observe.receipts.fields import Facts
 
 SIZE = 8192
 """Rows and columns of the matrices that are multiplied and copied."""

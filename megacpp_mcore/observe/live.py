@@ -17,7 +17,7 @@ from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.receipts.assemble import utilisation
-from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.observe.receipts.fields import Facts
 from megacpp_mcore.observe.steps import recorded, standing
 from megacpp_mcore.util import console
 from megacpp_mcore.util.stand_in import stand_in

@@ -26,7 +26,7 @@ from megacpp_mcore.observe.clock import OF_A_STEP
 from megacpp_mcore.observe.events import Start, Step
 from megacpp_mcore.observe.goodput import CLASSES, PRODUCTIVE, Goodput
 from megacpp_mcore.observe.live import metrics_of
-from megacpp_mcore.observe.receipts import schema
+from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.assemble import tokens_of
 from megacpp_mcore.observe.steps import kept, recorded, standing
 
@@ -51,8 +51,8 @@ def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
     """
     run = read(path)
     run.addition = addition
-    fields = schema.labelled(run.values)
-    return _template().render(run=run, fields=fields, classes=CLASSES, in_words=schema.in_words)
+    labels = fields.labelled(run.values)
+    return _template().render(run=run, fields=labels, classes=CLASSES, in_words=fields.in_words)
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"clock": clock, "size": schema.size, "short": short, "utc": schema.utc}
+    environment.filters |= {"clock": clock, "size": fields.size, "short": short, "utc": fields.utc}
     return environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
 
 
@@ -118,7 +118,7 @@ class Run:
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:
         """The receipt's values by path."""
-        return schema.flatten(self.receipt)
+        return fields.flatten(self.receipt)
 
     @functools.cached_property
     def starts(self) -> list[Start]:
@@ -148,11 +148,11 @@ class Run:
     @property
     def failed(self) -> bool:
         """Whether an error ended it."""
-        return self.values["status"] not in (*events.IN_ORDER, schema.RUNNING)
+        return self.values["status"] not in (*events.IN_ORDER, fields.RUNNING)
 
     def why(self, path: str) -> str:
         """Why a field is not known."""
-        return schema.why_unknown(path, self.values["unknown"]) or "it is not known"
+        return fields.why_unknown(path, self.values["unknown"]) or "it is not known"
 
     def loss(self) -> Markup | None:
         """The losses of the heads by step; steps lost to a restart are faint, and every restart is marked."""
@@ -213,7 +213,7 @@ class Run:
 
     def backends(self) -> list[dict[str, Any]]:
         """The rows of ops, those that deviate first."""
-        rows = [{**row, "is_off": schema.is_off(row)} for row in self.values["backends"] or ()]
+        rows = [{**row, "is_off": fields.is_off(row)} for row in self.values["backends"] or ()]
         return sorted(rows, key=lambda row: not row["is_off"])
 
     def by_step(self) -> list[tuple[str, Markup]]:

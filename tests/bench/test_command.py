@@ -13,8 +13,8 @@ import pytest
 from megacpp_mcore.backends import own_candidates
 from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.bench import measure
-from megacpp_mcore.bench.registry import BENCHMARKS, LAYER, OP
-from megacpp_mcore.bench.table import (
+from megacpp_mcore.bench.catalog import BENCHMARKS, LAYER, OP
+from megacpp_mcore.bench.csv_table import (
     BYTES_PER_SECOND,
     COLUMNS,
     CONDITIONS,

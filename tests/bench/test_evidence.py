@@ -18,7 +18,7 @@ import pytest
 from megacpp_mcore.backends import own_candidates
 from megacpp_mcore.backends.candidates import layer_parts_candidates
 from megacpp_mcore.backends.support import Support
-from megacpp_mcore.bench.table import RIGHT
+from megacpp_mcore.bench.csv_table import RIGHT
 from megacpp_mcore.observe.receipts.claims import NOISE
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"

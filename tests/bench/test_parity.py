@@ -17,9 +17,9 @@ from megacpp_mcore import backends
 from megacpp_mcore.backends import Candidate, ProbeResult, Speed
 from megacpp_mcore.bench import measure
 from megacpp_mcore.bench.cases import layers, peers, sparse_mla
+from megacpp_mcore.bench.catalog import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.bench.measure import AgainstTruth, Outcome
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.ops.m2rnn.reference import m2rnn

@@ -13,7 +13,7 @@ import pytest
 from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import BEATS
 from megacpp_mcore.observe.events import FINISHED
-from megacpp_mcore.observe.receipts.schema import FIELDS, RUNNING
+from megacpp_mcore.observe.receipts.fields import FIELDS, RUNNING
 from tests.observe.recorded import append, at, file_of, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megacpp_mcore.bench.catalog import OURS
 from megacpp_mcore.bench.problem import BOTH, Captured, Inputs, Variant
-from megacpp_mcore.bench.registry import OURS
 
 
 def test_a_captured_call_is_computed_anew_from_its_inputs_at_every_replay() -> None:

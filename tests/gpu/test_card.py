@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacpp_mcore.observe import card
-from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.observe.receipts.fields import Facts
 
 pytestmark = pytest.mark.gpu
 

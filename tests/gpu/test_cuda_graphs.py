@@ -15,7 +15,7 @@ import torch
 
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe import receipts
-from megacpp_mcore.observe.receipts.schema import layers
+from megacpp_mcore.observe.receipts.fields import layers
 from megacpp_mcore.observe.steps import read_steps
 from tests.gpu import runs
 

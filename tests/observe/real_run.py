@@ -24,7 +24,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import candidates
 from megacpp_mcore.launch import process
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import run as observation
+from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Step
 from megacpp_mcore.observe.loop import Loop

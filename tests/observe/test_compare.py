@@ -14,7 +14,7 @@ import pytest
 from megacpp_mcore.commands.report import REFUSED
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe.receipts import schema
+from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
 from tests.observe.test_receipts import report
 
@@ -50,7 +50,7 @@ def rate(tokens_per_s: float, **changes: Any) -> Changes:
 def receipt(**changes: Any) -> dict[str, Any]:
     """A valid receipt of a dense model with all that the checklist asks for; ``changes`` by path, ``__`` for a dot."""
     values: dict[str, Any] = {
-        "schema": schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1,
+        "schema": fields.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1,
         "notes": [], "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
         "model.definition": dataclasses.asdict(preset("nam56r_tiny")), "moe_enabled": False, "batch.sequence_length": 256,
         "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "not-cuda",
@@ -70,8 +70,8 @@ def receipt(**changes: Any) -> dict[str, Any]:
     values |= {f"parallelism.{name}": 1 for name in names}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     reasons = {"routing": "the model has no experts", "profiler": "the run was not profiled"}
-    found = schema.Facts(values, reasons).receipt("a test")
-    schema.validate(found)
+    found = fields.Facts(values, reasons).receipt("a test")
+    fields.validate(found)
     return found
 
 
@@ -80,13 +80,13 @@ def receipt(**changes: Any) -> dict[str, Any]:
     [(field.compare, field.path, {
         "size": 2, "count": 7, "amount": 9.0, "flag": True, "text": "other", "list of text": ["bf16"], "list of count": [7],
         "map of value": {"name": "sgd"}}.get(field.kind.words, field.kind.words))
-        for field in schema.FIELDS if field.compare in KEYS],
+        for field in fields.FIELDS if field.compare in KEYS],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
 def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key: str, path: str, value: Any) -> None:
     """Each is changed to another value of its kind: of texts to choose from, to the last, or else the first."""
     one, name = receipt(**EXPERTS | {"recompute": "full"}), path.replace(".", "__")
-    known = schema.flatten(one)[path]
+    known = fields.flatten(one)[path]
     if isinstance(value, str) and value.startswith("one of"):
         value = next(word for word in reversed(re.findall("`(.*?)`", value)) if word != known)
     other = receipt(**EXPERTS | {"recompute": "none", name: (not known) if isinstance(known, bool) else value})

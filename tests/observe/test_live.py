@@ -17,7 +17,7 @@ from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live, line, metrics_of
-from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.observe.receipts.fields import Facts
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
 from tests.observe.recorded import SECOND, a_step, at, stepped, with_loss, write_start

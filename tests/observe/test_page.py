@@ -17,7 +17,7 @@ import pytest
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.observe import goodput, page, receipts
-from megacpp_mcore.observe.receipts import schema
+from megacpp_mcore.observe.receipts import fields
 from tests import browser, tiny_run
 from tests.observe import real_run
 from tests.observe.recorded import append, at, file_of, stepped, with_loss, write_start
@@ -295,9 +295,9 @@ def test_every_class_of_time_has_a_colour_and_a_word() -> None:
 
 
 def test_layers_as_ranges() -> None:
-    assert schema.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1-3, 7, 9-10, mtp"
+    assert fields.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1-3, 7, 9-10, mtp"
 
 
 def test_short_numbers() -> None:
     assert [page.short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
-    assert [schema.size(1.5e9), page.clock(3700), page.clock(61.0)] == ["1.5 GB", "1 h 01 min", "61.0 s"]
+    assert [fields.size(1.5e9), page.clock(3700), page.clock(61.0)] == ["1.5 GB", "1 h 01 min", "61.0 s"]

@@ -22,8 +22,8 @@ from megacpp_mcore.model import Layout, flops
 from megacpp_mcore.observe import events, goodput, live, page, receipts
 from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import metrics_of
-from megacpp_mcore.observe.receipts import claims, facts, schema
-from megacpp_mcore.observe.receipts.schema import layers
+from megacpp_mcore.observe.receipts import claims, facts, fields
+from megacpp_mcore.observe.receipts.fields import layers
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, tiny_run
 from tests.observe.real_run import start
@@ -313,7 +313,7 @@ def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(
     assert [one["name"] for one in found["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
     assert [one["name"] for one in found["unjudged"]] == ["indexer untrained"]
     assert found["pattern"] is None
-    assert "no spec, none of this package" in (schema.why_unknown("pattern", found["unknown"]) or "")
+    assert "no spec, none of this package" in (fields.why_unknown("pattern", found["unknown"]) or "")
     assert found["routing"]["expert_input"] == "padded"
     assert (found["routing"]["top_k"], found["routing"]["experts"]) == (2, 4)
     for layer in found["routing"]["layers"].values():

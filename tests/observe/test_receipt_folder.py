@@ -19,7 +19,7 @@ from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
-from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
+from megacpp_mcore.observe.receipts.fields import RUNNING, flatten, why_unknown
 from tests.observe.recorded import TOKENS, a_step, append, at, file_of, receipt_writer, stepped, with_loss, write_start
 
 ENDED = at(0, {}, how=FINISHED)

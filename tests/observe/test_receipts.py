@@ -20,7 +20,7 @@ from megacpp_mcore.observe.events import Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
-from megacpp_mcore.observe.receipts import schema as receipt_schema
+from megacpp_mcore.observe.receipts import fields as receipt_fields
 from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, together, tokens_of
 from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
 from tests.tiny_run import ROOT
@@ -105,7 +105,7 @@ def test_a_dead_start_up_leaves_a_valid_receipt(tmp_path: Path, monkeypatch: pyt
     assert found["status"] == "MemoryError"
     assert found["environment"]["NCCL_ALGO"] == "Ring"
     assert found["pattern"] is None
-    assert receipt_schema.why_unknown("pattern", found["unknown"]) == "rank 0 does not say: the run ended before"
+    assert receipt_fields.why_unknown("pattern", found["unknown"]) == "rank 0 does not say: the run ended before"
     assert {one["name"] for one in found["unjudged"]} >= {"mock data", "fall-back", "batch changed"}
     assert found["versions"]["torch"]
 
@@ -153,10 +153,10 @@ NAMED = {
 
 def bare_receipt(**values: Any) -> dict[str, Any]:
     known = {
-        "schema": receipt_schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
+        "schema": receipt_fields.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
         "disqualifiers": [], "unjudged": [], "environment": {},
     }  # fmt: skip
-    return receipt_schema.Facts(known | values).receipt("a test")
+    return receipt_fields.Facts(known | values).receipt("a test")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
     receipt = bare_receipt()
-    receipt_schema.validate(receipt)
+    receipt_fields.validate(receipt)
     file = tmp_path / "receipt.json"
     file.write_text(json.dumps(changed(receipt, path, value)))
     with pytest.raises(DataError, match=re.escape(named)) as raised:
@@ -202,26 +202,26 @@ def test_a_missing_field_and_what_is_no_object_are_wrong() -> None:
     receipt = bare_receipt()
     del receipt["cache"]["state"]
     with pytest.raises(DataError, match=r"cache\.state is missing"):
-        receipt_schema.validate(receipt)
+        receipt_fields.validate(receipt)
     with pytest.raises(DataError, match="schema is None"):
-        receipt_schema.validate([])
+        receipt_fields.validate([])
 
 
 def test_layers_with_equal_backends_are_one_record() -> None:
     record = {name: value for name, value in NAMED.items() if name != "layers"}
     rows = [record | {"layer": layer} for layer in (3, 1, None, 2, 5)] + [record | {"layer": 4, "reason": "other"}]
-    assert [(one["layers"], one["reason"]) for one in receipt_schema.by_span([*rows, *rows])] == [
+    assert [(one["layers"], one["reason"]) for one in receipt_fields.by_span([*rows, *rows])] == [
         ("1-3, 5, mtp", "disabled"), ("4", "other")
     ]  # fmt: skip
-    assert receipt_schema.layers("1-3, 5, mtp") == [1, 2, 3, 5, "mtp"]
-    assert receipt_schema.by_span([record | {"op": "loss", "layer": None}])[0]["layers"] == "run"
+    assert receipt_fields.layers("1-3, 5, mtp") == [1, 2, 3, 5, "mtp"]
+    assert receipt_fields.by_span([record | {"op": "loss", "layer": None}])[0]["layers"] == "run"
 
 
 def test_the_documented_fields_that_are_never_null_are_the_schema_s() -> None:
     page = (ROOT / "docs" / "receipts.md").read_text(encoding="utf-8").partition("## Fields\n")[2]
     never = {
         path
-        for path, kind in re.findall(r"^\| `(.+?)` \| (.*?) \|", receipt_schema.table(), re.MULTILINE)
+        for path, kind in re.findall(r"^\| `(.+?)` \| (.*?) \|", receipt_fields.table(), re.MULTILINE)
         if not kind.endswith(", or null")
     }
     assert set(re.findall(r"`([\w.]+)`", re.findall(r"All but (.*?) may be null", page, re.DOTALL)[0])) == never
@@ -315,7 +315,7 @@ def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> Non
     }
     found_nothing, unjudged = compare.judge(compare.Case({}, [], {}, None))
     assert found_nothing == []
-    assert [one["name"] for one in unjudged] == list(receipt_schema.DISQUALIFIERS[:-1])
+    assert [one["name"] for one in unjudged] == list(receipt_fields.DISQUALIFIERS[:-1])
     overlapping = compare.judge(compare.Case(GOOD, steps[:1], {1: 8}, window, "start_1, start_2 of rank 0"))[0][-1]
     assert overlapping == {"name": "overlapping starts", "evidence": "start_1, start_2 of rank 0"}
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth
 from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.grouped_fp8.reference import BLOCK, dequantized, grouped_product, quantize_blocks, quantize_rows
 

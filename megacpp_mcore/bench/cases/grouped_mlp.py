@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import (
     BOTH,
@@ -31,7 +32,6 @@ from megacpp_mcore.bench.problem import (
     Variant,
     with_gradients,
 )
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.main_grad import MainGrad

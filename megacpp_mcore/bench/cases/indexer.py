@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth
 from megacpp_mcore.bench.problem import FORWARD, PRECISIONS, Draw, Floor, Inputs, Problem, Tensors, Variant
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import causal_pairs, selected_pairs
 from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
 

@@ -29,9 +29,9 @@ from megacpp_mcore.backends import STOCK, Dispatcher, own_candidates
 from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.bench.cases import peers
 from megacpp_mcore.bench.cases.peers import patched
+from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.bench.measure import YARDSTICK_LIMIT, AgainstTruth
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
-from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model import pattern as grammar

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
+from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import (
     BOTH,
@@ -27,7 +28,6 @@ from megacpp_mcore.bench.problem import (
     obstacle,
     with_gradients,
 )
-from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
 from megacpp_mcore.ops.main_grad import MainGrad

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases.peers import lacking
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import m2rnn_recurrence
 from megacpp_mcore.ops.m2rnn.reference import m2rnn, m2rnn_sequential
 

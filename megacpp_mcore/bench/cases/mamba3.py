@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases import peers
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model import Mamba3
 from megacpp_mcore.model.flops import mamba_scan
 from megacpp_mcore.ops.mamba3.reference import mamba3

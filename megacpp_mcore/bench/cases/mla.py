@@ -14,9 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.bench.cases.peers import patched, with_engine
+from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product
 from megacpp_mcore.ops.mla.reference import mla_attention

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.catalog import Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.model.flops import Work, product
 from megacpp_mcore.ops.mla_projection import reference
 

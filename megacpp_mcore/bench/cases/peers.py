@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megacpp_mcore.backends import probe_import
+from megacpp_mcore.bench.catalog import Options
 from megacpp_mcore.bench.problem import Variant
-from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.util import te_imports
 
 ENGINE = "transformer_engine.pytorch"

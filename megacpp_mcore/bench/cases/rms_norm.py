@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.ops.rms_norm.reference import rms_norm
 
 EPS = 1e-5

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.ops.router.reference import Routed, route
 
 LIMIT = 1e-5

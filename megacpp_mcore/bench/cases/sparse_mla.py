@@ -17,9 +17,9 @@ import torch
 
 from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.bench.cases.peers import lacking, patched
+from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk

@@ -26,9 +26,9 @@ from megacpp_mcore.observe.clock import OF_A_STEP
 from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Start, Step
 from megacpp_mcore.observe.profile.table import FOLDER as PROFILES
 from megacpp_mcore.observe.profile.table import read as read_table
-from megacpp_mcore.observe.receipts import schema
+from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.claims import Case, judge
-from megacpp_mcore.observe.receipts.schema import FAMILIES, RUNNING, SCHEMA, Facts
+from megacpp_mcore.observe.receipts.fields import FAMILIES, RUNNING, SCHEMA, Facts
 from megacpp_mcore.observe.steps import kept, recorded
 
 WARM_UP_STEPS = 3
@@ -77,7 +77,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     found.values |= {
         "schema": SCHEMA,
         "status": status,
-        "written_at": schema.utc(time.time_ns()),
+        "written_at": fields.utc(time.time_ns()),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
         "environment": processes[0].facts.get("environment", {}),
@@ -99,7 +99,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     if status == STOPPED:
         notes += [f"stopped: {one.facts['stopped']}" for one in processes if "stopped" in one.facts][:1]
     if later:
-        began = schema.utc(min(one.began_ns for one in later[-1]))
+        began = fields.utc(min(one.began_ns for one in later[-1]))
         fate = (
             "has not come to its first step yet, or was killed before"
             if after is None
@@ -108,7 +108,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         notes.append(f"a start at {began} {fate}" + (f" (the last of {len(later)})" if len(later) > 1 else ""))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
-    return dict(schema.printable(receipt))
+    return dict(fields.printable(receipt))
 
 
 def _ending(processes: Sequence[Start]) -> str | None:
@@ -225,7 +225,7 @@ def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
 
 
 _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
-    "backends": lambda ranks: schema.by_span(itertools.chain.from_iterable(ranks)),
+    "backends": lambda ranks: fields.by_span(itertools.chain.from_iterable(ranks)),
     "memory.allocated_peak_bytes": max,
     "memory.reserved_peak_bytes": max,
     "precision.fp8_layers": lambda ranks: sorted({layer for layers in ranks for layer in layers}),
@@ -240,7 +240,7 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
 def _merged(processes: Sequence[Start]) -> Facts:
     """Merge the facts of a start's processes, and the reasons why other fields are not known."""
     first = processes[0].facts
-    found = Facts({path: first[path] for path in schema.BY_PATH if path in first}, dict(first.get("unknown", {})))
+    found = Facts({path: first[path] for path in fields.BY_PATH if path in first}, dict(first.get("unknown", {})))
     for one in processes:
         if "backends" in one.facts:  # together with what patches noted as they ran
             one.facts["backends"] = [*one.facts.get("noted", ()), *one.facts["backends"]]
@@ -262,7 +262,7 @@ def _routing(found: Facts, processes: Sequence[Start]) -> None:
     records = {one.rank: one.facts["routing"] for one in processes if "routing" in one.facts}
     why = [record["failed"] for record in records.values() if record["failed"] is not None]
     if missing := [rank for rank in range(processes[0].world_size) if rank not in records]:
-        why.append(f"the counts of rank {schema.spans(missing)} are missing, and those of the others are not the whole")
+        why.append(f"the counts of rank {fields.spans(missing)} are missing, and those of the others are not the whole")
     merged = routing.merged(record["layers"] for record in records.values())
     found.put("routing.layers", {layer: load.record() for layer, load in merged.items()} or None)
     if not (loads := merged.values()):
@@ -371,7 +371,7 @@ def write(run: str | os.PathLike[str]) -> Path:
         DataError: nothing was recorded, or a file is damaged.
     """
     path = Path(run) / RECEIPT
-    events.replace(path, schema.dumps(assemble(run)) + "\n")
+    events.replace(path, fields.dumps(assemble(run)) + "\n")
     return path
 
 
@@ -379,7 +379,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The receipt of a run's folder, assembled from it; a receipt file, or a folder with only that, is read and validated.
 
     Raises:
-        DataError: there is none, or it does not conform to the schema.
+        DataError: there is none, or it does not conform to the fields.
     """
     place = Path(path)
     if any(place.glob("start_*")):
@@ -387,5 +387,5 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     place = place / RECEIPT if place.is_dir() else place
     expected = "a receipt, or the folder of a run that was observed"
     receipt = events.load(place, expected, "name the folder of its run, from which it is assembled anew")
-    schema.validate(receipt, str(place))
-    return dict(schema.printable(receipt))
+    fields.validate(receipt, str(place))
+    return dict(fields.printable(receipt))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.receipts.schema import (
+from megacpp_mcore.observe.receipts.fields import (
     BESIDE,
     DISQUALIFIERS,
     FIELDS,

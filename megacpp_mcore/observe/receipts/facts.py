@@ -2,7 +2,7 @@
 
 A fact that cannot be determined stays unknown, with the reason. The precision plan, the optimizer with the dtypes of its
 states, the routing's settings and the compile policy are as configured; the fields of
-:mod:`megacpp_mcore.observe.receipts.schema` say so. What runs is observed: which function a module calls, whose arithmetic
+:mod:`megacpp_mcore.observe.receipts.fields` say so. What runs is observed: which function a module calls, whose arithmetic
 a class is, which dtype a bucket has. Written against megatron-core 0.19.2. No torch at import.
 """
 
@@ -28,7 +28,7 @@ from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe import card as cards
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
+from megacpp_mcore.observe.receipts.fields import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, LaunchPolicy
 from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig

@@ -19,7 +19,7 @@ from megacpp_mcore.observe.card import Samples
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
-from megacpp_mcore.observe.receipts.schema import Facts
+from megacpp_mcore.observe.receipts.fields import Facts
 from megacpp_mcore.patches.hybrid_flops import packed_pairs
 
 if TYPE_CHECKING:

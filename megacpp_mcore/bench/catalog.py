@@ -168,7 +168,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def select(words: Sequence[str], *, all_of_them: bool = False) -> list[Benchmark]:
-    """The benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the registry.
+    """The benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the catalog.
 
     Raises:
         BenchmarkError: a word is neither, or nothing is named.

@@ -15,7 +15,7 @@ import pytest
 from megacpp_mcore import policy
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import events, goodput, loop, loop_bridge, run
+from megacpp_mcore.observe import events, goodput, loop, loop_bridge, recording
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
@@ -37,7 +37,7 @@ PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
     ],
 )
 def test_the_folder_of_a_run(words: list[str], options: dict[str, Any], folder: str | None, why: str) -> None:
-    chosen = run.choose(words, **options)
+    chosen = recording.choose(words, **options)
     assert chosen.folder == (None if folder is None else Path(folder))
     assert why in chosen.describe()[0]
 
@@ -55,13 +55,13 @@ def test_the_folder_of_a_run(words: list[str], options: dict[str, Any], folder: 
 )
 def test_what_a_run_cannot_do_is_refused_at_its_start(words: list[str], options: dict[str, Any], named: str) -> None:
     with pytest.raises(LaunchError, match=named):
-        run.choose(words, **options)
+        recording.choose(words, **options)
 
 
 def test_the_steps_that_are_profiled_are_those_of_the_command_line_or_of_the_settings() -> None:
     words = ["--train-iters", "100"]
-    assert run.choose(words, observe="here", profile="100-200", settings=PROFILED).details.profile == "100-200"
-    assert run.choose(words, observe="here", settings=PROFILED).details.profile == "2-3"
+    assert recording.choose(words, observe="here", profile="100-200", settings=PROFILED).details.profile == "100-200"
+    assert recording.choose(words, observe="here", settings=PROFILED).details.profile == "2-3"
 
 
 def test_a_window_is_its_first_and_last_step() -> None:
@@ -111,8 +111,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> policy.LaunchPolicy:
 
 def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launched: policy.LaunchPolicy) -> None:
     (tmp_path / "run").write_text("")
-    chosen = run.choose([], observe=str(tmp_path / "run"))
-    with pytest.raises(DataError, match=str(tmp_path / "run")), run.observed(chosen, launched):
+    chosen = recording.choose([], observe=str(tmp_path / "run"))
+    with pytest.raises(DataError, match=str(tmp_path / "run")), recording.observed(chosen, launched):
         raise AssertionError("it records there")
 
 

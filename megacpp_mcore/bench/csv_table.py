@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.bench.registry import LAYER
+from megacpp_mcore.bench.catalog import LAYER
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import peaks
 

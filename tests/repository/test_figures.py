@@ -1,156 +1,94 @@
-"""Every speed that README.md and docs/ state is a row of a file that the section names; every difference is beyond noise."""
+"""Speeds in README.md and docs/ are tables of rows (experiments/figures.py); every difference is beyond noise or says so."""
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
+from experiments import figures
 from megacpp_mcore.observe.receipts.claims import NOISE
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results"
-PAGES = {
-    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-}
-
-FIGURE = re.compile(r"(?<![\d.,])(\d[\d,]*(?:\.\d+)?) (?:ms|tokens/s)\b")
-HEADS = re.compile(r"\b(?:ms|tokens/s)\b")
-NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
-SPEEDS = ("ms", "step_ms", "median_step_ms", "tokens_per_s", "device_ms", "host_ms", "listeners_ms")
-"""Columns of result files."""
-
-THOUSANDS = re.compile(r"\b\d+,\d{3}\b")
-COMPARING = re.compile(r"\b(?:instead of|in place of|where|ours|than|against|cuDNN)\b")
+GENERATED = ("patches.md", "model-card.md")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in figures.PAGES if path.name not in GENERATED}
+SPEED = re.compile(r"(?<![\d.,])\d[\d,.]* (?:ms|tokens/s)\b")
 PERCENT = re.compile(
     r"(\d+(?:\.\d+)?)(?: to \d+(?:\.\d+)?)? % (?:faster|slower|more tokens|less time|longer|of a step)"
 )
 
 
-def sections(page: str) -> Iterator[str]:
-    """The text of each heading of the first three levels, without blocks of code."""
-    prose = re.sub(r"^```.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)
-    yield from re.split(r"^#{1,3} ", prose, flags=re.MULTILINE)
+def speeds_outside_of_tables(page: str) -> list[str]:
+    """The speeds of a page that no table of rows has."""
+    return SPEED.findall(figures.BLOCK.sub("", re.sub(r"^```.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)))
 
 
-def table_rows(section: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Of every row of a table its head and its cells."""
-    for table in re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE):
-        head, _, *rows = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table.splitlines())
-        yield from ((head, row) for row in rows)
-
-
-def figures(section: str) -> Iterator[tuple[str, int]]:
-    """Speeds as they are written, and the number of devices over which they are an average."""
-    for found in FIGURE.finditer(section):
-        yield found[1], 1
-    for head, row in table_rows(section):
-        for name, cell in zip(head, row, strict=False):
-            if HEADS.search(name) and (found := re.match(rf"{NUMBER.pattern}", cell)):
-                yield found[0], 4 if "a GPU" in name else 1
-
-
-def named(section: str) -> list[Path]:
-    """The files of results that a section names."""
-    found = re.findall(r"\b(\w+_(?:h[12]00|cpu)\.(?:csv|txt))|(experiments/results/README\.md)", section)
-    return [RESULTS / (file or "README.md") for file, _ in found]
-
-
-def speeds(files: Sequence[Path]) -> list[float]:
-    """The speeds in ``files``: of a table those of its columns, of a text every number."""
-    found: list[float] = []
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".csv":
-            rows = csv.DictReader(text.splitlines())
-            found += [float(row[name]) for row in rows for name in SPEEDS if row.get(name) not in (None, "")]
-        else:
-            found += [float(number.replace(",", "").rstrip(".")) for number in NUMBER.findall(text)]
-    return found
-
-
-def is_rounded(figure: str, value: float) -> bool:
-    """Whether ``figure`` is ``value``, rounded to its digits; tokens/s of 10,000 or more may be rounded to hundreds."""
-    digits = len(figure.partition(".")[2])
-    unit = 100 if re.fullmatch(r"\d+,\d00", figure) else 10**-digits
-    return abs(float(figure.replace(",", "")) - value) <= 0.5001 * unit
-
-
-def unfounded(page: str) -> list[str]:
-    """The speeds of a page that no file has which their section, or the page's introduction, names."""
-    missing = []
-    introduction = page.partition("\n## ")[0]
-    for section in sections(page):
-        known = speeds(named(introduction) + named(section))
-        for figure, most in figures(section):
-            if not any(is_rounded(figure, value / devices) for value in known for devices in {1, 2, most}):
-                missing.append(f"{figure} of {section.splitlines()[0]!r}")
-    return missing
-
-
-def statements(page: str) -> Iterator[str]:
-    """Sentences and rows of tables."""
-    for section in sections(page):
-        yield from (" | ".join(row) for _, row in table_rows(section))
-        prose = re.sub(r"^\|.*\|\n", "\n", section, flags=re.MULTILINE)
-        for block in re.split(r"\n\s*\n|^- ", prose, flags=re.MULTILINE):
-            yield from re.split(r"(?<=[.:;]) +", " ".join(block.split()))
-
-
-def in_noise(page: str) -> list[str]:
+def differences_in_noise(page: str) -> list[str]:
     """Statements of differences below the noise floor that do not say so."""
-    found = []
-    for one in statements(page):
-        small = [share for share in PERCENT.findall(one) if float(share) < 100 * NOISE]
-        speeds_of = [float(figure.replace(",", "")) for figure in FIGURE.findall(one) or THOUSANDS.findall(one)]
-        if COMPARING.search(one) and len(speeds_of) > 1:
-            small += [str(speeds_of)] if max(speeds_of) < (1 + NOISE) * min(speeds_of) else []
-        if small and "noise" not in one:
-            found.append(one)
-    return found
+    sentences = re.split(r"(?<=[.:;])\s|\n\s*\n|^- |\n\|", page, flags=re.MULTILINE)
+    return [
+        one
+        for one in (" ".join(sentence.split()) for sentence in sentences)
+        if "noise" not in one and any(float(share) < 100 * NOISE for share in PERCENT.findall(one))
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_speed_is_in_a_file_that_its_section_names(page: str) -> None:
-    assert unfounded(PAGES[page]) == []
+def test_speeds_are_tables_of_rows(page: str) -> None:
+    """After a change of rows or of a table: python -m experiments.figures"""
+    text = PAGES[page]
+    assert figures.rendered(text) == text
+    introduction, _, rest = text.partition("\n## ") if page == "README.md" else ("", "", text)
+    assert speeds_outside_of_tables(rest) == []
+    assert len(speeds_outside_of_tables(introduction)) == (page == "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_one_dated_table_of_rows(page: str) -> None:
+    text = PAGES[page]
+    for section in (section for section in re.split(r"^## ", text, flags=re.MULTILINE) if "<!-- figures" in section):
+        assert re.search(r"\b20\d\d-\d\d-\d\d\b", section.partition("<!--")[0])
+    assert text.count("<!-- figures") <= (2 if page == "README.md" else 1)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_difference_is_beyond_noise_or_says_so(page: str) -> None:
-    assert in_noise(PAGES[page]) == []
+    assert differences_in_noise(PAGES[page]) == []
+
+
+def test_the_introduction_of_the_readme() -> None:
+    """Size, speed and cost are those of the model and of the first row of its table."""
+    introduction = " ".join(PAGES["README.md"].partition("\n## ")[0].split())
+    card = (figures.ROOT / "docs" / "model-card.md").read_text(encoding="utf-8")
+    depth, *_, total, active, _ = re.findall(r"^\| `nam56r` \| (.*) \|$", card, re.MULTILINE)[0].split(" | ")
+    assert f"of {depth} layers with {int(total.replace(',', '')) / 1e9:.1f} B parameters" in introduction
+    assert f"{int(active.replace(',', '')) / 1e9:.1f} B of them active" in introduction
+    first, *_ = list(figures.models())[1:]
+    slowest, fastest = (float(cell.replace(",", "")) for cell in first[1:3])
+    (speed,) = (float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", introduction))
+    assert slowest <= speed <= fastest
+    hours, mfu = re.findall(r"take (\d+) GPU-hours", introduction), re.findall(r"(\d+) % MFU", introduction)
+    assert hours == [f"{1e9 / speed / 3600:.0f}"]
+    assert float(first[3]) - 0.5 <= float(mfu[0]) <= float(first[4]) + 0.5
 
 
 @pytest.mark.parametrize(
-    ("page", "figure"),
+    ("text", "speeds", "differences"),
     [
-        ("# A\nIt takes 1.23 ms.\n", "1.23"),
-        ("# A\n\n## B\n`bench_h200.csv`\n\n## C\nIt takes 2.73 ms.\n", "2.73"),
-        ("# A\n`bench_h200.csv` has 2.74 ms.\n", "2.74"),
-        ("# A\n`nam56r_h200.csv`\n\n| | tokens/s |\n|---|---|\n| one | 19,761 |\n", "19,761"),
+        ("It takes 1.23 ms.", 1, 0),
+        ("19,761 tokens/s of two.", 1, 0),
+        ("<!-- figures: ops -->\n| 1.23 ms |\n<!-- end of figures -->", 0, 0),
+        ("```text\n2 ms\n```\n", 0, 0),
+        ("It is 4 % faster.", 0, 1),
+        ("It saves 2.4 % of a step.", 0, 1),
+        ("It is 8 % faster. It is 4 % faster, within noise.", 0, 0),
     ],
 )
-def test_a_speed_without_its_row_is_found(page: str, figure: str) -> None:
-    assert [each.split()[0] for each in unfounded(page)] == [figure]
+def test_what_the_tests_above_find(text: str, speeds: int, differences: int) -> None:
+    assert (len(speeds_outside_of_tables(text)), len(differences_in_noise(text))) == (speeds, differences)
 
 
-def test_rounded_speeds_of_named_files_are_founded() -> None:
-    page = "# A\n`bench_h200.csv`: 2.7 ms. `nam56r_h200.csv`: 19,800 tokens/s, or 9,880 tokens/s of two.\n"
-    assert unfounded(page) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "is_found"),
-    [
-        ("It is 4 % faster.", True),
-        ("It saves 2.4 % of a step.", True),
-        ("It is 8 % faster.", False),
-        ("It is 4 % faster, within noise.", False),
-        ("It takes 1658 ms where ours takes 1696 ms.", True),
-        ("It takes 1.0 ms instead of 2.0 ms.", False),
-    ],
-)
-def test_differences_in_noise_are_found(text: str, is_found: bool) -> None:
-    assert bool(in_noise(f"# A\n\n{text}\n")) == is_found
+def test_a_figure_without_a_row_cannot_be_written() -> None:
+    with pytest.raises(LookupError):
+        figures.op("mla", "a variant that nobody measured")
+    assert figures.number(19428) == "19,400"
+    assert [figures.number(value) for value in (0.7208, 15.73, 187.47)] == ["0.72", "15.7", "187"]

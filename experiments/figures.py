@@ -1,0 +1,257 @@
+"""Write the tables of figures in README.md and docs/ from the rows in experiments/results.
+
+    python -m experiments.figures
+
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; :data:`TABLES` says which rows its cells are.
+A figure without a row cannot be written, and a test fails for a page whose tables are not those of the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->)", re.DOTALL)
+BOTH = "forward+backward"
+
+Row = Mapping[str, str]
+Line = Sequence[str]
+
+
+@functools.cache
+def rows(file: str) -> tuple[Row, ...]:
+    """Read ``experiments/results/FILE.csv``."""
+    with (ROOT / "experiments" / "results" / f"{file}.csv").open(newline="", encoding="utf-8") as text:
+        return tuple(csv.DictReader(text))
+
+
+def select(file: str, shape: str = "", **values: str) -> list[Row]:
+    """Select the rows of a file that have these values and the words of ``shape``, in the file's order."""
+
+    def fits(row: Row) -> bool:
+        words = set(shape.split()) <= set(row.get("shape", "").split())
+        return words and all(row[name] == value for name, value in values.items())
+
+    return [row for row in rows(file) if fits(row)]
+
+
+def one(file: str, shape: str = "", **values: str) -> Row:
+    """Select a single row."""
+    found = select(file, shape, **values)
+    if len(found) != 1:
+        raise LookupError(f"{file}.csv has {len(found)} rows with {values} {shape}; expected one")
+    return found[0]
+
+
+def number(value: float | str, per: float = 1.0) -> str:
+    """Round a figure to two or three digits, and thousands to hundreds."""
+    scaled = float(value) / per
+    if scaled >= 10_000:
+        return f"{round(scaled, -2):,.0f}"
+    return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f}"
+
+
+def op(benchmark: str, variant: str, words: str = "", work: str = BOTH) -> Row:
+    """Select the row of a variant of a benchmark, of 8192 tokens on an H200."""
+    return one("bench_h200", f"B=2 S=4096 {words}", benchmark=benchmark, variant=variant, work=work)
+
+
+def gigabytes(row: Row) -> str:
+    """Memory that was allocated at the peak."""
+    return number(float(row.get("peak_bytes") or float(row["max_allocated_mib"]) * 2**20), 1e9)
+
+
+def ops() -> Iterator[Line]:
+    """Ops and the E layer beside stock or the best peer."""
+    e_layer = next(row["variant"] for row in rows("bench_h200") if row["variant"].startswith("ours (experts"))
+    te, unfused, fused = "Transformer Engine", "Megatron, unfused", "Megatron, fused"
+    experts = "Megatron, Transformer Engine"
+    table = (
+        ("MLA core", te, "mla", "stock Transformer Engine", "sdpa", "", BOTH),
+        ("MLA core by FlashAttention-4", te, "mla", "stock Transformer Engine", "flash4", "", BOTH),
+        ("sparse MLA", unfused, "sparse_mla", "stock unfused", "triton", "heads=56", BOTH),
+        ("DSA's indexer: selection", "Megatron", "indexer", "stock", "triton", "", "forward"),
+        ("DSA's indexer: gradient", "none[^gradient]", "indexer_grad", "", "triton", "", "gradient"),
+        ("Mamba-3 MIMO of rank 4", "mamba-ssm[^mimo]", "mamba3", "mamba-ssm MIMO", "triton", "state=64", BOTH),
+        ("Mamba-3 SISO", "mamba-ssm[^siso]", "mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "", BOTH),
+        ("M²RNN", "xma[^xma]", "m2rnn", "xma's recurrence (Triton) in the reference", "triton", "", BOTH),
+        ("routed experts", experts, "routed_mlp", "stock TEGroupedMLP", "triton", "", BOTH),
+        ("routed experts in FP8[^fp8]", experts, "routed_mlp", "stock TEGroupedMLP",
+         "triton_fp8, weights kept quantised", "", BOTH),
+        ("E layer", experts, "layer_e", "stock MoELayer", e_layer, "", BOTH),
+        ("output layer and loss[^loss]", fused, "linear_cross_entropy", "stock, fused cross-entropy",
+         "known weights, main_grad", "", BOTH),
+    )  # fmt: skip
+    yield "", "stock or best peer", "ms", "GB", "here, ms", "here, GB", "plain PyTorch, ms"
+    for what, peer, benchmark, theirs, ours, words, work in table:
+        best = op(benchmark, theirs, words, work) if theirs else None
+        here = op(benchmark, ours, words, work)
+        plain = number(op(benchmark, "reference", words, work)["ms"]) if benchmark != "layer_e" else ""
+        of_peer = (number(best["ms"]), gigabytes(best)) if best else ("", "")
+        yield what, peer, *of_peer, f"**{number(here['ms'])}**", gigabytes(here), plain
+
+
+def models() -> Iterator[Line]:
+    """Whole models as their recipes train them, on the slowest and the fastest machine that was measured."""
+    graphs = {"nam56r_quarter": ("graphs", "our norms")}
+    yield "", "tokens/s, slowest machine", "tokens/s, fastest", "MFU %, slowest", "MFU %, fastest", "GB a GPU"
+    for what, model, files, arms in (
+        ("`nam56r` on one H200", "nam56r", ("gpus_h200", "nam56r_h200"), ("micro-batch 2", "bf16")),
+        ("two H200s", "nam56r", ("gpus_h200",), ("two micro-batch 2",)),
+        ("four H200s", "nam56r", ("gpus_h200",), ("four micro-batch 2",)),
+        ("two H100s", "nam56r", ("gpus_h100",), ("two",)),
+        ("four H100s", "nam56r", ("gpus_h100",), ("four",)),
+        ("one H200, FP8[^fp8]", "nam56r", ("nam56r_h200",), ("fp8 experts and current scopes",)),
+        ("four H200s, FP8[^fp8]", "nam56r", ("gpus_h200",), ("four fp8",)),
+        ("`nam56r_quarter` on one H200", "nam56r_quarter", ("quarter_h200",), graphs["nam56r_quarter"]),
+        ("one H100", "nam56r_quarter", ("quarter_h100",), ("graphs",)),
+    ):
+        found = [row for file in files for arm in arms for row in select(file, arm=arm, model=model)]
+        found.sort(key=lambda row: int(row["tokens_per_s"]))
+        ends = (found[0], found[-1])
+        mfu = [number(float(row["mfu"]) * 100) if row["mfu"] else "" for row in ends]
+        yield what, *(number(row["tokens_per_s"]) for row in ends), *mfu, max(map(gigabytes, found), key=float)
+
+
+def layouts() -> Iterator[Line]:
+    """Layouts of the 52 layers."""
+    yield "layout", "GPUs", "micro-batches of", "CUDA graphs", "ms a step", "tokens/s a GPU", "GB a GPU", "commit"
+    for what, gpus, arm, commit, micro, graphs in (
+        ("one GPU", 1, "micro-batch 2", "cbb992c", 2, "yes"),
+        ("replicas", 2, "two micro-batch 2", "b8e159e", 2, "yes"),
+        ("replicas", 4, "four micro-batch 2", "cbb992c", 2, "yes"),
+        ("`--pipeline 2 --virtual 2`[^stages]", 2, "pipeline 2x2", "b05c876", 2, "no"),
+        ("the same, 13 layers a part", 2, "pipeline 2x2", "0428cd0", 2, "no"),
+        ("`--expert 2`[^four]", 2, "expert 2", "f039228", 1, "yes"),
+        ("`--expert 4`[^four]", 4, "expert 4", "f039228", 1, "yes"),
+        ("`--tensor 2 --sequence-parallel`[^four]", 2, "tensor 2", "b8e159e", 1, "yes"),
+        ("`--tensor 2 --expert 2 --sequence-parallel`[^four]", 4, "tensor 2 expert 2", "f039228", 1, "yes"),
+        ("one GPU", 1, "one", "da086d0", 1, "yes"),
+    ):
+        row = one("gpus_h200", arm=arm, commit=commit)
+        speed = number(row["step_ms"]), number(row["tokens_per_s"], gpus), gigabytes(row)
+        yield what, str(gpus), str(micro), graphs, *speed, f"`{commit}`"
+
+
+def compiled() -> Iterator[Line]:
+    """CUDA graphs, recompute by family and regional compile."""
+    yield "", "ms a step", "tokens/s", "first step after, s", "GB", "commit"
+    for what, model, arm, commit in (
+        ("`nam56r_quarter`", "nam56r_quarter", "auto", "e87fb55"),
+        ("`nam56r_quarter`, CUDA graphs", "nam56r_quarter", "graphs", "e87fb55"),
+        ("`nam56r_quarter`, the host slower", "nam56r_quarter", "auto", "15fd72a"),
+        ("`nam56r_quarter`, the host slower, CUDA graphs", "nam56r_quarter", "graphs", "15fd72a"),
+    ):
+        row = one("quarter_h200", model=model, arm=arm, commit=commit)
+        yield what, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
+    for what, arm in (("`nam56r`", "no graphs"), ("`nam56r`, CUDA graphs", "bf16")):
+        row = one("nam56r_h200", arm=arm)
+        yield what, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
+    names = {"none": "", "a": ", `recompute: [a]`", "m": ", `recompute: [m]`", "experts": ", `recompute: [experts]`"}
+    for file in ("recompute_h200", "regional_h200"):
+        for row in rows(file):
+            if row["recompute"] in names and row["tax"] == "none":
+                lane = {"quarter": "13 layers", "dense": "no E layer"}[row["lane"]]
+                how = names[row["recompute"]] + (", `compile: regional`" if row["compile"] == "regional" else "")
+                speed = number(row["median_step_ms"]), row["tokens_per_s"], number(row["first_step_s"])
+                yield f"reference ops, {lane}{how}", *speed, gigabytes(row), f"`{row['commit']}`"
+
+
+def fp8() -> Iterator[Line]:
+    """Routed experts, and the 52 layers, in FP8."""
+    yield "on one H200", "CUDA graphs", "ms", "tokens/s"
+    for variant in ("triton_fp8", "triton_fp8, weights kept quantised", "triton_fp8, dW into main_grad", "triton",
+                    "triton, dW into main_grad", "quack"):  # fmt: skip
+        yield f"routed experts, 32,768 rows, `{variant}`", "", number(op("routed_mlp", variant)["ms"]), ""
+    for variant in ("triton_fp8", "triton_fp8, weights kept quantised", "triton", "quack"):
+        row = one("bench_h200", "S=32768", benchmark="routed_mlp", variant=variant, work=BOTH)
+        yield f"routed experts, 262,144 rows, `{variant}`", "", number(row["ms"]), ""
+    for what, arm, graphs in (
+        ("bf16", "bf16", "yes"),
+        ("`routed_mlp: triton_fp8`", "fp8 experts", "yes"),
+        ("scopes of A, M and shared experts, `block`", "fp8 scopes", "yes"),
+        ("both", "fp8 experts and scopes", "yes"),
+        ("both, without A", "fp8 experts, M and shared experts", "yes"),
+        ("**both, scopes `current`** (the recipe)", "fp8 experts and current scopes", "yes"),
+        ("bf16", "no graphs", "no"),
+        ("`bf16_te_fp8_experts`", "fp8 experts by Transformer Engine", "no"),
+    ):
+        row = one("nam56r_h200", arm=arm)
+        yield f"52 layers, {what}", graphs, number(row["step_ms"]), number(row["tokens_per_s"])
+
+
+def vendors() -> Iterator[Line]:
+    """Kernels of other packages beside ours, in one run."""
+    yield "extra", "op", "work", "ms", "ours, ms"
+    for extra, benchmark, variant, ours, works in (
+        ("flash4", "mla", "flash4", "sdpa", ("forward", BOTH)),
+        ("quack", "routed_mlp", "quack", "triton", (BOTH,)),
+        ("quack", "linear_cross_entropy", "quack, mean", "chunked, mean", (BOTH,)),
+        ("liger", "linear_cross_entropy", "liger, mean", "chunked, mean", (BOTH,)),
+    ):
+        for work in works:
+            pair = (number(op(benchmark, name, work=work)["ms"]) for name in (variant, ours))
+            yield f"`{extra}`", f"`{benchmark}`", work, *pair
+
+
+def evidence() -> Iterator[Line]:
+    """The kernels that ``auto`` takes beside the reference of their op, forward and backward."""
+    yield "op", "backend", "ms", "reference, ms", "times"
+    for benchmark, backend, words, work in (
+        ("mla", "sdpa", "", BOTH),
+        ("sparse_mla", "triton", "heads=56", BOTH),
+        ("indexer", "triton", "", "forward"),
+        ("indexer_grad", "triton", "", "gradient"),
+        ("mla_projection", "triton", "", BOTH),
+        ("mla_keys", "triton", "", BOTH),
+        ("indexer_inputs", "triton", "", BOTH),
+        ("mamba3", "triton", "state=64", BOTH),
+        ("m2rnn", "triton", "", BOTH),
+        ("routed_mlp", "triton", "", BOTH),
+        ("grouped_mlp", "triton", "", BOTH),
+        ("router", "triton", "", BOTH),
+    ):
+        ours, plain = (float(op(benchmark, name, words, work)["ms"]) for name in (backend, "reference"))
+        yield f"`{benchmark}`", f"`{backend}`", number(ours), number(plain), number(plain / ours)
+
+
+def overhead() -> Iterator[Line]:
+    """What recording a run costs."""
+    yield "commit", "ms a step", "of that recording, ms"
+    for row in rows("overhead_h200"):
+        yield f"`{row['commit']}`", number(row["step_ms"]), number(row["listeners_ms"])
+
+
+TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
+    each.__name__: each for each in (ops, models, layouts, compiled, fp8, vendors, evidence, overhead)
+}
+
+
+def table(name: str) -> str:
+    """Render a table as Markdown."""
+    head, *lines = TABLES[name]()
+    rule = [
+        "---",
+        *("---:" if all(re.match(r"[*\d]|$", line[at]) for line in lines) else "---" for at in range(1, len(head))),
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
+
+
+def rendered(page: str) -> str:
+    """Return a page with the tables of today's rows."""
+    return BLOCK.sub(lambda found: f"{found[1]} -->\n{table(found[1])}", page)
+
+
+def main() -> None:
+    """Write all pages."""
+    for path in PAGES:
+        path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import signal
@@ -73,11 +72,6 @@ def plan(tmp_path: Path) -> object:
     return demo.Plan(tmp_path, "cpu", 20, 0)
 
 
-def make_progress(plan: object) -> tuple[object, io.StringIO]:
-    stream = io.StringIO()
-    return demo.Progress(plan, stream), stream
-
-
 def test_the_plan_keeps_its_promises() -> None:
     plan = demo.Plan(Path("x"), "cpu", 200, 0)
     assert (plan.save_at, plan.stop_after) == (100, 110)
@@ -87,41 +81,41 @@ def test_the_plan_keeps_its_promises() -> None:
         assert 2 * plan.save_at > plan.stop_after  # no second checkpoint before the kill
 
 
-def test_training_is_killed_with_all_that_it_started(plan: object) -> None:
-    progress, stream = make_progress(plan)
-    found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), progress, kill_after=3)
+def test_training_is_killed_with_all_that_it_started(plan: object, capsys: pytest.CaptureFixture[str]) -> None:
+    found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), kill_after=3)
     assert found[-1].step >= 3
     assert found == read_steps(plan.record)
     assert found[-1].step < 1000
     assert_all_gone(plan.folder)
-    assert "step   1/20  loss 1.000" in stream.getvalue()
+    assert "step   1/20  loss 1.000" in capsys.readouterr().out
 
 
 def test_a_leg_that_somebody_else_kills_is_no_kill_of_ours(plan: object) -> None:
-    progress, _ = make_progress(plan)
     suicide = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     with pytest.raises(demo.DemoError, match=r"ended \(status 137\) before it could be killed") as failure:
-        demo.train(plan, suicide, progress, kill_after=3)
+        demo.train(plan, suicide, kill_after=3)
     assert failure.value.status == 137
 
 
 def test_a_leg_that_ends_leaves_nothing_either(plan: object) -> None:
-    progress, _ = make_progress(plan)
-    found = demo.train(plan, trainer(plan, steps=5, pause=0), progress)
+    found = demo.train(plan, trainer(plan, steps=5, pause=0))
     assert [step.step for step in found] == [1, 2, 3, 4, 5]
     assert_all_gone(plan.folder)
 
 
 @pytest.mark.parametrize(("status", "kill_after", "expected"), [(7, 0, 7), (7, 4, 7), (0, 4, 1)])
 def test_training_that_fails_or_ends_early(
-    plan: object, status: int, kill_after: int, expected: int, capsys: pytest.CaptureFixture[str]
+    plan: object,
+    status: int,
+    kill_after: int,
+    expected: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    progress, _ = make_progress(plan)
     command = trainer(plan, steps=2, pause=0, status=status)
-    with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command, progress, kill_after=kill_after)
-    assert failure.value.status == expected
-    demo.show_failure(failure.value)
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    monkeypatch.setattr(demo, "run_demo", lambda *_: demo.train(plan, command, kill_after=kill_after))
+    assert demo.main(["--device", "cpu"]) == expected
     shown = capsys.readouterr().err
     assert "the reason is here" in shown
     assert "demo FAILED" in shown
@@ -129,10 +123,9 @@ def test_training_that_fails_or_ends_early(
 
 
 def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> None:
-    progress, _ = make_progress(plan)
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
     with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command, progress)
+        demo.train(plan, command)
     assert failure.value.status == 139
 
 
@@ -144,7 +137,7 @@ import demo
 plan = demo.Plan(Path(sys.argv[2]), "cpu", 20, 0)
 
 def run_demo(*_):
-    demo.train(plan, sys.argv[3:], demo.Progress(plan))
+    demo.train(plan, sys.argv[3:])
 
 demo.run_demo = run_demo
 sys.exit(demo.main(["--device", "cpu"]))
@@ -203,28 +196,27 @@ def test_on_a_gpu_the_difference_is_told_and_bounded(plan: object) -> None:
 
 
 def test_another_checkpoint_than_the_planned_one_is_refused(plan: object) -> None:
-    with pytest.raises(demo.DemoError, match="says no checkpoint; expected 10"):
+    with pytest.raises(demo.DemoError, match="no checkpoint; expected 10"):
         demo.check_checkpoint(plan)
     plan.checkpoints.mkdir()
     tracker = plan.checkpoints / "latest_checkpointed_iteration.txt"
     tracker.write_text("20")
-    with pytest.raises(demo.DemoError, match="says 20; expected 10"):
+    with pytest.raises(demo.DemoError, match="20; expected 10"):
         demo.check_checkpoint(plan)
     tracker.write_text("10")
     demo.check_checkpoint(plan)
 
 
 @pytest.mark.parametrize(("reached", "holds"), [(3.0, True), (3.0000001, False), (5.0, False), (float("nan"), False)])
-def test_the_score_has_to_be_good_enough(plan: object, reached: float, holds: bool) -> None:
-    progress, stream = make_progress(plan)
+def test_the_score_has_to_be_good_enough(reached: float, holds: bool, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"bits_per_byte": reached, "unigram_bits_per_byte": 4.0, "bytes": 1000}
     if holds:
-        demo.report(plan, found, progress)
+        demo.report(found)
         said = "held-out bits per byte 3.000; unigram entropy of the same bytes 4.000; 25.0 % under"
-        assert said in stream.getvalue()
+        assert said in capsys.readouterr().out
     else:
         with pytest.raises(demo.DemoError, match="expected at least 25 %"):
-            demo.report(plan, found, progress)
+            demo.report(found)
 
 
 def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -247,7 +239,7 @@ STEPS, SAVED = 16, 8
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_whole_demo_in_small(tmp_path: Path) -> None:
+def test_the_whole_demo_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps: everything holds but the score, which they cannot reach; then the corpus is used again."""
     output = tmp_path / "demo"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--steps", str(STEPS), "--score-tokens", "2000"]
@@ -275,15 +267,15 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     assert page == (output / "run-1" / "index.html").read_text(encoding="utf-8")
     check_page(page, score, first[-1].step)
 
-    progress, stream = make_progress(demo.Plan(tmp_path, "cpu", 8, 0))
-    prefixes = demo.make_corpus(output / "corpus", progress)
-    assert "(already there, checked)" in stream.getvalue()
+    prefixes = demo.make_corpus(output / "corpus")
+    files = [Path(prefix + ".bin") for prefix in prefixes]
     with open(prefixes[1] + ".bin", "r+b") as damaged:
         damaged.write(b"\x01\x00")
-    assert demo.make_corpus(output / "corpus", progress) == prefixes
-    assert "making it" in stream.getvalue()
-    assert "SHA-256" in stream.getvalue()
-    assert demo.check_corpus(prefixes) == (True, "")
+    assert demo.make_corpus(output / "corpus") == prefixes
+    assert "corpus: rebuilding, " in capsys.readouterr().out
+    times = [file.stat().st_mtime_ns for file in files]
+    assert demo.make_corpus(output / "corpus") == prefixes
+    assert [file.stat().st_mtime_ns for file in files] == times
 
 
 def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:

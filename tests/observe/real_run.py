@@ -110,11 +110,7 @@ def add_better_backend() -> None:
     own = candidates.own_candidates
     wide = backends.Support(dims={"head_dim": backends.Dim(multiple_of=1024)})
     kernel = backends.Candidate(
-        name="kernel",
-        op="mamba3",
-        speed=backends.Speed.KERNEL,
-        load=lambda: print,
-        support=wide,
+        name="kernel", op="mamba3", speed=backends.Speed.KERNEL, load=lambda: print, support=wide
     )
     candidates.own_candidates = lambda: (*own(), kernel)
 

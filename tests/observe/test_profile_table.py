@@ -14,9 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore.commands import cli
-from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Attribution, Place
 from megacpp_mcore.observe.profile.table import collective, is_communication, page, table
-from megacpp_mcore.observe.profile.trace import NODE, Cover, Kernel, Op, Trace, read
+from megacpp_mcore.observe.profile.trace import (
+    BACKWARD,
+    FORWARD,
+    NODE,
+    OPTIMIZER,
+    RECOMPUTE,
+    Attribution,
+    Cover,
+    Kernel,
+    Op,
+    Place,
+    Trace,
+    read,
+)  # fmt: skip
 
 MAIN, ENGINE = 11, 12
 """Two threads of the host."""

@@ -208,12 +208,7 @@ UNREAD: dict[str, Any] = COUNTED | {"layers": {}}
 
 @pytest.mark.parametrize(
     ("fate", "second", "reason"),
-    [
-        ("", COUNTED, None),
-        ("", UNREAD | {"failed": FAILED}, FAILED),
-        ("", {}, MISSING),
-        ("missing", COUNTED, MISSING),
-    ],
+    [("", COUNTED, None), ("", UNREAD | {"failed": FAILED}, FAILED), ("", {}, MISSING), ("missing", COUNTED, MISSING)],
 )
 def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
     tmp_path: Path, fate: str, second: dict[str, Any], reason: str | None

@@ -124,11 +124,7 @@ def _packed_seam(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:
     q, k, v = (leaf.squeeze(1) for leaf in inputs.leaves.values())
     cu_seqlens = torch.arange(0, len(q) + 1, length, device=q.device, dtype=torch.int32)
     packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length
     )
     run: Any = MultiLatentAttention._run_core_attention
     output: torch.Tensor = run(attention, q, k, v, None, packed_seq_params=packed)

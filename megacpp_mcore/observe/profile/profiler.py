@@ -1,9 +1,9 @@
 """Profiles some steps of a run: time by block family and phase.
 
 The listener opens torch's profiler and the ranges of :mod:`megacpp_mcore.observe.profile.ranges` when the first step begins,
-and closes both after the last one; outside of the window it costs nothing. Then it reads the profiler's raw events
-(:mod:`megacpp_mcore.observe.profile.trace`), attributes each (:mod:`megacpp_mcore.observe.profile.attribution`)
-and writes ``RUN/profile/<first>-<last>/table.json`` and ``table.txt``. No torch at import.
+and closes both after the last one; outside of the window it costs nothing. Then it reads the profiler's raw events, attributes
+each (:mod:`megacpp_mcore.observe.profile.trace`) and writes ``RUN/profile/<first>-<last>/table.json`` and ``table.txt``. No
+torch at import.
 """
 
 from __future__ import annotations
@@ -99,37 +99,24 @@ class Profiler(Listener):
                 del window  # and its millions of records, within that phase, too
 
     def _write(self, window: _Window) -> None:
-        name = f"{window.first}-{window.last}"
-        began = time.monotonic()
-        record = self._record(window) | {"read_s": round(time.monotonic() - began, 3)}
-        folder = self._folder / name
+        folder = self._folder / f"{window.first}-{window.last}"
         if self._rank:
             folder /= f"rank_{self._rank:05d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / "table.json", json.dumps(record, indent=1) + "\n")
-        replace(folder / "table.txt", tables.page(record))
-        if self._trace:
-            window.save(folder / "trace.json.gz")
-        if record["problem"]:
-            logger.warning("profile: %s", record["problem"])
-        logger.info("profile: %s", folder / "table.txt")
-
-    def _record(self, window: _Window) -> dict[str, Any]:
-        events = window.events()
-        was_on = gc.isenabled()
+        began, is_on = time.monotonic(), gc.isenabled()
         gc.disable()  # millions of records are made, none in cycles: searching them would take most of the time
         try:
+            events: Sequence[Any] = window.profiler.kineto_results.events()
             trace = traces.read(events)
             found = tables.table(trace)
         finally:
-            if was_on:
+            if is_on:
                 gc.enable()
         phase, why = "steady", f"nothing was compiled, {self._steps_before} steps of this process came before"
         if not self._steps_before:
             phase, why = "warm-up", f"step {window.first} is the first of this process"
         if window.compiled_s:
             phase, why = "warm-up", f"{window.compiled_s:.1f} s of it were compilation"
-        return {
+        record = {
             "schema": SCHEMA,
             "rank": self._rank,
             "steps": [window.first, window.last],
@@ -139,7 +126,21 @@ class Profiler(Listener):
             "problem": _NO_KERNEL if window.device is not None and not trace.kernels else None,
             **found,
             "events": len(events),
+            "read_s": round(time.monotonic() - began, 3),
         }
+        folder.mkdir(parents=True, exist_ok=True)
+        replace(folder / "table.json", json.dumps(record, indent=1) + "\n")
+        replace(folder / "table.txt", tables.page(record))
+        if self._trace:
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                plain, packed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
+                window.profiler.export_chrome_trace(str(plain))
+                with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+                packed.replace(folder / packed.name)
+        if record["problem"]:
+            logger.warning("profile: %s", record["problem"])
+        logger.info("profile: %s", folder / "table.txt")
 
 
 class FamilyRanges(Listener):
@@ -185,6 +186,7 @@ class _Window:
     Attributes:
         first, last: its first step, and the last completed one (0: none).
         device: the GPU's name; None on a CPU.
+        profiler: torch's.
         compiled_s: seconds of compilation in it, known once it is closed.
     """
 
@@ -199,11 +201,11 @@ class _Window:
         self.device = torch.cuda.get_device_name() if on_device else None
         self._clock = Clock()
         self._ranges = Ranges()
-        self._profiler: Any = torch.autograd.profiler.profile(
+        self.profiler: Any = torch.autograd.profiler.profile(
             use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
         )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._profiler)
+            stack.enter_context(self.profiler)
             stack.enter_context(compilation_timed(self._clock))
             stack.enter_context(named(self._ranges, chunks, optimizer))
             self._stack = stack.pop_all()
@@ -223,17 +225,3 @@ class _Window:
         self._stack.close()
         spent = self._clock.take()
         self.compiled_s = sum(spent.get(phase, 0) for phase in (Phase.COMPILE, Phase.JIT)) / 1e9
-
-    def events(self) -> Sequence[Any]:
-        """The profiler's raw events."""
-        found: Sequence[Any] = self._profiler.kineto_results.events()
-        return found
-
-    def save(self, path: Path) -> None:
-        """Write the events as a compressed file for a trace viewer."""
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            plain, packed = Path(folder) / "trace.json", Path(folder) / path.name
-            self._profiler.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-            packed.replace(path)

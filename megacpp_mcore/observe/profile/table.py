@@ -15,13 +15,13 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
-from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, OTHER, RECOMPUTE, Attribution, Place
-from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
+from megacpp_mcore.observe.profile import trace as traces
+from megacpp_mcore.observe.profile.trace import Attribution, Cover, Interval, Kernel, Place, Trace
 
 FOLDER = "profile"
 """Folder in the run's: rank 0's table is ``profile/10-14/table.json``, another's ``profile/10-14/rank_00003/table.json``."""
 EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
-COLUMNS = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER, EXPOSED, HIDDEN)
+COLUMNS = (traces.FORWARD, traces.RECOMPUTE, traces.BACKWARD, traces.OPTIMIZER, traces.OTHER, EXPOSED, HIDDEN)
 UNATTRIBUTED = "unattributed"
 DEVICE_TIME, HOST_TIME = "device time of kernels", "self CPU time of operators"
 TOP = 10
@@ -171,7 +171,7 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
         if place is None:
             if not in_steps.holds(kernel.start_ns):
                 continue  # it ran between steps
-            place = Place(None, OTHER)
+            place = Place(None, traces.OTHER)
         if is_communication(kernel.name):
             moving.append((kernel, place))
         else:

@@ -46,7 +46,6 @@ ENVIRONMENT = (
 
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _TE = probes.TRANSFORMER_ENGINE
-_STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _ARGUMENTS = {
     "parallelism.world_size": "args.world_size",
     "parallelism.tensor": "config.tensor_model_parallel_size",
@@ -104,12 +103,12 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     for path, learn in (
         # again: only now has a checkout's Megatron been imported
         ("versions", lambda found: found.put("versions", host.versions())),
-        ("device", lambda found: found.put("device", _device(chunks))),
+        ("device", lambda found: _device(found, chunks)),
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args, loop.data_words())),
         ("precision", lambda found: _precision(found, chunks, config, settings)),
-        ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
+        ("optimizer", lambda found: _optimizer(found, args)),
         ("patches", lambda found: found.put("patches", _patches())),
         ("routing", lambda found: _routing(found, config)),
     ):
@@ -159,7 +158,7 @@ def _commit(facts: Facts) -> None:
 
 
 def _patches() -> list[dict[str, Any]]:
-    """The patches that are in effect."""
+    """Return the patches that are in effect."""
     from megacpp_mcore.patches.machinery import registry
 
     there = [record for record in registry.default().status() if record["state"] != "not applied"]
@@ -194,14 +193,15 @@ def _model(facts: Facts, args: Any, settings: PluginConfig | None, loop: Loop) -
     return model
 
 
-def _device(chunks: Sequence[Any]) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if _device_type(chunks) == "cuda" else f"CPU ({host.processor()})"
-
-
 def _device_type(chunks: Sequence[Any]) -> str:
     return str(next(bare(chunks[0]).parameters()).device.type)
+
+
+def _device(facts: Facts, chunks: Sequence[Any]) -> None:
+    import torch
+
+    on_gpu = _device_type(chunks) == "cuda"
+    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({host.processor()})")
 
 
 def _batch(facts: Facts, args: Any) -> None:
@@ -211,14 +211,16 @@ def _batch(facts: Facts, args: Any) -> None:
     facts.put("batch.rampup", args.rampup_batch_size is not None)
 
 
-def _optimizer(args: Any) -> dict[str, Any]:
-    """The optimizer as configured; its states do not exist before the first step."""
-    return {
+def _optimizer(facts: Facts, args: Any) -> None:
+    """Add the optimizer as configured; its states do not exist before the first step."""
+    states = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    found = {
         "name": args.optimizer,
         "distributed": bool(args.use_distributed_optimizer),
         "precision_aware": bool(args.use_precision_aware_optimizer),
-        **{name: str(getattr(args, name)).removeprefix("torch.") for name in _STATES if hasattr(args, name)},
     }
+    dtypes = {name: str(getattr(args, name)).removeprefix("torch.") for name in states if hasattr(args, name)}
+    facts.put("optimizer", found | dtypes)
 
 
 def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: PluginConfig | None) -> None:
@@ -369,11 +371,14 @@ def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
     resolved = [made.as_record() | {"layer": number} for number, _, one in _layers(chunks) for made in _answers(one)]
     rows = [*resolved, *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
     facts.put("backends", rows)
-    reason = "something else than Megatron's DistributedDataParallel holds the gradients"
-    buckets = _buckets(chunks)
-    dtypes = None if buckets is None else sorted({str(one.dtype).removeprefix("torch.") for one in buckets})
-    sizes = None if buckets is None else [one.numel() for one in buckets]
-    facts.put_all("ddp", {"grad_reduce_dtype": dtypes, "bucket_elements": sizes}, reason)
+    if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
+        reason = "something else than Megatron's DistributedDataParallel holds the gradients"
+        facts.put_all("ddp", {"grad_reduce_dtype": None, "bucket_elements": None}, reason)
+        return
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buckets = [one.grad_data for buffer in buffers for one in buffer.buckets]  # in the order in which they are reduced
+    facts.put("ddp.grad_reduce_dtype", sorted({str(one.dtype).removeprefix("torch.") for one in buckets}))
+    facts.put("ddp.bucket_elements", [one.numel() for one in buckets])
 
 
 def card(facts: Facts, chunks: Sequence[Any], samples: cards.Samples) -> None:
@@ -433,28 +438,6 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
                 yield number, name.rpartition(".")[2], module
 
 
-def _buckets(chunks: Sequence[Any]) -> list[Any] | None:
-    """The gradient buckets in memory, in the order in which they are reduced; None where not Megatron's DDP reduces."""
-    if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
-        return None
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return [one.grad_data for buffer in buffers for one in buffer.buckets]
-
-
-def _computes(name: str, module: Any) -> bool:
-    """Whether it is a linear layer or a norm; in the place of a missing one, Megatron puts a module that does nothing."""
-    is_one = name.startswith("linear_") or name.endswith(("_proj", "norm"))
-    return is_one and type(module).__name__ != "IdentityOp"
-
-
-def _requested(module: Any, chunks: Sequence[Any]) -> str:
-    """``--transformer-impl``, unless the module says that this flag does not choose it."""
-    if not getattr(module, "follows_transformer_impl", True):
-        return AUTO
-    config = getattr(module, "config", None) or bare(chunks[0]).config
-    return str(config.transformer_impl)
-
-
 def _record(
     op: str, layer: int | None, requested: str, have: str, speed: Speed, reason: str, *, slower: bool = False
 ) -> dict[str, Any]:
@@ -467,14 +450,19 @@ def _answers(module: Any) -> list[Resolution]:
 
 
 def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Linears, norms and experts of each layer; one record for each combination of request and owner."""
+    """Yield linears, norms and experts of each layer; one record for each combination of request and owner."""
     found: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
-        of_stock = name == "experts" and getattr(module, "follows_transformer_impl", True)
-        ours = any(made.observed != STOCK for made in _answers(module))
-        if (of_stock or _computes(name, module)) and not ours:
+        follows = getattr(module, "follows_transformer_impl", True)
+        is_ours = any(made.observed != STOCK for made in _answers(module))
+        # In the place of a missing linear layer or norm, Megatron puts an IdentityOp.
+        computes = name.startswith("linear_") or name.endswith(("_proj", "norm"))
+        computes = computes and type(module).__name__ != "IdentityOp"
+        if not is_ours and (computes or (name == "experts" and follows)):
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
-            key = (op, number, _requested(module, chunks), _TE if owner(module) == _TE else "local")
+            config = getattr(module, "config", None) or bare(chunks[0]).config
+            requested = str(config.transformer_impl) if follows else AUTO
+            key = (op, number, requested, _TE if owner(module) == _TE else "local")
             found.setdefault(key, set()).add(type(module).__name__)
     present = probes.requirement(_TE)
     for (op, number, asked, have), names in found.items():
@@ -488,15 +476,14 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Stock's loss, where there is a head and no patch that records its own."""
+    """Yield stock's loss, where there is a head and no patch that records its own."""
     has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
-    if not has_head or "linear-cross-entropy" in {record["name"] for record in _patches()}:
-        return
-    config = bare(chunks[0]).config
-    is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
-    kind = f"{config.cross_entropy_fusion_impl}, fused" if config.cross_entropy_loss_fusion else "plain"
-    reason = f"stock's cross-entropy ({kind}); the patch linear-cross-entropy is not applied"
-    yield _record("loss", None, AUTO, _TE if is_te else "megatron", Speed.COMPILED, reason)
+    if has_head and "linear-cross-entropy" not in {record["name"] for record in _patches()}:
+        config = bare(chunks[0]).config
+        is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+        kind = f"{config.cross_entropy_fusion_impl}, fused" if config.cross_entropy_loss_fusion else "plain"
+        reason = f"stock's cross-entropy ({kind}); the patch linear-cross-entropy is not applied"
+        yield _record("loss", None, AUTO, _TE if is_te else "megatron", Speed.COMPILED, reason)
 
 
 def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
@@ -72,21 +73,15 @@ def or_null(kind: Kind) -> Kind:
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.fits(value))
 
 
-def record(**fields: Kind) -> Kind:
-    """A map with exactly these keys."""
-    inner = open_record(**fields)
-    return Kind(f"{{{', '.join(fields)}}}", lambda value: inner.fits(value) and len(value) == len(fields))
-
-
-def open_record(**fields: Kind) -> Kind:
-    """A map with these keys and any others."""
+def record(is_open: bool = False, **fields: Kind) -> Kind:
+    """A map with these keys; if it is open, with any others too."""
 
     def fits(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            name in value and kind.fits(value[name]) for name, kind in fields.items()
-        )
+        if not isinstance(value, dict) or not (is_open or len(value) == len(fields)):
+            return False
+        return all(name in value and kind.fits(value[name]) for name, kind in fields.items())
 
-    return Kind(f"{{{', '.join([*fields, '…'])}}}", fits)
+    return Kind(f"{{{', '.join([*fields, *['…'] * is_open])}}}", fits)
 
 
 def _is_number(value: Any) -> bool:
@@ -142,30 +137,30 @@ _LOAD = record(
 _GOODPUT = record(
     rank=COUNT, goodput=SHARE, wall_s=AMOUNT, seconds=map_of(AMOUNT), starts=COUNT, steps=COUNT, steps_lost=COUNT
 )
-_FLOPS = open_record(
-    families=open_record(**{name: open_record(share=SHARE) for names in FAMILIES.values() for name in names}),
-    by_precision=map_of(open_record(model_flops=COUNT, hardware_flops=COUNT)),
+_FLOPS = record(
+    is_open=True,
+    families=record(True, **{name: record(True, share=SHARE) for names in FAMILIES.values() for name in names}),
+    by_precision=map_of(record(True, model_flops=COUNT, hardware_flops=COUNT)),
 )
 
-_F = Field
+_F, _S, _A = Field, partial(Field, shown=True), partial(Field, always=True)
 FIELDS: tuple[Field, ...] = (
-    _F("schema", COUNT, f"version of this schema, {SCHEMA}", always=True),
-    _F("status", TEXT, "`running` (or killed), `finished`, `stopped` (in order, before its last step), or the name of the "
-       "error that ended it", "status", shown=True, always=True),
-    _F("written_at", TEXT, "when it was put together, UTC", always=True),
+    _A("schema", COUNT, f"version of this schema, {SCHEMA}"),
+    _A("status", TEXT, "`running` (or killed), `finished`, `stopped` (in order, before its last step), or its error's name",
+       "status", shown=True),
+    _A("written_at", TEXT, "when it was assembled, UTC"),
     _F("ranks.expected", SIZE, "processes of the run"),
-    _F("ranks.found", list_of(COUNT), "ranks that wrote their facts", always=True),
+    _A("ranks.found", list_of(COUNT), "ranks that wrote their facts"),
     # what was trained
-    _F("family", TEXT, "model family, such as `NAM56R`", "family", shown=True),
+    _S("family", TEXT, "model family, such as `NAM56R`", "family"),
     _F("model.name", TEXT, "name of the model's definition", "model"),
-    _F("pattern", TEXT, "the model's pattern of A, M, E and R layers as it was written", "pattern", shown=True,
-       compare="pattern"),
+    _S("pattern", TEXT, "the model's pattern of A, M, E and R layers as it was written", "pattern", compare="pattern"),
     _F("model.layers", TEXT, "the letter of every layer", compare="pattern"),
     _F("model.parameters", COUNT, "parameters of the whole model", "parameters", "count"),
     _F("model.definition", map_of(VALUE), "the whole definition", compare="pattern"),
     _F("moe_enabled", FLAG, "whether the model has experts", compare="routed_experts"),
-    _F("device", TEXT, "what it ran on, as CUDA names it", "device", shown=True, compare="topology"),
-    _F("parallelism.world_size", SIZE, "processes, one a device", "devices", shown=True, compare="topology"),
+    _S("device", TEXT, "its name, by CUDA", "device", compare="topology"),
+    _S("parallelism.world_size", SIZE, "processes, one a device", "devices", compare="topology"),
     _F("parallelism.hosts", SIZE, "hosts", compare="topology"),
     _F("parallelism.tensor", SIZE, "tensor parallelism", "tensor parallel", compare="topology"),
     _F("parallelism.pipeline", SIZE, "pipeline stages", "pipeline stages", compare="topology"),
@@ -175,18 +170,17 @@ FIELDS: tuple[Field, ...] = (
     _F("parallelism.data", SIZE, "data-parallel replicas", compare="topology"),
     _F("parallelism.sequence_parallel", FLAG, "sequence parallelism", compare="topology"),
     _F("batch.micro_batch_size", SIZE, "sequences of a micro-batch", compare="batch_geometry"),
-    _F("batch.global_batch_size", SIZE, "sequences of a step over all replicas", "global batch", "count",
-       compare="batch_geometry"),
+    _F("batch.global_batch_size", SIZE, "sequences of a step, all replicas", "global batch", "count", compare="batch_geometry"),
     _F("batch.accumulation", SIZE, "micro-batches of a step on one replica", compare="batch_geometry"),
     _F("batch.rampup", FLAG, "whether the batch grows during the run", compare="batch_geometry"),
     _F("batch.sequence_length", SIZE, "tokens of a sequence", "sequence", "count", compare="sequence_length"),
     _F("batch.documents", TEXT, "`together`, `masked` (rows) or `packed` (one row a micro-batch)", "documents",
        compare="sequence_length"),
-    _F("batch.effective_tokens", SIZE, "tokens of one step: sequences that it consumed times their length, "
-       "padding and masked tokens included; null when steps differ", "tokens a step", "count", compare="effective_tokens"),
+    _F("batch.effective_tokens", SIZE, "tokens of one step: sequences times their length, padding and masked tokens included; "
+       "null when steps differ", "tokens a step", "count", compare="effective_tokens"),
     _F("data.kind", one_of("real", "mock"), "`real` or `mock`", "data", compare="real_data"),
-    _F("data.checksum", TEXT, "SHA-256 over the datasets' checksums and weights, those in files of blends "
-       "included, and the split", "data checksum", "hash", compare="real_data"),
+    _F("data.checksum", TEXT, "SHA-256 over the datasets' checksums and weights, also in files of blends, and the split",
+       "data checksum", "hash", compare="real_data"),
     _F("data.datasets", list_of(_DATASET), "name, weight and `.bin` checksum of each, blend by blend"),
     _F("data.fill_in_the_middle", FLAG, "whether documents are cut up for fill in the middle", compare="real_data"),
     _F("tokenizer.kind", TEXT, "Megatron's name of its type", compare="real_data"),
@@ -194,116 +188,101 @@ FIELDS: tuple[Field, ...] = (
     _F("tokenizer.vocab_size", COUNT, "rows of the embedding, padding included", compare="real_data"),
     # how it was computed
     _F("precision.model_dtype", TEXT, "parameters and activations, as configured", "model dtype", compare="precision"),
-    _F("precision.kernel_fp8", TEXT, "whose matrix products run in FP8, as configured: `none`, `experts`, a recipe "
-       "with its families of layers (`blanket`: all that can), or Megatron's own", "FP8 kernels", shown=True,
+    _S("precision.kernel_fp8", TEXT, "matrix products in FP8, as configured: `none`, `experts`, a recipe with its families of "
+       "layers (`blanket`: all that can), or Megatron's own", "FP8 kernels", compare="precision"),
+    _F("precision.dispatch", TEXT, "what a module requested for FP8 does that cannot, as configured: `none` or `refuse`",
        compare="precision"),
-    _F("precision.dispatch", TEXT, "what a module does that was named for FP8 and cannot, as configured: `none` "
-       "or `refuse`", compare="precision"),
     _F("precision.checkpoint_owner", TEXT, "whose function recomputes activations, as configured", compare="precision"),
-    _F("precision.fp8_layers", list_of(COUNT), "layers whose experts were built to run in FP8, as observed",
-       compare="precision"),
-    _F("precision.fp8_scopes", map_of(COUNT), "FP8 scopes that all ranks entered, those that stayed in BF16, and those "
-       "entered while a CUDA graph was captured"),
-    _F("precision.dequantised", COUNT, "times that a quantised tensor was dequantised, over all ranks; must be 0: "
-       "otherwise FP8 storage was expanded"),
-    _F("compile_warmup", one_of("explicit", "skipped"), "whether regions were to be compiled before step 1, as the "
-       "launch policy chose", "compile warm-up", shown=True, compare="compile_policy"),
+    _F("precision.fp8_layers", list_of(COUNT), "layers whose experts were built for FP8, as observed", compare="precision"),
+    _F("precision.fp8_scopes", map_of(COUNT), "FP8 scopes of all ranks: entered, left in BF16, captured in a graph"),
+    _F("precision.dequantised", COUNT, "dequantised tensors, over all ranks; must be 0: otherwise FP8 storage was expanded"),
+    _S("compile_warmup", one_of("explicit", "skipped"), "whether the launch policy compiles regions before step 1",
+       "compile warm-up", compare="compile_policy"),
     _F("compile.mode", one_of("off", "regional"), "`off` or `regional`, as configured", "compile", compare="compile_policy"),
     _F("compile.reason", TEXT, "why the warm-up was skipped; empty when it was not", compare="compile_policy"),
-    _F("compile.precompile", FLAG, "whether static regions were to be compiled ahead all the same, as the launch "
-       "policy chose", compare="compile_policy"),
-    _F("cache.state", one_of("warm", "cold", "unused"), "`cold`: entries were added to the caches; `warm`: none was added, "
-       "and there were some; `unused`: nothing was compiled", "cache", shown=True, compare="cache_state"),
+    _F("compile.precompile", FLAG, "whether static regions are compiled ahead all the same", compare="compile_policy"),
+    _S("cache.state", one_of("warm", "cold", "unused"), "`cold`: entries were added to the caches; `warm`: none was, and "
+       "there were some; `unused`: nothing was compiled", "cache", compare="cache_state"),
     _F("cache.files", map_of(COUNT), "kernels (Triton) and graphs (Inductor) in each cache at the start, before the warm-up"),
-    _F("cache.added", map_of(COUNT), "those that came during the run, in the warm-up included"),
-    _F("recompute", TEXT, "what the backward pass computes again, as configured", "recompute", compare=BESIDE),
-    _F("experimental_taxes", list_of(TEXT), "what costs speed and is on; `report compare` says its price", compare=BESIDE),
+    _F("cache.added", map_of(COUNT), "those added during the run, in the warm-up included"),
+    _F("recompute", TEXT, "what the backward pass recomputes, as configured", "recompute", compare=BESIDE),
+    _F("experimental_taxes", list_of(TEXT), "what costs speed and is on; `report compare` gives its price", compare=BESIDE),
     _F("optimizer", map_of(VALUE), "optimizer, and the dtypes of its states, as configured", compare="optimizer"),
     _F("ddp.grad_reduce_dtype", list_of(TEXT), "dtypes in which gradients are reduced", compare="optimizer"),
     _F("ddp.bucket_elements", list_of(COUNT), "elements of each gradient bucket of rank 0: how many reductions may be hidden"),
-    _F("backends", list_of(_BACKEND), "requested and observed backend of every op, and the layers in which it is "
-       "(`1-3, 5, mtp`; `run`: in none)", "backends", "backends", shown=True, compare=BESIDE),
-    _F("patches", list_of(_PATCH), "applied or pending patches, with the fingerprints of what they replaced", "patches",
-       "names", compare=BESIDE),
-    _F("overlap", list_of(_OVERLAP), "which communication was asked to be hidden, and whether streams and buckets allow it",
+    _S("backends", list_of(_BACKEND), "requested and observed backend of each op, and its layers (`1-3, mtp`; `run`: none)",
+       "backends", "backends", compare=BESIDE),
+    _F("patches", list_of(_PATCH), "applied or pending patches, with fingerprints of what they replaced", "patches", "names",
        compare=BESIDE),
+    _F("overlap", list_of(_OVERLAP), "which communication is to be hidden, and whether it can be", compare=BESIDE),
     # routing
     _F("routing.experts", COUNT, "experts of a layer, as configured", compare="routed_experts"),
     _F("routing.settings", map_of(VALUE), "balancing, scores and shared expert as configured", compare="routed_experts"),
     _F("routing.top_k", COUNT, "experts of a token, as configured", compare="top_k"),
     _F("indexer.top_k", COUNT, "keys of a query in sparse attention, as configured", compare="top_k"),
-    _F("routing.capacity_factor", AMOUNT, "capacity of an expert, as configured; null with `unknown` saying that "
-       "there is none", compare="capacity"),
-    _F("routing.expert_input", one_of("padded", "jagged"), "rows of an expert, as configured: padded to its capacity, or as "
+    _F("routing.capacity_factor", AMOUNT, "capacity of an expert, as configured; null where there is none", compare="capacity"),
+    _F("routing.expert_input", one_of("padded", "jagged"), "rows of an expert, as configured: padded to capacity, or as "
        "many as it received", compare="expert_input"),
-    _F("routing.forced_balance", FLAG, "whether routing was to be random instead of the router's, as configured",
-       compare="balance"),
+    _F("routing.forced_balance", FLAG, "whether routing is random instead of the router's, as configured", compare="balance"),
     _F("routing.max_over_mean", AMOUNT, "busiest expert over the mean, mean over layers", compare="balance"),
-    _F("routing.layers", map_of(_LOAD), "by layer over all ranks: tokens per expert, asked, dropped, entropy (1 is even), "
-       "busiest over mean; no layer whose router is in a CUDA graph"),
-    _F("routing.entropy", SHARE, "mean over layers", "routing entropy", "number", shown=True),
-    _F("routing.dropped_tokens", COUNT, "assignments that capacity took away", "dropped tokens", "count", shown=True),
+    _F("routing.layers", map_of(_LOAD), "by layer over all ranks: tokens per expert, assignments requested and dropped, "
+       "entropy (1 is even), busiest over mean"),
+    _S("routing.entropy", SHARE, "mean over layers", "routing entropy", "number"),
+    _S("routing.dropped_tokens", COUNT, "assignments dropped because of capacity", "dropped tokens", "count"),
     _F("indexer.loss_coefficient", NUMBER, "weight of the indexer's loss, as configured"),
     _F("indexer.warmup_steps", COUNT, "steps of dense warm-up, as configured"),
     _F("indexer.overlap", map_of(SHARE), "overlap of the keys that neighbouring Full layers select, sampled"),
     # what was measured
     _F("window.left_out", COUNT, "steps at the beginning of the start that are not measured"),
-    _F("window.first_step", COUNT, "first step that is measured, of the start that facts and step times are of"),
-    _F("window.last_step", COUNT, "last step that is measured"),
+    _F("window.first_step", COUNT, "first measured step, of the start that facts and step times are of"),
+    _F("window.last_step", COUNT, "last measured step"),
     _F("step_time.rank", COUNT, "the rank whose times these are: the one with the largest median"),
-    _F("step_time.n", COUNT, "steps that are measured", "steps measured", "count", shown=True),
-    _F("step_time.p50_s", POSITIVE, "median, seconds, data wait and logging included, checkpoints, evaluation and the "
-       "profiler not", "step time, median", "seconds", shown=True),
+    _S("step_time.n", COUNT, "measured steps", "steps measured", "count"),
+    _S("step_time.p50_s", POSITIVE, "median, seconds: with data wait and logging, without checkpoints, evaluation, profiler",
+       "step time, median", "seconds"),
     _F("step_time.p90_s", POSITIVE, "90th percentile"),
-    _F("step_time.p99_s", POSITIVE, "99th percentile", "step time, p99", "seconds", shown=True),
+    _S("step_time.p99_s", POSITIVE, "99th percentile", "step time, p99", "seconds"),
     _F("step_time.max_s", POSITIVE, "the slowest step"),
-    _F("throughput.tokens_per_s", POSITIVE, "tokens of a step over the median step time", "tokens/s", "count", shown=True),
+    _S("throughput.tokens_per_s", POSITIVE, "tokens of a step over the median step time", "tokens/s", "count"),
     _F("throughput.tokens_per_s_mean", POSITIVE, "tokens of the window over its time"),
     _F("throughput.tokens_per_s_per_device", POSITIVE, "`tokens_per_s` over devices"),
-    _F("throughput.tflops_per_s_per_device", POSITIVE, "audited model TFLOP/s of a device", "TFLOP/s a device", "number",
-       shown=True),
-    _F("throughput.mfu", AMOUNT, "audited model FLOPs over the peak of the precision that ran", "MFU", "share", shown=True),
-    _F("throughput.hfu", AMOUNT, "the same with what was recomputed"),
-    _F("time_to_first_step_s", POSITIVE, "from the start of the process to the end of its first step, the slowest rank",
-       "first step after", "seconds", shown=True),
-    _F("card.matmul_tflops_per_s", POSITIVE, "the GPU's own rate before the first step: bf16 products of 8192³ for a second, "
-       "the slowest rank", "card, TFLOP/s", "number", shown=True),
-    _F("card.copy_bytes_per_s", POSITIVE, "likewise of copies, bytes read and written", "card, copy a second", "bytes",
-       shown=True),
-    _F("card.sm_clock_mhz", POSITIVE, "median of the samples, one a heartbeat after the steps that are left out, the slowest "
-       "rank", "SM clock, MHz", "number", shown=True),
-    _F("card.power_w", POSITIVE, "likewise, rank 0", "power, W", "number", shown=True),
+    _S("throughput.tflops_per_s_per_device", POSITIVE, "audited model TFLOP/s of a device", "TFLOP/s a device", "number"),
+    _S("throughput.mfu", AMOUNT, "audited model FLOPs over the peak of the precision that ran", "MFU", "share"),
+    _F("throughput.hfu", AMOUNT, "the same with recomputation"),
+    _S("time_to_first_step_s", POSITIVE, "from the start of the process to the end of its first step, the slowest rank",
+       "first step after", "seconds"),
+    _S("card.matmul_tflops_per_s", POSITIVE, "the GPU's own rate before step 1: bf16 products of 8192³ for a second, "
+       "the slowest rank", "card, TFLOP/s", "number"),
+    _S("card.copy_bytes_per_s", POSITIVE, "likewise of copies, bytes read and written", "card, copy a second", "bytes"),
+    _S("card.sm_clock_mhz", POSITIVE, "median in the window, the slowest rank", "SM clock, MHz", "number"),
+    _S("card.power_w", POSITIVE, "likewise, rank 0", "power, W", "number"),
     _F("card.throttled", map_of(SHARE), "share of rank 0's samples in which the clock was held down, by NVML's reason"),
     _F("memory.kind", TEXT, f"`CUDA allocator`, or `{RESIDENT}` on a CPU", "kind of memory"),
-    _F("memory.allocated_peak_bytes", COUNT, "of the rank with the most", "peak allocated", "bytes", shown=True),
-    _F("memory.reserved_peak_bytes", COUNT, "of the rank with the most", "peak reserved", "bytes", shown=True),
+    _S("memory.allocated_peak_bytes", COUNT, "of the rank with the most", "peak allocated", "bytes"),
+    _S("memory.reserved_peak_bytes", COUNT, "of the rank with the most", "peak reserved", "bytes"),
     _F("memory.ranks", list_of(COUNT), "allocated peak of each rank that wrote one"),
     _F("flops", _FLOPS, "the audited count of a step, by family"),
-    _F("dominant_flops", TEXT, "the group with the largest share of the audited FLOPs", "most FLOPs", shown=True),
-    _F("dominant_time", TEXT, "the group with the largest share of profiled time", "most time", shown=True),
-    _F("attention_share", SHARE, "the share of attention, indexer and projections included, see `shares`",
-       "attention share", "share", shown=True),
-    _F("shares.source", TEXT, "where the shares are from: a profile (time) or the audited count (FLOPs)", "shares from",
-       shown=True),
+    _S("dominant_flops", TEXT, "the group with the largest share of the audited FLOPs", "most FLOPs"),
+    _S("dominant_time", TEXT, "the group with the largest share of profiled time", "most time"),
+    _S("attention_share", SHARE, "of attention, indexer and projections included, see `shares`", "attention share", "share"),
+    _S("shares.source", TEXT, "where the shares are from: a profile (time) or the audited count (FLOPs)", "shares from"),
     _F("shares.groups", map_of(SHARE), "share of each group"),
     _F("goodput", _GOODPUT, "wall time of the rank with the least goodput, by class", "goodput", "goodput"),
-    _F("loss.first", NUMBER, "`lm loss` of the first step that was recorded", "first loss", "loss", shown=True),
-    _F("loss.last", NUMBER, "of the last one", "last loss", "loss", shown=True),
+    _S("loss.first", NUMBER, "`lm loss` of the first recorded step", "first loss", "loss"),
+    _S("loss.last", NUMBER, "of the last one", "last loss", "loss"),
     _F("loss.first_step", COUNT, "its number"),
     _F("loss.last_step", COUNT, "its number"),
     _F("profiler.step_range", list_of(COUNT), "first and last step of the window"),
     _F("profiler.phase", TEXT, "`warm-up` or `steady`, as the profile judged"),
-    _F("profiler.hidden_share", SHARE, "of the communication, what ran beside computation, by the streams' intervals"),
-    _F("disqualifiers", list_of(record(name=one_of(*DISQUALIFIERS), evidence=TEXT)),
-       f"names ({', '.join(DISQUALIFIERS)}) with their evidence", "disqualifiers", "names", always=True),
-    _F("unjudged", list_of(record(name=one_of(*DISQUALIFIERS), reason=TEXT)), "disqualifiers that could not be judged, and why",
-       always=True),
+    _F("profiler.hidden_share", SHARE, "of the communication, what ran together with computation, by the streams' intervals"),
+    _A("disqualifiers", list_of(record(name=one_of(*DISQUALIFIERS), evidence=TEXT)),
+       f"names ({', '.join(DISQUALIFIERS)}) with their evidence", "disqualifiers", "names"),
+    _A("unjudged", list_of(record(name=one_of(*DISQUALIFIERS), reason=TEXT)), "those that could not be judged, and why"),
     _F("versions", map_of(TEXT), "versions of what it ran with", "versions", compare=BESIDE),
-    _F("commit", TEXT, "commit of this package, with `+changes` when files differ from it", "commit", "hash",
-       shown=True, compare=BESIDE),
-    _F("environment", map_of(TEXT), "the variables of the allow-list that were set", always=True, compare=BESIDE),
-    _F("notes", list_of(TEXT), "what a reader should know", always=True),
-    _F("unknown", map_of(TEXT), "why a field, or a group of fields, is null", always=True),
+    _S("commit", TEXT, "commit of this package, with `+changes` if files differ", "commit", "hash", compare=BESIDE),
+    _A("environment", map_of(TEXT), "the variables of the allow-list that were set", compare=BESIDE),
+    _A("notes", list_of(TEXT), "what a reader should know"),
+    _A("unknown", map_of(TEXT), "why a field, or a group of fields, is null"),
 )  # fmt: skip
 
 BY_PATH: Mapping[str, Field] = {each.path: each for each in FIELDS}

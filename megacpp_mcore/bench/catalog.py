@@ -43,7 +43,7 @@ class Options:
     without: tuple[str, ...] = ()
 
     def sizes(self, *names: str) -> list[int]:
-        """The sizes of these names."""
+        """Return the sizes of these names."""
         return [self.shape[name] for name in names]
 
 
@@ -68,7 +68,7 @@ class Benchmark:
     shapes: Mapping[str, Mapping[str, int]]
 
     def shape(self, size: str, changes: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of ``size`` with ``changes``.
+        """Return the sizes of ``size`` with ``changes``.
 
         Raises:
             BenchmarkError: a change names a size that this benchmark does not have, or is not a positive number.
@@ -105,7 +105,7 @@ _MODELS = {
 def _benchmark(
     name: str, kind: str, covers: str, title: str, names: str, problem: str = "", **changes: Mapping[str, int]
 ) -> Benchmark:
-    """A benchmark of sizes ``names`` at the widths of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), ``changes`` by size."""
+    """Make a benchmark of sizes ``names`` at the widths of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), with ``changes``."""
     shapes = {}
     for size, sizes in _MODELS.items():
         given = {**sizes, **changes.get(size, {})}
@@ -168,7 +168,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def select(words: Sequence[str], *, all_of_them: bool = False) -> list[Benchmark]:
-    """The benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the catalog.
+    """Return the benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the catalog.
 
     Raises:
         BenchmarkError: a word is neither, or nothing is named.

@@ -53,7 +53,7 @@ _PRINTED = {
 
 
 def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
-    """The rows of a CSV file of ``columns``.
+    """Return the rows of a CSV file of ``columns``.
 
     Raises:
         BenchmarkError: the file cannot be read, is empty, has other columns, a row of another width, or ends within a line.
@@ -106,7 +106,7 @@ class Table:
 
 
 def floor_time(operations: int, moved: int, precision: str, device: str) -> tuple[float | None, str]:
-    """Milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at
+    """Return milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at
     :data:`BYTES_PER_SECOND`, whichever takes longer.
     """
     peak = peaks.peak(device, precision)
@@ -119,17 +119,17 @@ def floor_time(operations: int, moved: int, precision: str, device: str) -> tupl
 
 
 def shape_text(shape: Mapping[str, Any]) -> str:
-    """``B=2 S=4096 …``, in the order given."""
+    """Write ``B=2 S=4096 …``, in the order given."""
     return " ".join(f"{name}={value}" for name, value in shape.items())
 
 
 def head() -> str:
-    """The header for :func:`line`."""
+    """Return the header for :func:`line`."""
     return "  ".join(f"{title:<{width}}" for title, width in _PRINTED.values()).rstrip()
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One row as printed."""
+    """Format one row as printed."""
     shown = dict(row) | {"peak_bytes": row["peak_bytes"] and f"{int(row['peak_bytes']) / 1e6:.1f}"}
     empty = {name: "" if name == "note" else "-" for name in _PRINTED}
     return "  ".join(f"{shown[name] or empty[name]!s:<{width}}" for name, (_, width) in _PRINTED.items()).rstrip()
@@ -193,7 +193,7 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
 
 
 def _key(row: Row) -> tuple[str, str, str]:
-    """Benchmark, work and variant; for a layer without the bracket, which lists its backends."""
+    """Return benchmark, work and variant; for a layer without the bracket, which lists its backends."""
     variant = str(row["variant"])
     return row["benchmark"], row["work"], variant.partition(" (")[0] if row["kind"] == LAYER else variant
 

@@ -45,7 +45,7 @@ FEWEST = 3
 
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[None]:
-    """Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; destroyed at the end.
+    """Hold Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; destroyed at the end.
 
     Backward passes run in the caller's thread, as in training.
     """
@@ -90,9 +90,7 @@ def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[flo
 
 
 def memory(call: Callable[[], Any], device: str) -> tuple[int | None, int | None]:
-    """Bytes above what was allocated before the call: at its peak, and at its end, with its results and what autograd keeps
-    for their backward pass. None on the CPU, which does not count.
-    """
+    """Return the bytes that a call adds: at its peak, and at its end, with results and saved tensors; None on the CPU."""
     if device == "cpu":
         return None, None
     torch.cuda.synchronize()
@@ -107,12 +105,12 @@ def memory(call: Callable[[], Any], device: str) -> tuple[int | None, int | None
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the processor's."""
+    """Return the GPU's name, or the processor's."""
     return torch.cuda.get_device_name() if device == "cuda" else host.processor()
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the measured commit.
+    """Return the installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the commit.
 
     A commit with local changes is marked. For a copy outside of a clone, set MEGACPP_COMMIT.
     """
@@ -292,7 +290,7 @@ def _collect(options: Options) -> None:
 
 
 def _cells(result: Result, floor: Floor, device: str) -> dict[str, Any]:
-    """The cells for one variant and piece of work."""
+    """Return the cells for one variant and piece of work."""
     floor_ms, floor_by = csv_table.floor_time(floor.operations, floor.moved, floor.precision, device)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
     cells = {

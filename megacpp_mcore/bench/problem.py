@@ -46,12 +46,12 @@ class Inputs:
         return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
     def with_new_leaves(self) -> Inputs:
-        """The same inputs, whose leaves are other tensors with the same memory."""
+        """Return the same inputs, whose leaves are other tensors with the same memory."""
         leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in self.leaves.items()}
         return dataclasses.replace(self, leaves=leaves)
 
     def in_double(self) -> Inputs:
-        """The same numbers in float64; fixed arguments are unchanged."""
+        """Return the same numbers in float64; fixed arguments are unchanged."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
         return dataclasses.replace(
             self, leaves=leaves, cotangents={name: given.double() for name, given in self.cotangents.items()}
@@ -119,7 +119,7 @@ class Variant:
     is_captured: bool = False
 
     def captured(self) -> Variant:
-        """This variant as CUDA graphs, one per piece of work: measures the device's time without the host's.
+        """Return this variant as CUDA graphs, one per piece of work: measures the device's time without the host's.
 
         Each call gets :attr:`Inputs.leaves` of its own with the same memory: a leaf whose gradient's node was made on the
         default stream, and is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a
@@ -132,7 +132,7 @@ class Variant:
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     def deterministic(self) -> Variant:
-        """This variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode.
+        """Return this variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode.
 
         Raises:
             BenchmarkError: it is captured: its graphs would be shared with the variant of the other mode.
@@ -143,14 +143,14 @@ class Variant:
 
     @classmethod
     def missing(cls, name: str, reason: str, side: str = PEER) -> Variant:
-        """A variant that cannot run here."""
+        """Return a variant that cannot run here."""
         return cls(name=name, side=side, absent=reason)
 
     @classmethod
     def of(
         cls, name: str, side: str, call: Call, leaves: Callable[[Inputs], Tensors] | None = None, **more: Any
     ) -> Variant:
-        """The variant whose forward pass is ``call`` and whose backward pass is autograd's.
+        """Return the variant whose forward pass is ``call`` and whose backward pass is autograd's.
 
         Args:
             name: of the variant.
@@ -167,7 +167,7 @@ class Variant:
 
     @classmethod
     def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
-        """Our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
+        """Yield our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
 
         Args:
             op: an op of the dispatcher.
@@ -200,7 +200,7 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 
 def obstacle(candidate: backends.Candidate, options: Options, **needs: Any) -> str:
-    """Why a backend cannot run here, or does not cover device, dtype and ``needs``; empty if it can."""
+    """Return why a backend cannot run here, or does not cover device, dtype and ``needs``; empty if it can."""
     present = candidate.present()
     lacking = candidate.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
     reason = lacking if present.ok else present.reason
@@ -223,7 +223,7 @@ class Floor:
 
     @classmethod
     def pair(cls, work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
-        """The floors of a forward pass, and of forward and backward together."""
+        """Return the floors of a forward pass, and of forward and backward together."""
         return {
             FORWARD: cls(operations=work.forward, moved=forward_bytes, precision=PRECISIONS[dtype]),
             BOTH: cls(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
@@ -274,7 +274,7 @@ class Problem:
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
-    """The outputs of ``call``, and the gradients of ``leaves``, by default the inputs' leaves."""
+    """Return the outputs of ``call``, and the gradients of ``leaves``, by default the inputs' leaves."""
     made, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
     outputs = made if isinstance(made, tuple) else (made,)
     gradients = torch.autograd.grad(
@@ -301,5 +301,5 @@ class Draw:
         return torch.randint(below, shape, generator=self.generator, device=self.device)
 
     def leaves(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``tensors`` as leaves that get gradients."""
+        """Return ``tensors`` as leaves that get gradients."""
         return {name: tensor.requires_grad_() for name, tensor in tensors.items()}

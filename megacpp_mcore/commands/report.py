@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         ("--declare", "NAME", f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}"),
     ):
         comparing.add_argument(option, action="append", default=[], metavar=metavar, help=words)
-    noise = f"by how much equal runs part, where that was measured (default: {100 * NOISE:.0f})"
+    noise = f"run-to-run spread in %, if measured (default: {100 * NOISE:.0f})"
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
@@ -159,7 +159,7 @@ def sign_of_life(run: Path, now_ns: int) -> str:
     label = f"{'last sign of life':18}"
     living = {one.rank: one for one in events.grouped(events.read(run, lambda *_: None))[-1] if one.how is None}
     if not living:
-        return f"{label}none: no rank has left one that has not ended"
+        return f"{label}none: no rank is still running"
     rank = min(living, key=lambda one: living[one].ended_ns)
     seconds, heartbeat_s = max(0, now_ns - living[rank].ended_ns) / 1e9, living[rank].heartbeat_s
     which = f", of rank {rank}, the longest silent of {len(living)}" if len(living) > 1 else ""

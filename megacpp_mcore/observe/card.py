@@ -62,7 +62,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def reader() -> _Read:
-    """A function that reads this process's GPU: SM clock (MHz), power (W), and the bits of :data:`REASONS`.
+    """Return a function that reads this process's GPU: SM clock (MHz), power (W), and the bits of :data:`REASONS`.
 
     Raises:
         ImportError, pynvml.NVMLError: pynvml is not there, or does not answer.
@@ -101,7 +101,7 @@ class Samples:
                 self.read = None
 
     def record(self) -> dict[str, Any]:
-        """The fields of a receipt: medians, and the share of samples by reason; empty before a sample."""
+        """Return the fields of a receipt: medians, and the share of samples by reason; empty before a sample."""
         taken: Sequence[tuple[int, float, int]] = list(self._taken)
         if not taken:
             return {}

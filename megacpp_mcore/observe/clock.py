@@ -71,11 +71,11 @@ class Clock:
         return self._stack[-1]
 
     def elapsed_ns(self) -> int:
-        """Nanoseconds since the start of the process, as of the last change of phase or :meth:`take`."""
+        """Return the nanoseconds since the start of the process, as of the last change of phase or :meth:`take`."""
         return self._last - self._born
 
     def age_ns(self) -> int:
-        """Nanoseconds since the start of the process, as of now."""
+        """Return the nanoseconds since the start of the process, as of now."""
         return self._now() - self._born
 
     def become(self, phase: Phase) -> None:
@@ -109,7 +109,7 @@ class Clock:
                     return
 
     def take(self) -> dict[Phase, int]:
-        """Nanoseconds by phase since the last call; they sum exactly to the time since then."""
+        """Return the nanoseconds by phase since the last call; they sum exactly to the time since then."""
         with self._lock:
             self._attribute()
             taken, self._untaken = self._untaken, {}
@@ -124,7 +124,7 @@ class Clock:
 
 
 def process_age_ns() -> int:
-    """Nanoseconds since the kernel started this process, to its tick (10 ms)."""
+    """Return the nanoseconds since the kernel started this process, to its tick (10 ms)."""
     since_boot_s = psutil.Process().create_time() - psutil.boot_time()  # either alone may be off by half a second
     return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - round(since_boot_s * 1e9))
 

@@ -74,7 +74,7 @@ class Step:
         return self.skipped or not all(map(math.isfinite, self.losses.values()))
 
     def values(self) -> dict[str, float]:
-        """The step's results by name: the losses, ``grad norm`` and ``learning rate``, those that exist."""
+        """Return the step's results by name: the losses, ``grad norm`` and ``learning rate``, those that exist."""
         values = {**self.losses, "grad norm": self.grad_norm, "learning rate": self.learning_rate}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -274,7 +274,7 @@ class Span(NamedTuple):
     step: int | None
 
     def total(self, phases: Iterable[str]) -> int:
-        """Nanoseconds in several phases."""
+        """Return the nanoseconds in several phases."""
         total, get = 0, self.phases.get
         for phase in phases:
             total += get(phase, 0)
@@ -345,7 +345,7 @@ class Start:
 def read(
     run: str | os.PathLike[str], summarise: Callable[[int, Sequence[Start]], object] | None = None
 ) -> dict[int, list[Start]]:
-    """The starts of every rank that left a file in the run's folder, by rank and in their order.
+    """Return the starts of every rank that left a file in the run's folder, by rank and in their order.
 
     Args:
         run: the run's folder.
@@ -368,7 +368,7 @@ def read_any(
     rank: int | None = None,
     summarise: Callable[[int, Sequence[Start]], object] | None = None,
 ) -> dict[int, list[Start]]:
-    """As :func:`read`, but empty where nothing was recorded yet; with ``rank``, of that rank alone."""
+    """Read as :func:`read` does, but empty where nothing was recorded yet; with ``rank``, of that rank alone."""
     found: dict[int, list[Start]] = {}
     shared: dict[str, Any] = {}
     for one, files_of_rank in itertools.groupby(sorted(_files(Path(run)), key=itemgetter(1)), key=itemgetter(1)):
@@ -462,7 +462,7 @@ def _files(run: Path) -> list[tuple[int, int, Path]]:
 
 
 def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:
-    """The run's starts, each as its processes by rank: those of one world size whose times overlap."""
+    """Return the run's starts, each as its processes by rank: those of one world size whose times overlap."""
     groups: list[list[Start]] = []
     for start in sorted((one for starts in ranks.values() for one in starts), key=lambda one: one.began_ns):
         for group in reversed(groups):
@@ -476,7 +476,7 @@ def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:
 
 
 def overlaps(starts: Sequence[Start]) -> list[Start]:
-    """Those of a rank's starts that were recorded while another one was, in order."""
+    """Return those of a rank's starts that were recorded while another one was, in order."""
     together: dict[int, Start] = {}
     last: Start | None = None  # of the earlier ones, the one that ended last
     for start in sorted(starts, key=lambda one: one.began_ns):
@@ -487,7 +487,7 @@ def overlaps(starts: Sequence[Start]) -> list[Start]:
 
 
 def overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
-    """Which starts were recorded in the run's folder at the same time, in words; empty where none were."""
+    """Return which starts were recorded in the run's folder at the same time, in words; empty where none were."""
     found = [(rank, both) for rank, starts in ranks.items() if (both := overlaps(starts))]
     if not found:
         return ""

@@ -54,7 +54,7 @@ class Goodput:
         return self.nanoseconds[PRODUCTIVE] / self.wall_ns if self.wall_ns else 0.0
 
     def record(self) -> dict[str, Any]:
-        """A JSON-ready record, in seconds."""
+        """Return a JSON-ready record, in seconds."""
         return {
             "goodput": self.share,
             "wall_s": self.wall_ns / 1e9,
@@ -134,7 +134,7 @@ class Stretch(NamedTuple):
 
 
 def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
-    """One rank's wall time in order, without gaps except for pauses between starts that do not follow a death."""
+    """Yield one rank's wall time in order, without gaps except for pauses between starts that do not follow a death."""
     for index, (start, kept_to) in enumerate(standing(starts)):
         after_death = _goes_on(starts[:index])
         if after_death and start.began_ns > starts[index - 1].ended_ns:
@@ -152,7 +152,7 @@ def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
 
 
 def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
-    """The class of time in a phase.
+    """Return the class of time in a phase.
 
     Args:
         phase: the phase.
@@ -165,7 +165,7 @@ def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
 
 
 def _goes_on(starts: Sequence[Start]) -> bool:
-    """Whether the next start after ``starts`` continues what a death interrupted: a kill, or an error once it had trained.
+    """Return whether the start after ``starts`` continues what a death interrupted: a kill, or an error once it had trained.
 
     A start that an error ended before its first step is skipped: it does not undo the death before it.
     """
@@ -175,7 +175,7 @@ def _goes_on(starts: Sequence[Start]) -> bool:
 
 
 def of_rank(starts: Sequence[Start]) -> Goodput:
-    """The goodput of one rank's ``starts``."""
+    """Return the goodput of one rank's ``starts``."""
     condensed, kept, lost = [], 0, 0
     for start, kept_to in standing(starts):
         spans = {is_kept: Span(0, {}, None) for is_kept in (True, False)}  # the sums of all
@@ -195,12 +195,12 @@ def of_rank(starts: Sequence[Start]) -> Goodput:
 
 
 def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:
-    """The goodput of every rank."""
+    """Return the goodput of every rank."""
     return {rank: of_rank(starts) for rank, starts in ranks.items()}
 
 
 def slowest_first(ranks: Mapping[int, Goodput]) -> list[int]:
-    """The ranks by goodput, lowest first: the other ranks' steps include the time in which they wait for it.
+    """Return the ranks by goodput, lowest first: the other ranks' steps include the time in which they wait for it.
 
     Ranks that recorded no time are last.
     """

@@ -44,7 +44,7 @@ class IndexOverlap(Listener):
         self._errors = HookErrors()
 
     def latest(self) -> dict[str, float]:
-        """The mean over pairs as ``index_overlap``; empty before the first sample."""
+        """Return the mean over pairs as ``index_overlap``; empty before the first sample."""
         return {"index_overlap": fmean(self.by_pair.values())} if self.by_pair else {}
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -97,7 +97,7 @@ class IndexOverlap(Listener):
 
 
 def overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
-    """The share of the keys in ``other`` that are also in ``one``.
+    """Return the share of the keys in ``other`` that are also in ``one``.
 
     Args:
         one_BRN, other_BRN: selected keys, ``[B, R, N]``; entries below 0 select nothing.

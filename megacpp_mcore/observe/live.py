@@ -49,7 +49,7 @@ routers or indexers.
 
 
 def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None) -> str:
-    """The progress line of ``step`` of a run of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``."""
+    """Format the progress line of ``step`` of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``."""
     depths = sorted(name for name in step.losses if name.startswith("mtp_"))
     parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
     if "lm loss" in step.losses:
@@ -149,7 +149,7 @@ class Live(Listener):
             wandb.log(scalars, step.step)
 
     def _measure(self, step: Step) -> dict[str, Any]:
-        """All of :data:`SCALARS`, of the steps since the last logged one; why there is no MFU; steps skipped in this start."""
+        """Measure :data:`SCALARS` since the last logged step, why there is no MFU, and the steps skipped in this start."""
         import torch
 
         spent = self._recorder.so_far(step.resumed_at)
@@ -176,7 +176,7 @@ class Live(Listener):
 
 
 def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
-    """The model FLOPs utilisation at a rate, or why it is not known."""
+    """Return the model FLOPs utilisation at a rate, or why it is not known."""
     if (counted := facts.values.get("flops")) is None:
         return None, facts.unknown.get("flops", "the work of a step is not known")
     if tokens_per_s is None:
@@ -186,6 +186,6 @@ def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
 
 
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[dict[str, Any]]:
-    """What was recorded of each logged step, as :class:`Live` wrote it: ascending, without those that a restart rolled back."""
+    """Return what :class:`Live` wrote of each logged step, ascending, without steps that a restart rolled back."""
     starts = standing(recorded(ranks))
     return [one for start, kept_to in starts for one in start.metrics if one["step"] <= kept_to]

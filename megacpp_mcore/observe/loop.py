@@ -51,7 +51,7 @@ class Seam:
 
 
 def timed(phase: Phase, within: Phase | None = None) -> Handler:
-    """A handler that runs the function in ``phase``; given ``within``, only while the clock is in that phase."""
+    """Return a handler that runs the function in ``phase``; given ``within``, only while the clock is in that phase."""
 
     def run(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if within is not None and notifier.clock.phase is not within:
@@ -261,13 +261,13 @@ class Loop:
         return replaced(STOCK, Notifier(clock, listeners))
 
     def arguments(self) -> Any:
-        """The run's arguments, by the names of stock Megatron's; known once there is a model."""
+        """Return the run's arguments, by the names of stock Megatron's; known once there is a model."""
         from megatron.training import get_args
 
         return get_args()
 
     def data_words(self) -> list[str]:
-        """The command-line words that name the run's datasets."""
+        """Return the command-line words that name the run's datasets."""
         args = self.arguments()
         words: list[str] = []
         prefixes = ("", "train_", "valid_", "test_")
@@ -284,7 +284,7 @@ class Loop:
         return (described.transformer, described)
 
     def writers(self) -> tuple[Any, Any]:
-        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
+        """Return TensorBoard's writer and W&B's run in this process, each None where there is none."""
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
         return get_tensorboard_writer(), get_wandb_writer()

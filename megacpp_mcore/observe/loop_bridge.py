@@ -58,7 +58,7 @@ def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **k
 
 
 def _track_indexer(step: int, writer: Any, wandb: Any) -> None:
-    """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); every rank must call it."""
+    """Do what stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); every rank must call it."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
@@ -116,7 +116,7 @@ class BridgeLoop(Loop):
             yield
 
     def arguments(self) -> Any:
-        """The configuration by the names of stock arguments."""
+        """Return the configuration by the names of stock arguments."""
         config = self._config
         model, data = config.model, config.dataset
         spec = model.transformer_layer_spec
@@ -133,7 +133,7 @@ class BridgeLoop(Loop):
         )
 
     def data_words(self) -> list[str]:
-        """The words of a stock command line that would name the same datasets."""
+        """Return the words of a stock command line that would name the same datasets."""
         from megacpp_mcore.data.arguments import bridge_words  # brings numpy
 
         return bridge_words(self._config.dataset)
@@ -143,7 +143,7 @@ class BridgeLoop(Loop):
         return (self._config.model,)
 
     def writers(self) -> tuple[Any, Any]:
-        """The writers of Bridge's state, which creates them when it first logs a step."""
+        """Return the writers of Bridge's state, which creates them when it first logs a step."""
         if self._state is None:
             return None, None
         return self._state.tensorboard_logger, self._state.wandb_logger

@@ -44,7 +44,7 @@ class Addition:
 
 
 def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
-    """The page about the run in a folder, or of a receipt.
+    """Return the page about the run in a folder, or of a receipt.
 
     Raises:
         DataError: there is no receipt, or it is damaged.
@@ -57,7 +57,7 @@ def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    """The page's template, read from this package's folder, never from a run's."""
+    """Return the page's template, read from this package's folder, never from a run's."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -69,7 +69,7 @@ def _template() -> jinja2.Template:
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """The run in a folder, or of a receipt.
+    """Return the run in a folder, or of a receipt.
 
     Raises:
         DataError: there is no receipt, or it is damaged.
@@ -151,11 +151,11 @@ class Run:
         return self.values["status"] not in (*events.IN_ORDER, fields.RUNNING)
 
     def why(self, path: str) -> str:
-        """Why a field is not known."""
+        """Return why a field is not known."""
         return fields.why_unknown(path, self.values["unknown"]) or "it is not known"
 
     def loss(self) -> Markup | None:
-        """The losses of the heads by step; steps lost to a restart are faint, and every restart is marked."""
+        """Draw the losses of the heads by step; steps lost to a restart are faint, and every restart is marked."""
         names = [name for name in self.losses if name == "lm loss" or name.startswith("mtp_")]
         curves: list[_Curve] = []
         for number, name in enumerate(names[:6], 1):
@@ -168,7 +168,7 @@ class Run:
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
 
     def _resumed(self) -> list[float]:
-        """The steps at which the starts after the first one resumed."""
+        """Return the steps at which the starts after the first one resumed."""
         return [float(start.steps[0].resumed_at) for start in self.starts[1:]]
 
     def time(self) -> tuple[Markup | None, list[str]]:
@@ -212,12 +212,12 @@ class Run:
         return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
     def backends(self) -> list[dict[str, Any]]:
-        """The rows of ops, those that deviate first."""
+        """Return the rows of ops, those that deviate first."""
         rows = [{**row, "is_off": fields.is_off(row)} for row in self.values["backends"] or ()]
         return sorted(rows, key=lambda row: not row["is_off"])
 
     def by_step(self) -> list[tuple[str, Markup]]:
-        """A small plot of every other metric that is known by step."""
+        """Draw a small plot of every other metric that is known by step."""
         metrics = metrics_of(self.ranks)
         others = [name for name in self.losses if name != "lm loss" and not name.startswith("mtp_")]
         series = {
@@ -248,7 +248,7 @@ def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> l
 
 
 def clock(seconds: float) -> str:
-    """A length of time for people."""
+    """Format a length of time for people."""
     if seconds < 100:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, left = divmod(round(seconds), 60)
@@ -257,7 +257,7 @@ def clock(seconds: float) -> str:
 
 
 def short(count: float) -> str:
-    """A count with a letter for thousands, millions and billions."""
+    """Format a count with a letter for thousands, millions and billions."""
     for limit, unit, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if count >= limit:
             return f"{count / unit:.4g}{letter}"
@@ -281,7 +281,7 @@ class _Curve(NamedTuple):
 
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
-    """A plot for every width of the window; None without points or without matplotlib."""
+    """Draw a plot for every width of the window; None without points or without matplotlib."""
     curves = [one._replace(points=_thin(one.points)) for one in curves if one.points]
     if not curves or not can_draw():
         return None
@@ -296,7 +296,7 @@ def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = F
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -311,7 +311,7 @@ def _svg(
     unit: str = "",
     end: float | None = None,
 ) -> str:
-    """A plot of ``size`` (pixels), without the first letters of its tag.
+    """Draw a plot of ``size`` (pixels), without the first letters of its tag.
 
     Args:
         marks: vertical lines at x, each with a label.
@@ -371,7 +371,7 @@ def _svg(
 
 
 def _of_the_page(svg: str) -> str:
-    """An SVG file as a part of the page: no addresses, the page's colours and font, and as wide as there is room."""
+    """Make an SVG file a part of the page: no addresses, the page's colours and font, and as wide as there is room."""
     gone = r"<metadata>.*?</metadata>|<defs>\s*<(?:style|clipPath).*?</defs>"
     svg = re.sub(gone, "", svg[svg.index("<svg") + 4 :], flags=re.DOTALL)
     svg = re.sub(r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"| font-family: [^;"]*;?', "", svg)

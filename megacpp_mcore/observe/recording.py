@@ -45,7 +45,7 @@ class Observation:
     details: Observability
 
     def describe(self) -> list[str]:
-        """The lines to print at the start of the run."""
+        """Return the lines to print at the start of the run."""
         if self.folder is None:
             where = "nothing is recorded"
         elif any(self.folder.glob("start_*")):
@@ -63,7 +63,7 @@ def choose(
     profile: str | None = None,
     settings: PluginConfig | None = None,
 ) -> Observation:
-    """The observation of a run with Megatron's ``arguments``: in ``observe``, or else beside the checkpoints that it saves.
+    """Choose where a run with Megatron's ``arguments`` is recorded: in ``observe``, or else with the checkpoints that it saves.
 
     Raises:
         LaunchError: a folder was named together with ``off``; its path is empty; or a profile was requested without a

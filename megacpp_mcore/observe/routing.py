@@ -58,7 +58,7 @@ class Load:
         return Load(tuple(a - b for a, b in zip(self.tokens, other.tokens, strict=True)), self.asked - other.asked)
 
     def record(self) -> dict[str, Any]:
-        """A JSON-ready record."""
+        """Return a JSON-ready record."""
         return {
             "tokens_per_expert": list(self.tokens),
             "asked": self.asked,
@@ -69,7 +69,7 @@ class Load:
 
 
 def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load]:
-    """The loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`."""
+    """Return the loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`."""
     loads: dict[str, Load] = {}
     for layers in records:
         for layer, one in layers.items():
@@ -108,14 +108,14 @@ class _Router:
 
 
 def _is_warming_up(config: Any) -> bool:
-    """Whether this pass warms up a graph of Transformer Engine's, which puts no buffer back."""
+    """Return whether this pass warms up a graph of Transformer Engine's, which puts no buffer back."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     return config.cuda_graph_impl == "transformer_engine" and is_graph_capturing() and not is_capturing()
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured in a graph."""
+    """Return whether the current CUDA stream is being captured in a graph."""
     import torch
 
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -187,7 +187,7 @@ class Routing(Listener):
             }
 
     def record(self) -> dict[str, Any]:
-        """This rank's counts of its own tokens as of the last reading; none once a hook failed, as they would be incomplete."""
+        """Return this rank's counts as of the last reading; none once a hook failed, as they would be incomplete."""
         failed = self._errors.failed
         return {
             "layers": {layer: load.record() for layer, load in self._read.items()} if failed is None else {},

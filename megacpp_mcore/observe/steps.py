@@ -19,7 +19,7 @@ __all__ = ["Step", "kept", "read_steps", "recorded", "standing"]
 
 
 def read_steps(run: str | os.PathLike[str]) -> list[Step]:
-    """All steps in a run's folder so far, in the order in which they were written, repeated ones included.
+    """Return all steps in a run's folder so far, in the order in which they were written, repeated ones included.
 
     Raises:
         DataError: there is no such folder, or a line is not what a run writes.
@@ -30,7 +30,7 @@ def read_steps(run: str | os.PathLike[str]) -> list[Step]:
 
 
 def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[Start]:
-    """Every start that recorded losses, in order."""
+    """Return every start that recorded losses, in order."""
     starts = [start for starts in ranks.values() for start in starts if start.steps]
     return sorted(starts, key=lambda one: (one.number, one.rank))
 
@@ -51,5 +51,5 @@ def standing(starts: Sequence[Start]) -> list[tuple[Start, float]]:
 
 
 def kept(starts: Sequence[Start]) -> list[Step]:
-    """The steps that the run's present state rests on, ascending."""
+    """Return the steps that the run's present state rests on, ascending."""
     return [step for start, kept_to in standing(starts) for step in start.steps if step.step <= kept_to]

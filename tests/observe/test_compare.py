@@ -103,7 +103,7 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
     ("first", "second", "claim"),
     [
         ({}, rate(1310.0, memory__allocated_peak_bytes=840), "1.31x tokens/s, 0.84x peak allocated memory"),
-        # what equal runs part by is no claim about speed, whichever is the baseline
+        # the run-to-run spread is no claim about speed, whichever is the baseline
         ({}, rate(1069.0), SAME.replace("1.00x; floor", "1.07x; floor")),
         ({}, rate(1000 / 1.069), SAME.replace("1.00x; floor", "0.94x; floor")),
         ({}, rate(1071.0), "1.07x tokens/s, 1.00x peak allocated memory"),
@@ -121,8 +121,8 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
             "anomaly_detection, last loss 3.2500 in A, 3.5000 in B",
         ),
         # memory of one kind, and not where a profiler was in one run alone
-        ({}, {**PROFILED, "memory__allocated_peak_bytes": 1700}, f"{SAME_SPEED}, memory not compared: B alone was profiled"),
-        (PROFILED, {}, f"{SAME_SPEED}, memory not compared: A alone was profiled"),
+        ({}, {**PROFILED, "memory__allocated_peak_bytes": 1700}, f"{SAME_SPEED}, memory not compared: only B was profiled"),
+        (PROFILED, {}, f"{SAME_SPEED}, memory not compared: only A was profiled"),
         (PROFILED, {**PROFILED, "recompute": "none"}, SAME),
         (RESIDENT, {**RESIDENT, "recompute": "none"}, f"{SAME_SPEED}, 1.00x peak resident set"),
         (RESIDENT, {"recompute": "none"}, f"{SAME_SPEED}, memory not compared: resident set in A, CUDA allocator in B"),
@@ -252,7 +252,7 @@ def test_steps_of_a_wide_spread_tell_less_than_one_run_each() -> None:
     )
     assert compare(receipt(**wide | {"step_time__n": 3000}), receipt(**rate(1310.0))).told_from_noise
     unknown = compare(receipt(), receipt(**rate(1310.0, step_time__p90_s=None)))
-    assert unknown.step_times == f"step times: A {STEPS}; B not known; floor 7 %, by which equal runs part"
+    assert unknown.step_times == f"step times: A {STEPS}; B not known; floor 7 %, the run-to-run spread"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert report("compare", *files, "--varies", "precision") == 0
     assert capsys.readouterr().out.splitlines()[-4:] == [
         "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision",
-        f"  step times: A {STEPS}; B {STEPS}; floor 7 %, by which equal runs part",
+        f"  step times: A {STEPS}; B {STEPS}; floor 7 %, the run-to-run spread",
         "  A: dominant share not known",
         "  B: mamba is 41.3 % of the time; card by itself 705 TFLOP/s, copies 4.02 TB/s",
     ]

@@ -20,7 +20,7 @@ LIMIT = 2e-2
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of operands, which are E4M3 whatever dtype is requested."""
+    """Compare every implementation on one set of operands, which are E4M3 whatever dtype is requested."""
     options = Options(device=options.device, shape=options.shape)
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     rows = -(-options.shape["B"] * options.shape["S"] * options.shape["routed"] // (E * BLOCK)) * BLOCK

@@ -52,7 +52,7 @@ SKEW = 0.3
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of rows and weights."""
+    """Compare every implementation on one set of rows and weights."""
     T, draw = options.shape["B"] * options.shape["S"] * options.shape["routed"], Draw(options)
     counts_E = torch.bincount(draw.integers(options.shape["experts"], T), minlength=options.shape["experts"])
     x, w1, w2 = _drawn(draw, options, T)
@@ -72,7 +72,7 @@ def problem(options: Options) -> Problem:
 
 
 def routed_problem(options: Options) -> Problem:
-    """Every implementation on one set of tokens, routed by scores with a bias for each expert."""
+    """Compare every implementation on one set of tokens, routed by scores with a bias for each expert."""
     (E, K), T, draw = options.sizes("experts", "routed"), options.shape["B"] * options.shape["S"], Draw(options)
     score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
     routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
@@ -92,7 +92,7 @@ def routed_problem(options: Options) -> Problem:
 
 
 def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``x`` with ``rows`` rows, and both matrices of the experts."""
+    """Draw ``x`` with ``rows`` rows, and both matrices of the experts."""
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     x = draw.normal(rows, D)
     return x, draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
@@ -152,7 +152,7 @@ def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
 
 
 def _accumulated(forward: Callable[..., Any], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
-    """The weights' gradients added in float32 to earlier ones, as Megatron does; ``main`` is empty before the first call."""
+    """Add the weights' gradients in float32 to earlier ones, as Megatron does; ``main`` is empty before the first call."""
     if not main:
         main |= {name: torch.zeros_like(inputs.leaves[name], dtype=torch.float32) for name in ("w1", "w2")}
     main_grads = [MainGrad(buffer, partial(torch.empty_like, inputs.leaves[name])) for name, buffer in main.items()]
@@ -186,7 +186,7 @@ def _engine(options: Options, inputs: Inputs, counts: list[int]) -> Variant:
 
 
 def _stock(options: Options, inputs: Inputs) -> Iterator[Variant]:
-    """Megatron's permutation around TE's linears, as its alltoall dispatcher and TEGroupedMLP have it without parallelism."""
+    """Yield Megatron's permutation around TE's linears, as the alltoall dispatcher and TEGroupedMLP of one process have it."""
     reason = lacking(options.device, ENGINE, "Transformer Engine")
     for fused in (False, True):
         name = f"stock TEGroupedMLP{', fused permutation' if fused else ''}"
@@ -228,7 +228,7 @@ class _Engine:
         return self.linears[1](hidden, counts)
 
     def variant(self, name: str, call: Call) -> Variant:
-        """``call``, which uses these linears, as a variant."""
+        """Make a variant of ``call``, which uses these linears."""
 
         def leaves(inputs: Inputs) -> Tensors:
             return [inputs.leaves["x"], inputs.leaves["probs"], *self.weights]

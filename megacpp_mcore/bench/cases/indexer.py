@@ -26,7 +26,7 @@ STOCK = "stock"
 
 
 def problem(options: Options) -> Problem:
-    """The selection, checked against all scores."""
+    """Check the selection against all scores."""
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
     draw = Draw(options)
 
@@ -52,7 +52,7 @@ def problem(options: Options) -> Problem:
 
 
 def gradient_problem(options: Options) -> Problem:
-    """The gradient of the indexer's loss against a given target; the truth is autograd's, over all keys."""
+    """Check the gradient of the indexer's loss against a given target; the truth is autograd's, over all keys."""
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
     draw = Draw(options)
     leaves = _drawn(draw, options)
@@ -81,7 +81,7 @@ def gradient_problem(options: Options) -> Problem:
 
 
 def selected_scores(index_BSN: torch.Tensor, score_BSS: torch.Tensor) -> Tensors:
-    """The scores of the selected keys, best first, and the best that each query could select; both padded with 0.
+    """Return the scores of the selected keys, best first, and the best that each query could select; both padded with 0.
 
     Args:
         index_BSN: selected keys, -1 for none.

@@ -73,7 +73,7 @@ class Built:
     is_reference: bool
 
     def run(self, inputs: Inputs) -> torch.Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         return self.call(inputs.leaves["hidden"])
 
     @cached_property
@@ -93,7 +93,7 @@ class Built:
                 parameter.copy_(weights[name])
 
     def variant(self, name: str, side: str) -> Variant:
-        """The layer as a variant, with the gradients of its input and of every parameter."""
+        """Return the layer as a variant, with the gradients of its input and of every parameter."""
         return Variant.of(name, side, self.run, leaves=self.leaves, is_reference=side == OURS and self.is_reference)
 
 
@@ -122,7 +122,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
 
 
 def _model(hidden: int) -> Model:
-    """The model of that width.
+    """Return the model of that width.
 
     Raises:
         BenchmarkError: there is none.
@@ -143,8 +143,7 @@ def _work(plan: Plan) -> Work:
 
 
 def _truth_and_limits(plan: Plan, ours: Built, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The same layer with its ops on their references, except :data:`BEFORE_SELECTION` where it selects; and the largest error
-    of a row, by result."""
+    """Return the results on the ops' references (except :data:`BEFORE_SELECTION` in a layer that selects), and the limits."""
     number = plan.number - 1
     selects = plan.number and (plan.model.layers[number] == "E" or plan.model.roles[number] == grammar.FULL_INDEX)
     same = BEFORE_SELECTION if selects else ()
@@ -190,7 +189,7 @@ def _stir(module: Any, draw: Draw) -> None:
 
 
 def _config(options: Options, model: Model) -> Any:
-    """Megatron's TransformerConfig of a run of ``model`` on this device."""
+    """Return Megatron's TransformerConfig of a run of ``model`` on this device."""
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
@@ -219,7 +218,7 @@ def _config(options: Options, model: Model) -> Any:
 
 
 def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False) -> Built:
-    """The layer of ``plan``, built as a run does, with the requested backends."""
+    """Return the layer of ``plan``, built as a run does, with the requested backends."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.spec_utils import build_module
@@ -268,7 +267,7 @@ def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A call with fixed indices, which its Full layer would have published."""
+    """Return a call with fixed indices, which its Full layer would have published."""
     from megacpp_mcore.ops.indexer.cache import Selection
     from megacpp_mcore.ops.indexer.reference import causal_topk
 
@@ -284,7 +283,7 @@ def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[to
 
 
 def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A call with the next tokens' embeddings fixed; they need no gradient."""
+    """Return a call with the next tokens' embeddings fixed; they need no gradient."""
     (B, S), draw = plan.options.sizes("B", "S"), Draw(plan.options, seed=2)
     token_BS = draw.integers(plan.model.vocab_size, B, S)
     position_BS = torch.arange(S, device=plan.options.device).expand(B, -1)
@@ -306,14 +305,14 @@ def _none(reason: str) -> Callable[[Plan, Built], Variant]:
 
 
 def _with_stock_core(plan: Plan, ours: Built) -> Variant:
-    """The same layer with the core attention that stock's own specs use."""
+    """Return the same layer with the core attention that stock's own specs use."""
     theirs = _build(plan, {}, stock_core=True)
     theirs.take_weights(ours)
     return theirs.variant("stock core attention", PEER)
 
 
 def _stock_moe(plan: Plan, ours: Built) -> Variant:
-    """The layer with stock's router, dispatcher and experts, whose matrices are separate parameters."""
+    """Return the layer with stock's router, dispatcher and experts, whose matrices are separate parameters."""
     from megacpp_mcore.layer_specs.experts import expert_matrices
 
     theirs = _build(plan, dict.fromkeys((EXPERTS, "router", "rms_norm"), STOCK))
@@ -341,7 +340,7 @@ def _stock_moe(plan: Plan, ours: Built) -> Variant:
 
 
 def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
-    """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
+    """Put mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
     ssm, mixer, norm = plan.model.mamba3, ours.module.self_attention, ours.module.input_layernorm
     names = [name for name in peers.MAMBA3_WEIGHTS if name not in peers.MIX or ssm.mimo_rank > 1]
 
@@ -373,7 +372,7 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
 
 
 def _in_their_order(model: Model, mixer: Any) -> torch.Tensor:
-    """The rows of our input projection in mamba-ssm's order: B and C by rank, then by group, and without padding."""
+    """Return the rows of our input projection in mamba-ssm's order: B and C by rank, then by group, and without padding."""
     ssm, projection = model.mamba3, mixer.in_proj
     rows = {slot.part.name: projection.weight[slot.start : slot.start + slot.rows] for slot in projection.slots}
     for name in "BC":

@@ -39,7 +39,7 @@ STOCK = "stock"
 
 
 def problem(options: Options) -> Problem:
-    """Every variant computes per-token losses and both gradients for random weights of the tokens."""
+    """Compute in every variant per-token losses and both gradients for random weights of the tokens."""
     hidden, vocab = options.sizes("hidden", "vocab")
     tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
     weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
@@ -62,7 +62,7 @@ def problem(options: Options) -> Problem:
 
 
 def heads_problem(options: Options) -> Problem:
-    """The main head and the MTP depths on one weight: one call for each, or one call for all with weighted tokens.
+    """Compare the main head and the MTP depths on one weight: one call for each, or one call for all with weighted tokens.
 
     A depth's losses weigh less than the main head's, and are masked where a sequence ends: each head has one weight, and
     one token in sixteen has weight zero.
@@ -84,7 +84,7 @@ def heads_problem(options: Options) -> Problem:
 
 
 def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Variant]) -> Problem:
-    """``variants`` together with stock's."""
+    """Make the problem of ``variants`` and stock's."""
     hidden, vocab = options.sizes("hidden", "vocab")
     operations = product(inputs.leaves["hidden"].numel() * vocab).training
     return Problem(
@@ -96,7 +96,7 @@ def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Va
 
 
 def _variant(name: str, side: str, losses: Call) -> Variant:
-    """A loss without a separate forward pass: some variants compute gradients in it."""
+    """Make a loss without a separate forward pass: some variants compute gradients in it."""
     return Variant(name=name, side=side, runs={BOTH: partial(with_gradients, losses)})
 
 
@@ -109,7 +109,7 @@ def _dense(inputs: Inputs) -> torch.Tensor:
 
 
 def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
-    """ColumnParallelLinear with each of Megatron's two cross-entropies."""
+    """Yield ColumnParallelLinear with each of Megatron's two cross-entropies."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -137,7 +137,7 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
 
 
 def _into(name: str, weight_VH: torch.Tensor, calls: int = 1, *, are_weights_known: bool = True) -> Variant:
-    """As with fused accumulation: the weight's gradient is added to an existing float32 buffer.
+    """Accumulate as with fusion: the weight's gradient is added to an existing float32 buffer.
 
     All forward passes, then all backward passes, in the order of a training step. The first run, which checks parity, starts
     with a zero buffer. Known weights are the gradients of the losses themselves.
@@ -160,7 +160,7 @@ def _into(name: str, weight_VH: torch.Tensor, calls: int = 1, *, are_weights_kno
 
 
 def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inputs], None]:
-    """Logits, gradient of hidden, gradient of weight."""
+    """Multiply for logits, gradient of hidden, gradient of weight."""
     weight = weight_VH.detach()
     logit_NV = torch.empty(tokens, vocab, dtype=weight.dtype, device=weight.device).normal_()
 
@@ -174,7 +174,7 @@ def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inp
 
 
 def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
-    """The mean of the tokens' losses, ours and of vendors that return no more: not the same work as the other variants."""
+    """Yield the mean of the tokens' losses, ours and of vendors that return no more: less work than the other variants."""
 
     def mean(fn: Callable[..., torch.Tensor], inputs: Inputs) -> Tensors:
         loss, wanted = _called(fn)(inputs), list(inputs.leaves.values())

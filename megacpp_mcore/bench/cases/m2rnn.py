@@ -30,7 +30,7 @@ cancel, are off by 0.17 in their worst row, its output by 0.017."""
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one output of the input projection; the truth is computed token by token."""
+    """Compare every implementation on one output of the input projection; the truth is computed token by token."""
     B, S, H, K, V = options.sizes("B", "S", "rnn_heads", "key_dim", "value_dim")
     widths = [K, K, H * V, H * V, H]  # q, k, v, output gate, forget gate
     draw = Draw(options)
@@ -80,5 +80,5 @@ def problem(options: Options) -> Problem:
 def _in_one_dtype(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any
 ) -> Any:
-    """The kernels need all of their inputs in the dtype of the values; one document, from a state of zero."""
+    """Call kernels, which need all of their inputs in the dtype of the values; one document, from a state of zero."""
     return run(q, k, v, W.to(v.dtype), f.to(v.dtype))

@@ -32,7 +32,7 @@ ROUNDED = {"db_bias": 5e-2}
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one output of the input projection; the truth is computed token by token."""
+    """Compare every implementation on one output of the input projection; the truth is computed token by token."""
     B, S, H, P, R, G, N = options.sizes("B", "S", "mamba_heads", "head_dim", "rank", "groups", "state")
     chunk, draw = options.shape["chunk"], Draw(options)
     widths = [H * P, H * P, G * R * N, G * R * N, H, H, H, N // 4]  # z, x, B, C, step, decay, trapezoid, angles

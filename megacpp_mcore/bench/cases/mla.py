@@ -33,7 +33,7 @@ PLAIN = "plain PyTorch"
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of queries, keys and values."""
+    """Compare every implementation on one set of queries, keys and values."""
     engine = with_engine(options.device)
     stock, seam = f"stock {'Transformer Engine' if engine else 'local'}", partial(_seam, _stock_core(options, engine))
     patch = Variant.of(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH))
@@ -41,7 +41,7 @@ def problem(options: Options) -> Problem:
 
 
 def packed_problem(options: Options) -> Problem:
-    """As :func:`problem`, on rows of documents of one length each, marked by their numbers, or packed for stock's seam.
+    """Compare as :func:`problem` does, on rows of documents of one length, marked by their numbers, or packed for stock's seam.
 
     Raises:
         BenchmarkError: the documents do not fill the rows.
@@ -62,7 +62,7 @@ def packed_problem(options: Options) -> Problem:
 
 
 def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixed: torch.Tensor) -> Problem:
-    """The backends, on rows of ``documents`` of equal length, and the variants ``beside`` them, stock first."""
+    """Compare the backends on rows of ``documents`` of equal length, and the variants ``beside`` them, stock first."""
     B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
     draw, scale, length = Draw(options), K**-0.5, S // documents
     inputs = Inputs(
@@ -140,7 +140,7 @@ def _seam(attention: Any, inputs: Inputs) -> torch.Tensor:
 
 
 def _stock_core(options: Options, engine: bool) -> Any:
-    """A stand-in for the module of ``MultiLatentAttention._run_core_attention``: core attention, mask type, configuration."""
+    """Return a stand-in for the module of ``MultiLatentAttention._run_core_attention``."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.dot_product_attention import DotProductAttention

@@ -61,7 +61,7 @@ def keys(options: Options) -> Problem:
 
 
 def indexer_inputs(options: Options) -> Problem:
-    """Queries, keys and head weights of the indexer; hidden states and latents get no gradient."""
+    """Compare queries, keys and head weights of the indexer; hidden states and latents get no gradient."""
     (B, S, D), (N, R, Q) = (
         options.sizes("B", "S", "hidden"),
         options.sizes("indexer_heads", "indexer_dim", "query_latent"),
@@ -100,7 +100,7 @@ def _problem(
     work: Work,
     **needs: int,
 ) -> Problem:
-    """Every backend of ``op``. Leaves and all other inputs are the named arguments of its function."""
+    """Compare every backend of ``op``. Leaves and all other inputs are the named arguments of its function."""
     draw = Draw(options, seed=2)
 
     def call(fn: Any, inputs: Inputs) -> Any:

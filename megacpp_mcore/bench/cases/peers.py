@@ -27,7 +27,7 @@ MAMBA3_WEIGHTS = {
 
 
 def lacking(device: str, module: str, name: str) -> str:
-    """Why the peer ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
+    """Return why the peer ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
     if device != "cuda":
         return f"no peer here: {name} runs on a GPU alone"
     found = te_imports.available() if module == ENGINE else probe_import(module)
@@ -35,12 +35,12 @@ def lacking(device: str, module: str, name: str) -> str:
 
 
 def with_engine(device: str) -> bool:
-    """Whether stock is measured with Transformer Engine's layers, which need a GPU, or with Megatron's own."""
+    """Return whether stock is measured with Transformer Engine's layers, which need a GPU, or with Megatron's own."""
     return device == "cuda" and te_imports.available().ok
 
 
 def mamba3_source() -> Any:
-    """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which imports transformers and Mamba-1's extension.
+    """Import ``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which imports transformers and Mamba-1.
 
     Tuning of its Mamba-3 kernels is restricted to four warps, two stages and the compiler's own number of registers: its own
     search, 234 builds for one pass forward and back, takes minutes. Its source has a different activation of the decay since
@@ -77,7 +77,7 @@ def mamba3_peer(
     *args: Any,
     **sizes: Any,
 ) -> Variant:
-    """mamba-ssm's Mamba-3 on ``[B, S, width]`` as a peer, or why it cannot run here.
+    """Make mamba-ssm's Mamba-3 on ``[B, S, width]`` a peer, or why it cannot run here.
 
     Args:
         options: device and dtype.
@@ -115,7 +115,7 @@ class HeadNorm(torch.nn.Module):
         self.head_dim, self.eps = head_dim, eps
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
-        """The normed ``y``, scaled."""
+        """Norm and scale ``y``."""
         by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=self.eps)
         return by_head.flatten(-2) * self.weight
 

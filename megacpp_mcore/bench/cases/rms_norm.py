@@ -23,7 +23,7 @@ LIMIT = 8e-3
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of rows; both gradients of a row are added up."""
+    """Compare every implementation on one set of rows; both gradients of a row are added up."""
     B, S, D = options.sizes("B", "S", "hidden")
     draw = Draw(options)
     inputs = Inputs(

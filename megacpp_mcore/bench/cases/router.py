@@ -22,7 +22,7 @@ LOSS = 1e-4
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of logits."""
+    """Compare every implementation on one set of logits."""
     B, S, E, topk = options.sizes("B", "S", "experts", "routed")
     draw = Draw(options)
     bias_E = draw.normal(E, scale=0.1, dtype=torch.float32)
@@ -52,7 +52,7 @@ def problem(options: Options) -> Problem:
 
 
 def _stock(logits_TE: torch.Tensor, bias_E: torch.Tensor, *, topk: int, batch: int) -> Routed:
-    """The calls that stock's TopKRouter makes in sequence (megatron-core 0.19.2, ``transformer/moe/router.py``)."""
+    """Make the calls of stock's TopKRouter in sequence (megatron-core 0.19.2, ``transformer/moe/router.py``)."""
     from megatron.core.transformer.moe import moe_utils
 
     probs_TE, routing_TE = moe_utils.topk_routing_with_score_function(

@@ -53,7 +53,7 @@ DENSE = ("sdpa", "flash4")
 
 
 def problem(options: Options) -> Problem:
-    """Every implementation on one set of queries, latent keys and indices."""
+    """Compare every implementation on one set of queries, latent keys and indices."""
     B, S, H, V, N = options.sizes("B", "S", "heads", "latent", "topk")
     K, draw = V + options.shape["rope"], Draw(options)
     index_BSN = torch.cat([_selected(draw, B, range(S)[i : i + QUERIES], S, N) for i in range(0, S, QUERIES)], dim=1)
@@ -147,7 +147,7 @@ def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Ten
 
 
 def _tilelang(options: Options, K: int, V: int) -> Variant:
-    """Stock's TileLang kernels, or why they cannot run here."""
+    """Return stock's TileLang kernels, or why they cannot run here."""
     S, H, N = options.sizes("S", "heads", "topk")
     sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
     if unfit := TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes}):
@@ -158,7 +158,7 @@ def _tilelang(options: Options, K: int, V: int) -> Variant:
 
 
 def _stock_tilelang(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
-    """As stock's layers call them with ``dsa_kernel_backend`` "tilelang"."""
+    """Call them as stock's layers do with ``dsa_kernel_backend`` "tilelang"."""
     from megatron.core.transformer.experimental_attention_variant import dsa_kernels
 
     (q, kv), index = inputs.leaves.values(), inputs.fixed["index"]

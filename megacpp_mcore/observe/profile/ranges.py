@@ -107,7 +107,7 @@ def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[Non
 
 
 def family(layer: torch.nn.Module) -> str:
-    """A layer's family: the letters of its mixer and feed-forward part, for Megatron's own layers, too."""
+    """Return a layer's family: the letters of its mixer and feed-forward part, for Megatron's own layers, too."""
     mixer, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
     if hasattr(layer, "mixer"):  # Megatron's own MambaLayer
         return "M"

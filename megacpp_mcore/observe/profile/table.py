@@ -37,12 +37,12 @@ _NCCL = re.compile(r"nccl(?:Symk)?(?:Dev)?Kernel_?(?:Generic_)?([A-Za-z]+)")
 
 
 def is_communication(kernel: str) -> bool:
-    """Whether a kernel of this name moves data between devices (NCCL, NVSHMEM, DeepEP, copies from peer to peer)."""
+    """Return whether a kernel of this name moves data between devices (NCCL, NVSHMEM, DeepEP, copies from peer to peer)."""
     return _COMMUNICATION.search(kernel) is not None
 
 
 def collective(kernel: str, label: str | None = None) -> str:
-    """The collective that a communication kernel performs, as NCCL names it (``AllReduce``); otherwise the kernel's own name.
+    """Return the collective that a communication kernel performs, as NCCL names it (``AllReduce``), or the kernel's own name.
 
     NCCL's send-receive kernel also performs all-to-alls: it counts as one under any ``label`` but the pipeline's.
     """
@@ -91,7 +91,7 @@ _Rows = defaultdict[str, _Row]
 
 
 def _record(layers: _Rows) -> dict[str, Any]:
-    """The rows as JSON; a family's row is the sum of its layers'."""
+    """Return the rows as JSON; a family's row is the sum of its layers'."""
     families, parts = _Rows(_Row), _Rows(_Row)
     for label, row in list(layers.items()):
         family, *inner = label.split("/")
@@ -120,7 +120,7 @@ def _label(place: Place) -> str:
 
 
 def table(trace: Trace) -> dict[str, Any]:
-    """The table of a trace, JSON-ready; rows with the most time first.
+    """Return the table of a trace, JSON-ready; rows with the most time first.
 
     Returns:
         ``unit`` (:data:`DEVICE_TIME` or :data:`HOST_TIME`); ``families`` and ``layers``, each with its nanoseconds by
@@ -215,7 +215,7 @@ _WIDTH = 11
 
 
 def page(profile: Mapping[str, Any]) -> str:
-    """The profile that ``table.json`` holds, as lines of at most 120 columns except for names of kernels and operators.
+    """Return the profile that ``table.json`` holds, as lines of at most 120 columns except for names of kernels and operators.
 
     What only a GPU has (streams, a device that waits for its host) is left out where a CPU trained.
     """
@@ -288,7 +288,7 @@ def page(profile: Mapping[str, Any]) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The profile in a ``table.json``.
+    """Return the profile in a ``table.json``.
 
     Raises:
         DataError: it cannot be read.
@@ -297,7 +297,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def pages(run: Path) -> list[str]:
-    """A page for every profile of a run: its ranks side by side, and the tables of rank 0 and of the slowest.
+    """Return a page for every profile of a run: its ranks side by side, and the tables of rank 0 and of the slowest.
 
     Raises:
         DataError: there is no profile, or one cannot be read.
@@ -333,7 +333,7 @@ def _of_ranks(profiles: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _computing_ns(profile: Mapping[str, Any]) -> int:
-    """The time in which a rank computed; the others wait for the rank with the most."""
+    """Return the time in which a rank computed; the others wait for the rank with the most."""
     if profile["busy_ns"] is None:  # a host's profile
         return int(profile["total_ns"])
     return int(profile["busy_ns"] - profile["communication_ns"] + profile["hidden_ns"])

@@ -89,7 +89,7 @@ class Trace:
 
 
 def read(events: Sequence[Any]) -> Trace:
-    """The records of ``events``, as returned by ``torch.autograd.profiler.profile.kineto_results.events()``.
+    """Return the records of ``events``, as returned by ``torch.autograd.profiler.profile.kineto_results.events()``.
 
     Calls of the CUDA runtime that launched something are included: the operator around a kernel is not enough, as a
     checkpointing operator encloses ranges of ours, and launches outside of any operator of their own. Transfers between
@@ -148,15 +148,15 @@ class Cover:
         return self._before[-1]
 
     def within(self, start: int, end: int) -> int:
-        """Nanoseconds of the interval from ``start`` to ``end`` that are covered."""
+        """Return the nanoseconds of the interval from ``start`` to ``end`` that are covered."""
         return max(0, self._up_to(end) - self._up_to(start))
 
     def common(self, other: Cover) -> int:
-        """Nanoseconds that ``other`` covers as well."""
+        """Return the nanoseconds that ``other`` covers as well."""
         return sum(other.within(start, end) for start, end in zip(self._starts, self._ends, strict=True))
 
     def holds(self, instant: int) -> bool:
-        """Whether ``instant`` is covered; an interval's end is not part of it."""
+        """Return whether ``instant`` is covered; an interval's end is not part of it."""
         place = bisect_right(self._starts, instant) - 1
         return place >= 0 and instant < self._ends[place]
 

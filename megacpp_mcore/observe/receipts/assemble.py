@@ -148,7 +148,7 @@ class Window:
 
 
 def measure(one: Start, left_out: int, profiled: Sequence[tuple[int, int]] = ()) -> Window:
-    """The window of one process, without profiled steps and the one after each profile, in which a rank may wait for others."""
+    """Return the window of one process, without profiled steps and the step after each, in which a rank may wait for others."""
     seconds, compiled = {}, {}
     done = compiled_ns = 0
     for span in one.spans:
@@ -167,7 +167,7 @@ def measure(one: Start, left_out: int, profiled: Sequence[tuple[int, int]] = ())
 
 
 def together(windows: Sequence[Window]) -> Window:
-    """The window of a start from those of its processes: the steps are those of the slowest one."""
+    """Return the window of a start from those of its processes: the steps are those of the slowest one."""
     compiled = sum((Counter(one.compiled) for one in windows), Counter[int]())
     return dataclasses.replace(
         max(windows, key=lambda one: (one.median_s, -one.rank)),
@@ -179,7 +179,7 @@ def together(windows: Sequence[Window]) -> Window:
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:
-    """The smallest value that at least ``percent`` per cent of the values do not exceed (nearest rank)."""
+    """Return the smallest value that at least ``percent`` per cent of the values do not exceed (nearest rank)."""
     return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
 
 
@@ -306,7 +306,7 @@ def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
 
 
 def utilisation(values: Mapping[str, Any], step_time_s: float) -> Utilisation:
-    """The share of the devices' peak that a step's counted FLOPs amount to."""
+    """Return the share of the devices' peak that a step's counted FLOPs amount to."""
     counted = values["flops"]["by_precision"]
     return Utilisation(
         step_time_s=step_time_s,
@@ -376,7 +376,7 @@ def write(run: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt of a run's folder, assembled from it; a receipt file, or a folder with only that, is read and validated.
+    """Assemble the receipt of a run's folder; read and validate a receipt file, or that of a folder with nothing else.
 
     Raises:
         DataError: there is none, or it does not conform to the fields.

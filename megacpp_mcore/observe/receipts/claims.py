@@ -58,7 +58,7 @@ class Case:
     overlap: str = ""
 
     def known(self, path: str) -> Any:
-        """A value that the judgement needs; raises if it is not known."""
+        """Return a value that the judgement needs; raises if it is not known."""
         if self.values.get(path) is None:
             raise _Unjudged(f"{path} is not known")
         return self.values[path]
@@ -465,7 +465,7 @@ def _memory(both: _Both) -> tuple[float | None, str]:
     if kinds[0] != kinds[1]:
         return None, f"memory not compared: {plain(kinds[0])} in A, {plain(kinds[1])} in B"
     if profiled[0] is not profiled[1]:
-        return None, f"memory not compared: {'AB'[profiled.index(True)]} alone was profiled"
+        return None, f"memory not compared: only {'AB'[profiled.index(True)]} was profiled"
     return ratio, f"{ratio:.2f}x {'peak resident set' if kinds[0] == RESIDENT else 'peak allocated memory'}"
 
 
@@ -475,7 +475,7 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     The standard error of a median is derived from the 90th percentile. Steps are assumed normal and independent:
     √(π/2) standard deviations over the root of their number.
     """
-    floor, reason = (NOISE, "by which equal runs part") if noise is None else (noise, "as given")
+    floor, reason = (NOISE, "the run-to-run spread") if noise is None else (noise, "as given")
     errors, words = [], []
     for values in both:
         steps, median, slow = (values[f"step_time.{name}"] for name in ("n", "p50_s", "p90_s"))
@@ -505,7 +505,7 @@ def _percent(share: float) -> str:
 
 
 def _differing(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return, of two mappings, the entries that differ; otherwise both values whole."""
+    """Return the entries in which two mappings differ; otherwise both values whole."""
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return one, other
     differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]

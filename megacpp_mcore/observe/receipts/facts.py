@@ -75,7 +75,7 @@ _KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
 
 
 def at_start(launched: LaunchPolicy) -> Facts:
-    """What is known before there is a model."""
+    """Return what is known before there is a model."""
     facts = Facts()
     world_size, local_size = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     facts.put("environment", {name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
@@ -132,7 +132,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
 
 
 def cache_folders() -> dict[str, Path]:
-    """The caches of compiled kernels and graphs, as of now: PyTorch may change the environment."""
+    """Return the caches of compiled kernels and graphs, as of now: PyTorch may change the environment."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return {
@@ -142,7 +142,7 @@ def cache_folders() -> dict[str, Path]:
 
 
 def cache_files(folders: Mapping[str, Path]) -> dict[str, int]:
-    """How many kernels and graphs the caches hold."""
+    """Count how many kernels and graphs the caches hold."""
     return {name: sum(1 for _ in folder.glob(_KERNELS[name])) for name, folder in folders.items()}
 
 
@@ -177,7 +177,7 @@ def _arguments(facts: Facts, args: Any, config: Any) -> None:
 
 
 def _model(facts: Facts, args: Any, settings: PluginConfig | None, loop: Loop) -> Model:
-    """The model's definition, if the run's spec is one of ours."""
+    """Return the model's definition, if the run's spec is one of ours."""
     host = lowering.host_of(args.spec)
     if host is None:
         facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
@@ -224,7 +224,7 @@ def _optimizer(facts: Facts, args: Any) -> None:
 
 
 def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: PluginConfig | None) -> None:
-    """The configured plan in its four fields, and the layers whose experts were built for FP8."""
+    """Return the configured plan in its four fields, and the layers whose experts were built for FP8."""
     dtype = _DTYPES.get(str(config.params_dtype), str(config.params_dtype))
     if config.fp8:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8=f"megatron {config.fp8} {config.fp8_recipe}")
@@ -250,7 +250,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
 
 
 def _also_in_fp8(plan: precision.PrecisionPlan, kernels: str) -> precision.PrecisionPlan:
-    """``plan`` with ``kernels`` in FP8, which refuse what they cannot do, listed before those already in FP8."""
+    """Return ``plan`` with ``kernels`` in FP8, which refuse what they cannot do, listed before those already in FP8."""
     before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
     return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
 
@@ -360,7 +360,7 @@ def _flops(
 
 
 def bare(chunk: Any) -> Any:
-    """``chunk`` without the wrappers that Megatron puts around it."""
+    """Return ``chunk`` without the wrappers that Megatron puts around it."""
     while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -405,7 +405,7 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def fp8() -> dict[str, Any]:
-    """The FP8 scopes that this process has entered, and how often a quantised tensor was dequantised (None: not counted)."""
+    """Return the FP8 scopes that this process has entered, and the count of dequantised tensors (None: not counted)."""
     from megacpp_mcore.te import quantized
     from megacpp_mcore.te.fp8_scopes import counts
 
@@ -427,7 +427,7 @@ def _modules(chunks: Sequence[Any]) -> Iterator[Any]:
 
 
 def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
-    """Every module of a layer or MTP block with the layer's number (None: MTP) and the last part of its name."""
+    """Yield every module of a layer or MTP block with the layer's number (None: MTP) and the last part of its name."""
     for core in map(bare, chunks):
         layers = getattr(getattr(core, "decoder", None), "layers", ())
         numbered: list[tuple[int | None, Any]] = [(getattr(layer, "layer_number", None), layer) for layer in layers]
@@ -445,7 +445,7 @@ def _record(
 
 
 def _answers(module: Any) -> list[Resolution]:
-    """The dispatcher's resolutions that a module holds: the functions that it really calls."""
+    """Return the dispatcher's resolutions that a module holds: the functions that it really calls."""
     return [value for value in vars(module).values() if isinstance(value, Resolution)]
 
 
@@ -487,7 +487,7 @@ def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Which layers were to be captured in CUDA graphs, and which were; empty where none were requested."""
+    """Return which layers were to be captured in CUDA graphs, and which were; empty where none were requested."""
     found = []
     for number, _, module in _layers(chunks):
         if (why := getattr(module, "not_captured", None)) is not None:
@@ -499,7 +499,7 @@ def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
-    """The optimizer classes that update the parameters, as Megatron chose them among what it could import."""
+    """Return the optimizer classes that update the parameters, as Megatron chose them among what it could import."""
     found = {}
     for stepping in _stepping(optimizer):
         whose, name = owner(stepping), f"{type(stepping).__module__}.{type(stepping).__qualname__}"
@@ -513,7 +513,7 @@ def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]
 
 
 def _stepping(optimizer: Any) -> Iterator[Any]:
-    """The innermost optimizers inside Megatron's wrappers."""
+    """Yield the innermost optimizers inside Megatron's wrappers."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         for each in chained:

@@ -54,27 +54,27 @@ class Kind(NamedTuple):
 
 
 def list_of(kind: Kind) -> Kind:
-    """Lists of values of ``kind``."""
+    """Make the kind of lists of values of ``kind``."""
     return Kind(f"list of {kind.words}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
 def map_of(kind: Kind) -> Kind:
-    """Maps from any text to values of ``kind``."""
+    """Make the kind of maps from any text to values of ``kind``."""
     return Kind(f"map of {kind.words}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())))
 
 
 def one_of(*words: str) -> Kind:
-    """One of these texts."""
+    """Make the kind of these texts."""
     return Kind("one of " + ", ".join(f"`{word}`" for word in words), lambda value: value in words)
 
 
 def or_null(kind: Kind) -> Kind:
-    """A value of ``kind``, or null."""
+    """Make the kind of values of ``kind``, or null."""
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.fits(value))
 
 
 def record(is_open: bool = False, **fields: Kind) -> Kind:
-    """A map with these keys; if it is open, with any others too."""
+    """Make the kind of maps with these keys; if it is open, with any others too."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, dict) or not (is_open or len(value) == len(fields)):
@@ -314,7 +314,7 @@ def validate(receipt: Any, where: str = "receipt") -> None:
 
 
 def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by path."""
+    """Return the values by path."""
     values: dict[str, Any] = {}
     for name, value in receipt.items():
         grouped = name in _GROUPS and isinstance(value, dict)
@@ -323,7 +323,7 @@ def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_unknown(path: str, unknown: Mapping[str, str]) -> str | None:
-    """The reason that ``unknown`` gives for the field, or for the group that it is in."""
+    """Return the reason that ``unknown`` gives for the field, or for the group that it is in."""
     return unknown.get(path) or unknown.get(path.rpartition(".")[0])
 
 
@@ -360,7 +360,7 @@ class Facts:
             self.miss(f"{type(error).__name__}: {error}", path)
 
     def receipt(self, otherwise: str) -> dict[str, Any]:
-        """The receipt of what is known, every field in its order.
+        """Return the receipt of what is known, every field in its order.
 
         Args:
             otherwise: the reason given for fields that are neither known nor noted as unknown.
@@ -380,7 +380,7 @@ class Facts:
 
 
 def table() -> str:
-    """The table of all fields, in Markdown."""
+    """Return the table of all fields, in Markdown."""
     rows = (f"| `{one.path}` | {one.kind.words}{'' if one.always else ', or null'} | {one.meaning} |" for one in FIELDS)
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
 
@@ -390,7 +390,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2
 
 
 def printable(value: Any) -> Any:
-    """``value`` with every character of :data:`_CONTROL` in its texts and keys escaped."""
+    """Return ``value`` with every character of :data:`_CONTROL` in its texts and keys escaped."""
     if isinstance(value, str):
         return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
     if isinstance(value, list):
@@ -401,7 +401,7 @@ def printable(value: Any) -> Any:
 
 
 def plain(value: Any) -> str:
-    """Any value in words."""
+    """Put any value in words."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -414,7 +414,7 @@ def plain(value: Any) -> str:
 
 
 def dumps(value: Any, indent: str = "") -> str:
-    """``value`` as JSON that people read: what fits on a line, and every list or map of plain values, is on one line."""
+    """Write ``value`` as JSON that people read: what fits on a line, and every list or map of plain values, is on one line."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if len(indent + line) <= 160 or not any(isinstance(each, dict | list) for each in inner):
@@ -430,12 +430,12 @@ def dumps(value: Any, indent: str = "") -> str:
 
 
 def utc(since_epoch_ns: int) -> str:
-    """UTC in whole seconds."""
+    """Format UTC in whole seconds."""
     return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat()
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -448,7 +448,7 @@ _OF_THE_RUN = ("loss", "optimizer", "sdpa")
 
 
 def spans(layers: Iterable[int | str]) -> str:
-    """Layers as text: ``1-3, 5, mtp``."""
+    """Write layers as text: ``1-3, 5, mtp``."""
     numbers = sorted({layer for layer in layers if isinstance(layer, int)})
     runs = [
         [layer for _, layer in run] for _, run in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0])
@@ -458,7 +458,7 @@ def spans(layers: Iterable[int | str]) -> str:
 
 
 def layers(spanned: str) -> list[int | str]:
-    """The layers that :func:`spans` wrote."""
+    """Return the layers that :func:`spans` wrote."""
     found: list[int | str] = []
     for word in spanned.split(", "):
         first, _, last = word.partition("-")
@@ -481,7 +481,7 @@ def by_span(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_off(backend: Mapping[str, Any]) -> bool:
-    """Whether a backend is not the one requested, or slower than the best available."""
+    """Return whether a backend is not the one requested, or slower than the best available."""
     return bool(backend["slower_than_best"]) or backend["requested"] not in ("auto", backend["observed"])
 
 
@@ -514,7 +514,7 @@ FORMS: Mapping[str, Callable[[Any], str]] = {
 
 
 def in_words(values: Mapping[str, Any], one: Field) -> str | None:
-    """The value of a field among ``values`` by path, in words; None where it is not known."""
+    """Return the value of a field among ``values`` by path, in words; None where it is not known."""
     value = values[one.path]
     return None if value is None else FORMS[one.form](value)
 

@@ -163,7 +163,7 @@ def _await(files: Iterable[Path]) -> None:
 
 
 def _has_ended(file: Path) -> bool:
-    """Whether a rank has written all that it will; heartbeats may follow."""
+    """Return whether a rank has written all that it will; heartbeats may follow."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - 2**12))
         return b'"recorded": true' in stream.read()

@@ -1,4 +1,4 @@
-"""Every kernel of ours compiled for sm_90 without a GPU: nothing spilled, tensor cores and programs where they count.
+"""Every kernel compiled for sm_90 without a GPU: it fits, nothing is spilled, and products are on tensor cores.
 
 Every variant that ships at the sizes of the presets, or that a candidate's request can ask for, except Mamba-3's of rank 2,
 some of which spill; no kernel depends on lengths.
@@ -34,13 +34,9 @@ from megacpp_mcore.ops.router import triton as router_launch
 from megacpp_mcore.ops.sparse_mla import kernels as sparse_mla
 from megacpp_mcore.ops.sparse_mla import triton as sparse_launch
 from megacpp_mcore.ops.sparse_mla import wide as wide_sparse_mla
-from tests.ops.sm90 import Compiled, compiled, types
+from tests.ops.sm90 import compiled, types
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
-
-THREE_A_PROCESSOR = 168
-"""Registers of a thread, at most, so that three programs of four warps are on a multiprocessor at a time."""
-
 
 # --- experts ----------------------------------------------------------------------------------------------------------
 
@@ -55,26 +51,24 @@ D, F, E, K = 3584, 896, 16, 4
 SUM = {"D": D, "K": K, "BLOCK": 4096, "num_warps": 4}
 NO_GRADIENT = dict.fromkeys(("routing_TE", "dprob_PR", "dprobs_TE")) | {"P": 0, "EXPERTS": 1}
 PLACE = {"num_warps": 4, "TOKENS": 64, "EXPERTS": E}
-SMALL: dict[str, tuple[str, dict[str, Any], int]] = {
-    "count": ("count", PLACE, 40),
-    "place": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXACT": True}, 128),
-    "place, one of four ranks": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXPERTS": K, "EXACT": False}, 128),
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "count": ("count", PLACE),
+    "place": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXACT": True}),
+    "place, one of four ranks": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXPERTS": K, "EXACT": False}),
     "place, most experts": (
         "place",
         PLACE | {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16, "EXACT": True},
-        255,
     ),
-    "combine": ("combine", SUM | NO_GRADIENT | {"EXACT": True}, 64),
-    "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E, "EXACT": True}, 64),
-    "combine, one of four ranks": ("combine", SUM | {"P": 7, "EXPERTS": K, "EXACT": False}, 72),
+    "combine": ("combine", SUM | NO_GRADIENT | {"EXACT": True}),
+    "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E, "EXACT": True}),
+    "combine, one of four ranks": ("combine", SUM | {"P": 7, "EXPERTS": K, "EXACT": False}),
 }
-"""The kernel, its constants at the sizes of NAM56R, and the most registers."""
+"""The kernel, and its constants at the sizes of NAM56R."""
 
 
-@pytest.mark.parametrize(("kernel", "constants", "registers"), SMALL.values(), ids=SMALL.keys())
-def test_experts_memory(tmp_path: Path, kernel: str, constants: dict[str, Any], registers: int) -> None:
-    made = compiled(getattr(experts, kernel), ROWS_AND_TOKENS, constants, tmp_path)
-    assert made.registers <= registers, made
+@pytest.mark.parametrize(("kernel", "constants"), SMALL.values(), ids=SMALL.keys())
+def test_experts_memory(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> None:
+    compiled(getattr(experts, kernel), ROWS_AND_TOKENS, constants, tmp_path)
 
 
 @pytest.mark.parametrize("widths", [(D, F), (72, 40)])
@@ -90,7 +84,7 @@ def test_experts_products(tmp_path: Path, backward: bool, gathered: bool, tanh: 
     weights = (tile["BK"], tile["BN"]) if backward else (tile["BN"], tile["BK"])
     given = ROWS_AND_TOKENS | {"w_tiles": _tensor(*weights), "x_tiles": _tensor(tile["BM"], tile["BK"])}
     made = compiled(experts.product, given, constants, tmp_path, multiples=("R",))
-    assert made.instructions["HGMMA"], made
+    assert made["HGMMA"], made
 
 
 def test_no_experts_product_reads_rows_that_none_has_written() -> None:
@@ -111,7 +105,7 @@ def test_experts_weights(tmp_path: Path, adds: bool, left: bool, gathered: bool,
     constants |= {} if gathered else {"token_R": None}
     given = ROWS_AND_TOKENS | {"h_tiles": _tensor(WEIGHTS["BK"], WEIGHTS["BN" if left else "BM"])}
     made = compiled(experts.weight_gradient, given | types(fp32="dw" if adds else ""), constants, tmp_path)
-    assert made.instructions["HGMMA"], made
+    assert made["HGMMA"], made
 
 
 IN_FP8 = types(
@@ -145,9 +139,8 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("kernel", "constants"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
 def test_experts_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> None:
     made = compiled(getattr(fp8, kernel), IN_FP8, constants, tmp_path, multiples=("N", "W", "P", "SIZE"))
-    assert made.programs >= 2, made
     if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs
-        assert made.instructions["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), made
+        assert made["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), made
 
 
 # --- RMSNorm ---------------------------------------------------------------------------------------------------------
@@ -163,8 +156,7 @@ def test_rms_norm(tmp_path: Path, kernel: str, residual: bool, hidden: int) -> N
     }
     constants: dict[str, Any] = getattr(norm_launch, kernel.upper())
     constants = constants | ({"D": hidden} if kernel == "add_parts" else norm_launch.row(hidden))
-    made = compiled(getattr(norm, kernel), given, constants | ({} if residual else {"dresidual_TD": None}), tmp_path)
-    assert hidden > 4096 or made.registers <= 128, made
+    compiled(getattr(norm, kernel), given, constants | ({} if residual else {"dresidual_TD": None}), tmp_path)
 
 
 # --- router -----------------------------------------------------------------------------------------------------------
@@ -195,17 +187,14 @@ ABSENT = {
 def test_softmax_rows(tmp_path: Path, absent: str) -> None:
     constants: dict[str, Any] = {"BLOCK": cross_entropy.BLOCK, "GROUP": cross_entropy.GROUP}
     constants |= dict.fromkeys(ABSENT[absent]) | {"num_warps": cross_entropy.WARPS}
-    made = compiled(cross_entropy.softmax_rows, SOFTMAX, constants, tmp_path, multiples=("stride",))
-    assert made.registers * cross_entropy.WARPS * 32 <= 65536 // 2, made  # two rows on a multiprocessor
-    assert made.instructions["LDG"] <= 12, made  # 16 bytes each, not 2
+    compiled(cross_entropy.softmax_rows, SOFTMAX, constants, tmp_path, multiples=("stride",))
 
 
 @pytest.mark.parametrize("out", ["fp32", "bf16"])
 def test_add_scaled(tmp_path: Path, out: str) -> None:
     given = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
     constants = {"BLOCK": cross_entropy.SCALED, "BETA": True}
-    made = compiled(cross_entropy.add_scaled, given, constants, tmp_path, multiples=("size",))
-    assert made.instructions["LDG"] <= 8, made
+    compiled(cross_entropy.add_scaled, given, constants, tmp_path, multiples=("size",))
 
 
 # --- indexer ----------------------------------------------------------------------------------------------------------
@@ -221,9 +210,7 @@ STRIDES = ("q_s", "q_b", "q_h", "k_s", "k_b", "w_s", "w_b", "W")
 def test_score_keys(tmp_path: Path, documents: bool, dtype: str) -> None:
     launch = indexer_launch.SCORE_KEYS | {"w_h": 1, "score_b": None} | ({} if documents else {"seq_BS": None})
     made = compiled(indexer.score_keys, INDEXER_TYPES | types(**{dtype: HALF}), launch, tmp_path, multiples=STRIDES)
-    assert made.instructions["HGMMA"]
-    assert made.registers <= THREE_A_PROCESSOR, made
-    assert made.shared <= 75 * 1024, made
+    assert made["HGMMA"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -236,14 +223,11 @@ def test_score_all(tmp_path: Path, width: int, keys: str, weights: str, dtype: s
     given = INDEXER_TYPES | types(**{dtype: HALF}) | (types(fp32="w_SBH") if weights == "fp32" else {})
     multiples = (*STRIDES, "score_b") if keys != "any" else tuple(name for name in STRIDES if name != "W")
     made = compiled(indexer.score_keys, given, launch, tmp_path, multiples=multiples)
-    assert made.instructions["HGMMA"]
-    assert made.registers <= THREE_A_PROCESSOR, made
-    assert made.shared <= 75 * 1024, made
+    assert made["HGMMA"]
 
 
 def test_take_best(tmp_path: Path) -> None:
-    made = compiled(indexer.take_best, INDEXER_TYPES, indexer_launch.TAKE_BEST, tmp_path, multiples=STRIDES)
-    assert made.registers <= 128, made  # 16 rows on a multiprocessor
+    compiled(indexer.take_best, INDEXER_TYPES, indexer_launch.TAKE_BEST, tmp_path, multiples=STRIDES)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -255,7 +239,7 @@ def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, determinis
     made = compiled(
         indexer.learn, given, launch | ({} if deterministic else {"units": None}), tmp_path, multiples=STRIDES
     )
-    assert made.instructions["HGMMA"]
+    assert made["HGMMA"]
 
 
 DENSE = types(
@@ -270,9 +254,7 @@ def test_dense_target(tmp_path: Path, kernel: Any, width: int, dtype: str) -> No
     launch = (dense.SUMS if kernel is dense.log_sums else dense.TARGETS)[width]
     constants = launch | dict(zip("VW", dense.HALVES[width], strict=True))
     made = compiled(kernel, DENSE | types(**{dtype: "query key"}), constants, tmp_path)
-    assert made.instructions["HGMMA"], made
-    several = kernel is dense.log_sums and width == 128
-    assert min(made.programs, SHARED_MEMORY // made.shared) >= (2 if several else 1), made
+    assert made["HGMMA"], made
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -282,8 +264,7 @@ def test_dense_gradients(tmp_path: Path, kernel: Any, D: int, dtype: str) -> Non
     constants = dense.LEARN[D] | {"D": D} | ({"PARTS": dense.PARTS} if kernel is dense.learn_keys else {})
     given = DENSE | types(**{dtype: "q_SBHD k_TBD dq_SBHD"})
     made = compiled(kernel, given, constants, tmp_path)
-    assert made.instructions["HGMMA"], made
-    assert made.programs >= 8 // constants["num_warps"], made
+    assert made["HGMMA"], made
 
 
 # --- sparse MLA -------------------------------------------------------------------------------------------------------
@@ -307,8 +288,7 @@ def test_heads_on_rows(
     launch = {"forward": sparse_launch.FORWARD, "means": sparse_launch.MEANS, "sums": sparse_launch.SUMS}[kernel]
     constants = launch | {"M": heads, "V": widths[1], "R": widths[0] - widths[1]}
     made = compiled(getattr(sparse_mla, kernel), attention, constants, tmp_path)
-    assert made.registers <= THREE_A_PROCESSOR, made
-    assert made.instructions["HGMMA" if heads == sparse_launch.HEADS else "HMMA"], made
+    assert made["HGMMA" if heads == sparse_launch.HEADS else "HMMA"], made
 
 
 @pytest.mark.parametrize("sink", [True, False])
@@ -324,8 +304,7 @@ def test_keys_on_rows(
     )
     given = attention | (types(i64="dkv_ptr") if deterministic else {})
     made = compiled(sparse_mla.backward, given, constants, tmp_path)
-    assert made.instructions["HGMMA"], made
-    assert heads > 16 or made.programs >= 3, made
+    assert made["HGMMA"], made
 
 
 WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -337,8 +316,6 @@ WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "keys, integers": ("keys", sparse_launch.GRADIENTS, []),
     "sums": ("sums", sparse_launch.WIDE_SUMS, []),
 }
-SHARED_MEMORY = 232_448
-"""Bytes that one program may have on an H200."""
 
 
 @pytest.mark.parametrize("widths", sparse_launch.WIDE)
@@ -357,8 +334,7 @@ def test_wide_sparse_mla(
     constants |= launch | dict.fromkeys(absent)
     given = attention | (types(i64="dkv_ptr") if variant == "keys, integers" else {})
     made = compiled(function, given, constants, tmp_path)
-    assert made.shared <= SHARED_MEMORY, made
-    assert made.instructions["HGMMA" if heads >= sparse_launch.HEADS or kernel == "keys" else "HMMA"], made
+    assert made["HGMMA" if heads >= sparse_launch.HEADS or kernel == "keys" else "HMMA"], made
 
 
 # --- M²RNN ------------------------------------------------------------------------------------------------------------
@@ -378,18 +354,16 @@ ADVANCE = {
 """What :func:`megacpp_mcore.ops.m2rnn.recurrence.advance` is not given."""
 
 
-def _recurrence(kernel: Any, folder: Path, constants: dict[str, Any]) -> Compiled:
+def _recurrence(kernel: Any, folder: Path, constants: dict[str, Any]) -> None:
     shared = {"ROWS": recurrence.ROWS, "num_warps": 1, "num_stages": 1} | WIDTHS | recurrence.products(torch.bfloat16)
     made = compiled(kernel, RECURRENCE, shared | constants, folder)
-    assert made.instructions["HMMA"]
-    return made
+    assert made["HMMA"]
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("use", ADVANCE)
 def test_advance(tmp_path: Path, use: str, documents: bool) -> None:
-    made = _recurrence(recurrence.advance, tmp_path, dict.fromkeys(ADVANCE[use]) | {"DOCUMENTS": documents})
-    assert made.registers <= 168, made  # three programs for each scheduler
+    _recurrence(recurrence.advance, tmp_path, dict.fromkeys(ADVANCE[use]) | {"DOCUMENTS": documents})
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -479,8 +453,7 @@ def test_mla_projection(tmp_path: Path, variant: str, dtype: str) -> None:
     if name != "indexer_keys_backward":  # there they are of an output
         given |= types(fp32="dw_ptr")
     made = compiled(kernel, given, constants | launch, tmp_path)
-    assert made.registers <= THREE_A_PROCESSOR, made
-    products = made.instructions["HGMMA"] + made.instructions["HMMA"]
+    products = made["HGMMA"] + made["HMMA"]
     assert bool(products) == ("K" in constants and "w_ptr" not in constants), made
 
 
@@ -557,8 +530,7 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
         options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
         made = compiled(function, given, constants | options, folder)
-        assert bool(made.instructions["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
-        assert kernel != "gate_bwd" or made.programs >= (5 if choice.get("NORM", plan.norm) else 6), (choice, made)
+        assert bool(made["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])

@@ -196,5 +196,6 @@ PATCH = Patch(
         "which checks the same manifest"
     ),
     retire_when="upstream checks every file on all ranks before it unpickles any, and names the newest whole checkpoint",
-    cost="a save of 10 GB: not measured; beside each writer a thread hashes what was written, at 0.7 s of a core per GB",
+    cost="two saves of a file of 10 GB took 12.0 and 14.3 s without digests, 13.4 and 14.2 s with them, on 32 cores; "
+    "a thread beside each writer hashes what was written, at 0.8 s of a core per GB",
 )

@@ -15,7 +15,7 @@ from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.profile import table
 from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
-from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
+from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, NOISE_IN_GRAPHS, compare
 from megacpp_mcore.observe.receipts.fields import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
 
 REFUSED = 1
@@ -42,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
         ("--declare", "NAME", f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}"),
     ):
         comparing.add_argument(option, action="append", default=[], metavar=metavar, help=words)
-    noise = f"run-to-run spread in %, if measured (default: {100 * NOISE:.0f})"
+    noise = (
+        f"run-to-run spread in %%, if measured (default: {100 * NOISE:.0f}, in CUDA graphs {100 * NOISE_IN_GRAPHS:.0f})"
+    )
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")

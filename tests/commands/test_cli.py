@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +23,20 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import launcher
 
 ROOT = Path(__file__).parents[2]
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        for child in dict.fromkeys(action.choices.values()) if isinstance(action, argparse._SubParsersAction) else ():
+            yield from parsers(child)
+
+
+def test_every_help_can_be_printed() -> None:
+    """argparse fills a help's ``%`` only when it is printed."""
+    helps = {parser.prog: parser.format_help() for parser in parsers(cli._parser())}
+    assert len(helps) > 15
+    assert "run-to-run spread in %, if measured" in " ".join(helps["megacpp-mcore report compare"].split())
 
 
 @pytest.fixture

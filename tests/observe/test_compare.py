@@ -15,7 +15,7 @@ from megacpp_mcore.commands.report import REFUSED
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe.receipts import fields
-from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
+from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, NOISE_IN_GRAPHS, compare
 from tests.observe.test_receipts import report
 
 Changes = dict[str, Any]
@@ -264,6 +264,14 @@ def test_noise_that_was_measured_is_the_floor_and_never_less_than_the_spread(
     found = compare(receipt(), receipt(**rate(1040.0)), noise=noise)
     assert (found.noise_floor, found.told_from_noise) == (pytest.approx(floor, rel=1e-3), told)
     assert ("as given" in found.step_times) == (noise > 0)
+
+
+def test_runs_in_cuda_graphs_differ_by_less() -> None:
+    graphs = {"backends": [BACKEND | {"op": "cuda_graph"}]}
+    both = compare(receipt(**graphs), receipt(**rate(1040.0, **graphs)))
+    assert (both.noise_floor, both.told_from_noise) == (NOISE_IN_GRAPHS, True)
+    one = compare(receipt(**graphs), receipt(**rate(1040.0)))
+    assert (one.noise_floor, one.told_from_noise) == (NOISE, False)
 
 
 @pytest.mark.parametrize("name", ["backends", "patches", "recompute", "overlap", "commit", "versions"])

@@ -176,6 +176,9 @@ STEADY_STEPS = 30
 NOISE = 0.07
 """By how much equal runs differ in speed, one run each: pairs of the same command on the same machine differed by 2 to 7 % in
 tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). One pair of runs cannot show a smaller one."""
+NOISE_IN_GRAPHS = 0.03
+"""Likewise of two runs in CUDA graphs: of 52 layers 0.5 % over five on one machine, 2.8 % over five machines
+(``experiments/results/README.md``)."""
 STANDARD_ERRORS = 2.0
 """How many standard errors apart two medians must be before the spread of the steps does not explain the difference."""
 _P90_DEVIATIONS = 1.2816
@@ -315,7 +318,7 @@ def compare(
         varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Between two topologies,
             batch is compared per replica and speed per device. A line that is not known refuses the claim all the same.
         declared: disqualifiers that both are known to carry; the claim then says so.
-        noise: the share by which equal runs differ, if that was measured; by default :data:`NOISE`.
+        noise: the share by which equal runs differ, by default :data:`NOISE`, or :data:`NOISE_IN_GRAPHS`.
 
     Raises:
         DataError: ``varies`` or ``declared`` name what does not exist, or is known not to differ; ``noise`` is no share.
@@ -475,7 +478,10 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     The standard error of a median is derived from the 90th percentile. Steps are assumed normal and independent:
     √(π/2) standard deviations over the root of their number.
     """
-    floor, reason = (NOISE, "the run-to-run spread") if noise is None else (noise, "as given")
+    floor, reason = noise, "as given"
+    if floor is None:
+        graphs = all(any(one["op"] == "cuda_graph" for one in values["backends"]) for values in both)
+        floor, reason = (NOISE_IN_GRAPHS if graphs else NOISE), f"the run-to-run spread{' in CUDA graphs' * graphs}"
     errors, words = [], []
     for values in both:
         steps, median, slow = (values[f"step_time.{name}"] for name in ("n", "p50_s", "p90_s"))

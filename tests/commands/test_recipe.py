@@ -8,7 +8,6 @@ import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,10 @@ from megacpp_mcore.arguments.lowering import mismatches
 from megacpp_mcore.commands import cli
 from megacpp_mcore.model import PRESETS, preset
 from megacpp_mcore.model.flops import peaks
+from megacpp_mcore.model.flops.recompute import Recomputation
+from megacpp_mcore.model.flops.report import page
 from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.training import Recompute
 from tests import stock
 
 LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
@@ -254,10 +256,11 @@ def test_a_batch_is_spread_over_replicas_and_not_over_stages(
 
 
 def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pytest.CaptureFixture[str]) -> None:
-    page = recipe(capsys, "flops", "nam56r")
-    assert page.splitlines()[0] == "nam56r, one sequence of 4096 tokens, recompute: none"
-    assert "model FLOPs (MFU): 20.853 GFLOP a token of training, nothing recomputed" in page
-    assert recipe(capsys, "flops", "nam56r_pretrain_8gpu_h200_bf16") == page
+    printed = recipe(capsys, "flops", "nam56r")
+    assert printed == page(preset("nam56r")) + "\n"
+    assert printed.splitlines()[0] == "nam56r, one sequence of 4096 tokens, recompute: none"
+    assert "model FLOPs (MFU): 20.853 GFLOP a token of training, nothing recomputed" in printed
+    assert recipe(capsys, "flops", "nam56r_pretrain_8gpu_h200_bf16") == printed
     whole = json.loads(recipe(capsys, "flops", "nam56r", "--json"))
     changed = json.loads(recipe(capsys, "flops", "nam56r", "--set", "moe.topk=1", "--json"))
     assert (
@@ -267,53 +270,54 @@ def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pyte
     assert changed["model_flops"] < whole["model_flops"]
     again = json.loads(recipe(capsys, "flops", "nam56r", "--recompute", "experts", "--json"))
     assert again["recomputed_flops"] == whole["families"]["routed_experts"]["forward"]
+    stocks = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"]
+    how = Recomputation(granularity="full", method="block", num_layers=2)
+    printed = recipe(capsys, "flops", "nam56r", *stocks, "--seq-length", "512").rstrip("\n")
+    assert printed == page(preset("nam56r"), how, seq_length=512)
+    both = ["--recompute-granularity", "selective", "--recompute"]
+    how = Recomputation(granularity="selective", modules=("core_attn",), own=Recompute(m=True, experts=True))
+    assert recipe(capsys, "flops", "nam56r", *both, "m", "experts").rstrip("\n") == page(preset("nam56r"), how)
+    assert "--recompute-modules core_attn" in recipe(capsys, "flops", "nam56r", *both, "a", status=2)
+    assert "seq_length is 0" in recipe(capsys, "flops", "nam56r", "--seq-length", "0", status=2)
     assert "seed belongs to a run" in recipe(capsys, "flops", "nam56r", "--set", "seed=1", status=2)
     assert "did you mean 'nam56r'" in recipe(capsys, "flops", "nam56", status=2)
 
 
-class TestSettings:
-    """A command for a model that MEGACPP_CONFIG changes names the file itself; no other command does."""
+def test_a_command_names_the_file_that_changes_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a file.yaml"
+    file.write_text("model: nam56r_tiny\noverrides: {dsa: {topk: 8}}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
 
-    @pytest.fixture
-    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        path = tmp_path / "a file.yaml"
-        path.write_text("model: nam56r_tiny\noverrides: {dsa: {topk: 8}}\n")
-        monkeypatch.setenv("MEGACPP_CONFIG", str(path))
-        return path
+    def topk_of(command: str) -> str:
+        _, words = stock_words(command)
+        return words[words.index("--dsa-indexer-topk") + 1]
 
-    def test_named_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        before, words = stock_words(recipe(capsys, "emit", "nam56r_tiny"))
-        assert before[:2] == ["env", f"MEGACPP_CONFIG={file}"]
-        assert words[words.index("--dsa-indexer-topk") + 1] == "8"
+    def is_of_the_file(name: str) -> None:
+        command = recipe(capsys, "emit", name)
+        assert stock_words(command)[0][:2] == ["env", f"MEGACPP_CONFIG={file}"]
+        assert topk_of(command) == "8"
 
-    def test_another_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["recipe", "emit", "nam56r_quarter"]) == 0
-        printed = capsys.readouterr()
-        before, words = stock_words(printed.out)
-        assert before[0] == "torchrun"
-        assert words[words.index("--dsa-indexer-topk") + 1] == "256"
-        assert f"{file}, which is about nam56r_tiny; nam56r_quarter is taken as it is" in printed.err
-
-    def test_a_model_that_the_file_names_anew(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        file.write_text("model: nam56r_tiny\noverrides: {name: mine, dsa: {topk: 8}}\n")
-        for name in ("mine", "nam56r_tiny"):
-            before, words = stock_words(recipe(capsys, "emit", name))
-            assert before[:2] == ["env", f"MEGACPP_CONFIG={file}"]
-            assert words[words.index("--dsa-indexer-topk") + 1] == "8"
-
-    def test_show(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert json.loads(recipe(capsys, "show", "nam56r_tiny"))["dsa"]["topk"] == 8
-        assert json.loads(recipe(capsys, "show", "nam56r_quarter"))["dsa"]["topk"] == 256
-
-    def test_a_wrong_file(self, file: Path, capsys: pytest.CaptureFixture[Any]) -> None:
-        file.write_text("modell: x\n")
-        assert "unknown key 'modell'" in recipe(capsys, "emit", "nam56r_tiny", status=2)
+    is_of_the_file("nam56r_tiny")
+    assert cli.main(["recipe", "emit", "nam56r_quarter"]) == 0
+    printed = capsys.readouterr()
+    assert stock_words(printed.out)[0][0] == "torchrun"
+    assert topk_of(printed.out) == "256"
+    assert all(named in printed.err for named in (str(file), "nam56r_tiny", "nam56r_quarter"))
+    for name, topk in (("nam56r_tiny", 8), ("nam56r_quarter", 256)):
+        assert json.loads(recipe(capsys, "show", name))["dsa"]["topk"] == topk
+    file.write_text("model: nam56r_tiny\noverrides: {name: mine, dsa: {topk: 8}}\n")
+    for name in ("mine", "nam56r_tiny"):
+        is_of_the_file(name)
+    file.write_text("modell: x\n")
+    assert "'modell'" in recipe(capsys, "emit", "nam56r_tiny", status=2)
 
 
 def test_the_peaks_of_the_flops_page_are_those_that_are_used() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
     rows = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if "NVIDIA H" in line
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if "NVIDIA H" in line
     ]
     assert [name for name, *_ in rows] == list(peaks.DEVICES)
     for name, *rates in rows:

@@ -211,9 +211,12 @@ def emit(args: argparse.Namespace) -> str:
     if args.form != "slurm" and slurm.given():
         raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
     command = command_of(args)
-    if args.form == "args" and command.env:
-        pairs = " ".join(f"{name}={value}" for name, value in command.env.items())
-        print(f"note: the arguments alone lack the run's environment; set {pairs}", file=sys.stderr)
+    missing = [f"{name}={value}" for name, value in command.env.items() if os.environ.get(name) != str(value)]
+    if args.form == "args" and missing:
+        lacking = f"the arguments alone lack the run's environment; set {' '.join(missing)}"
+        if not args.settings:  # without them the same words train something else
+            raise LaunchError(f"{lacking} first, or use --as cli")
+        print(f"note: {lacking}", file=sys.stderr)
     return stock_command.as_slurm(command, slurm) if args.form == "slurm" else _FORMS[args.form](command)
 
 

@@ -135,8 +135,13 @@ def test_a_recipe_in_fp8_brings_its_settings(
     name, own = "nam56r_pretrain_4gpu_h200_fp8", RECIPES["nam56r_pretrain_4gpu_h200_fp8"].settings
     assert own is not None
     assert stock_words(recipe(capsys, "emit", name))[0][:2] == ["env", f"MEGACPP_CONFIG={own}"]
-    assert cli.main(["recipe", "emit", name, "--as", "args", "--data", "none"]) == 0
-    assert f"the arguments alone lack the run's environment; set MEGACPP_CONFIG={own}\n" in capsys.readouterr().err
+    arguments = ["recipe", "emit", name, "--as", "args", "--data", "none"]
+    assert cli.main(arguments) == 2
+    assert f"MEGACPP_CONFIG={own}" in capsys.readouterr().err
+    monkeypatch.setenv("MEGACPP_CONFIG", str(own))
+    assert cli.main(arguments) == 0
+    assert "MEGACPP_CONFIG" not in capsys.readouterr().err
+    monkeypatch.delenv("MEGACPP_CONFIG")
     changed = tmp_path / "changed.yaml"
     recipe(capsys, "emit", name, "--set", "dsa.topk=128", "--settings", str(changed))
     kept = yaml.safe_load(changed.read_text(encoding="utf-8"))

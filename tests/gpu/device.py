@@ -45,3 +45,32 @@ def replayed(
             tensor.copy_(value)
     graph.replay()
     return captured
+
+
+def assert_replays(
+    run: Callable[[], dict[str, torch.Tensor] | Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+    unordered: str = "",
+) -> None:
+    """Fail unless ``run`` makes nobody wait, and its graph gives for other values what ``run`` gives (but for ``unordered``)."""
+
+    def tensors() -> list[torch.Tensor]:
+        found = run()
+        return list(found.values() if isinstance(found, dict) else found)
+
+    names = list(found) if isinstance(found := run(), dict) else range(len(found))  # compiles
+    with without_waiting():
+        run()
+    captured = [tensor.clone() for tensor in replayed(tensors, inputs, others)]
+    for name, replay, tensor in zip(names, captured, tensors(), strict=True):  # inputs hold the others' values now
+        assert name == unordered or torch.equal(replay, tensor), name
+
+
+def assert_same_bits(run: Callable[[], dict[str, torch.Tensor]], times: int) -> dict[str, torch.Tensor]:
+    """Fail unless ``run`` gives the same bits each time; return them."""
+    first = run()
+    for _ in range(times):
+        for name, tensor in run().items():
+            assert torch.equal(tensor, first[name]), name
+    return first

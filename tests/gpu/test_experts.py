@@ -23,7 +23,7 @@ from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.ops.router import triton as fused
 from tests import stock
 from tests.gpu import runs
-from tests.gpu.device import peak, replayed, without_waiting
+from tests.gpu.device import assert_replays, peak
 from tests.gpu.runs import ALONE, words_of
 from tests.ops.router_case import CASES, Case, compared
 
@@ -133,14 +133,7 @@ def test_parity_with_stocks(pair: tuple[Any, Any]) -> None:
 def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
     ours, _ = pair
     hidden, gradient = draw()
-    outcome(ours, hidden, gradient)  # compiles
-    with without_waiting():
-        outcome(ours, hidden, gradient)
-    others = draw(8)
-    expected = outcome(ours, *others)
-    found = replayed(lambda: outcome(ours, hidden, gradient), (hidden, gradient), others)
-    for name, one, other in zip(NAMES, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+    assert_replays(lambda: outcome(ours, hidden, gradient), (hidden, gradient), draw(8))
 
 
 @pytest.mark.parametrize(("ranks", "by", "most"), [(1, "alltoall", 0), (2, "allgather", 0), (2, "alltoall", 1)])

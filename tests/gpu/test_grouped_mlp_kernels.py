@@ -10,7 +10,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import fp8, reference, triton
 from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
-from tests.gpu.device import peak, replayed, without_waiting
+from tests.gpu.device import assert_replays, assert_same_bits, peak, replayed, without_waiting
 from tests.ops.grouped_mlp_case import (
     LEAVES,
     Case,
@@ -204,10 +204,7 @@ def test_strides_change_no_bit() -> None:
 
 def test_the_same_bits_each_time() -> None:
     inputs = draw(MODEL, "cuda")
-    first = outcome(routed_mlp, MODEL, inputs)
-    for _ in range(5):
-        for name, tensor in outcome(routed_mlp, MODEL, inputs).items():
-            assert torch.equal(tensor, first[name]), name
+    assert_same_bits(lambda: outcome(routed_mlp, MODEL, inputs), 5)
 
 
 @pytest.mark.parametrize("name", ["natural skew", "one of four ranks"])
@@ -215,12 +212,7 @@ def test_nothing_waits_and_a_graph_replays(name: str) -> None:
     case = CASES[name]
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
     given = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
-    expected = outcome(routed_mlp, case, others)
-    with without_waiting():
-        outcome(routed_mlp, case, inputs)
-    captured = replayed(lambda: list(outcome(routed_mlp, case, inputs).values()), *given)
-    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
-        assert torch.equal(replay, tensor), name
+    assert_replays(lambda: outcome(routed_mlp, case, inputs), *given)
 
 
 def test_rows_of_counts_on_the_device_replay() -> None:
@@ -232,11 +224,7 @@ def test_rows_of_counts_on_the_device_replay() -> None:
         y = grouped_mlp(leaves[0], counts, *leaves[1:], None)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
-    with without_waiting():
-        run()
-    captured = [tensor.clone() for tensor in replayed(run, [counts], [others])]
-    for replay, tensor in zip(captured, run(), strict=True):
-        assert torch.equal(replay, tensor)
+    assert_replays(run, [counts], [others])
 
 
 def test_peak_memory() -> None:

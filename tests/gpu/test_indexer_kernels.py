@@ -14,7 +14,7 @@ import torch
 from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer import triton as fused
 from megacpp_mcore.ops.testing import assert_parity
-from tests.gpu.device import peak, replayed, without_waiting
+from tests.gpu.device import assert_replays, peak, without_waiting
 from tests.ops.indexer_case import (
     as_one_projection,
     assert_gradients,
@@ -222,13 +222,7 @@ def test_nothing_waits_and_a_graph_replays() -> None:
         target = torch.where(index < 0, 0.0, index.sin().abs())
         return [index, *fused.indexer_grad(*inputs, index, target, factor)]
 
-    both()
-    with without_waiting():
-        both()
-    captured = [tensor.clone() for tensor in replayed(both, inputs, others)]
-    # inputs hold the others' values now
-    for name, replay, tensor in zip(("index", "loss", "dq", "dk", "dw"), captured, both(), strict=True):
-        assert torch.equal(replay, tensor), name
+    assert_replays(both, inputs, others)
 
 
 # --- scores of all keys ------------------------------------------------------------------------------------------------
@@ -373,12 +367,7 @@ def test_scores_of_all_keys_wait_for_nothing_and_a_graph_replays() -> None:
             for tensor in (*chunked.select(indexer, 64, rule), chunked.indexer_scores(indexer, rule))
         ]
 
-    run()
-    with without_waiting():
-        run()
-    captured = [tensor.clone() for tensor in replayed(run, inputs, others)]
-    for number, (replay, tensor) in enumerate(zip(captured, run(), strict=True)):
-        assert torch.equal(replay, tensor), number
+    assert_replays(run, inputs, others)
 
 
 @pytest.mark.skipif(

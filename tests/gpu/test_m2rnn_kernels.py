@@ -11,7 +11,7 @@ import torch
 from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.testing import assert_parity, worst_row
-from tests.gpu.device import replayed, without_waiting
+from tests.gpu.device import assert_replays, assert_same_bits
 from tests.ops.m2rnn_case import Case, draw, outcome
 
 CASES = {
@@ -63,10 +63,7 @@ def test_parity_with_fp64(case: Case) -> None:
 def test_the_same_bits_each_time() -> None:
     case = Case(S=515, documents=True, state=True)
     inputs = draw(case, "cuda")
-    first = outcome(m2rnn, case, inputs)
-    for _ in range(100):
-        for name, tensor in outcome(m2rnn, case, inputs).items():
-            assert torch.equal(tensor, first[name]), name
+    assert_same_bits(lambda: outcome(m2rnn, case, inputs), 100)
 
 
 def test_states_saved_more_often_give_the_same_bits() -> None:
@@ -101,14 +98,5 @@ def test_a_nan_gate_at_the_start_of_a_document_stays_nan() -> None:
 def test_nothing_waits_and_a_graph_replays() -> None:
     case = Case(S=601, documents=True)
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
-    expected = outcome(m2rnn, case, others | {"seq_idx": inputs["seq_idx"]})
-    outcome(m2rnn, case, inputs)
-    with without_waiting():
-        outcome(m2rnn, case, inputs)
-    captured = replayed(
-        lambda: list(outcome(m2rnn, case, inputs).values()),
-        [*inputs["leaves"].values(), *inputs["cotangents"]],
-        [*others["leaves"].values(), *others["cotangents"]],
-    )
-    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
-        assert torch.equal(replay, tensor), name
+    given = [[*drawn["leaves"].values(), *drawn["cotangents"]] for drawn in (inputs, others)]
+    assert_replays(lambda: outcome(m2rnn, case, inputs), *given)

@@ -11,7 +11,7 @@ import torch
 from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.mamba3 import triton as fused
 from megacpp_mcore.ops.testing import assert_parity, row_norms, worst_row
-from tests.gpu.device import peak, replayed, without_waiting
+from tests.gpu.device import assert_replays, assert_same_bits, peak
 from tests.ops.mamba3_case import Case, inputs, make_tensors, run, with_gradients
 
 pytestmark = pytest.mark.gpu
@@ -115,10 +115,7 @@ def test_rows_of_a_batch_go_back_alone_as_they_do_together(monkeypatch: pytest.M
 def test_the_same_inputs_give_the_same_bits() -> None:
     case = CASES["documents"]
     tensors = make_tensors(case, seed=1)
-    first = with_gradients(fused.mamba3, case, tensors)
-    for _ in range(20):
-        for name, again in with_gradients(fused.mamba3, case, tensors).items():
-            assert torch.equal(first[name], again), name
+    assert_same_bits(lambda: with_gradients(fused.mamba3, case, tensors), 20)
 
 
 def test_nan_stays_nan() -> None:
@@ -139,18 +136,11 @@ def test_a_cuda_graph_holds_it() -> None:
     tensors, others = make_tensors(case), make_tensors(case, seed=2)
 
     def both() -> list[torch.Tensor]:
-        return list(with_gradients_of(tensors))
-
-    def with_gradients_of(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
         (out,) = run(fused.mamba3, case, leaves)
         return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
 
-    expected = [t.clone() for t in with_gradients_of(others)]
-    with without_waiting():
-        both()
-    for actual, wanted in zip(replayed(both, tensors.values(), others.values()), expected, strict=True):
-        assert torch.equal(actual, wanted)
+    assert_replays(both, list(tensors.values()), list(others.values()))
 
 
 def test_memory_of_the_main_shape() -> None:

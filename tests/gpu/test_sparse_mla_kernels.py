@@ -13,7 +13,7 @@ from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.sparse_mla import triton as launch
 from megacpp_mcore.ops.sparse_mla.reference import attend as reference
 from megacpp_mcore.ops.sparse_mla.triton import attend
-from tests.gpu.device import peak, replayed, without_waiting
+from tests.gpu.device import assert_replays, assert_same_bits, peak
 from tests.ops.sparse_mla_case import Case, assert_same, assert_same_sums, draw, eager, outcome
 
 RMS = 5e-3
@@ -99,10 +99,7 @@ def test_parity_with_fp64(case: Case) -> None:
 def test_the_same_bits_each_time(case: Case) -> None:
     inputs = draw(case, "cuda")
     with ordered():
-        first = outcome(attend, case, inputs)
-        for _ in range(20):
-            for name, tensor in outcome(attend, case, inputs).items():
-                assert torch.equal(tensor, first[name]), name
+        first = assert_same_bits(lambda: outcome(attend, case, inputs), 20)
     for name, tensor in outcome(attend, case, inputs).items():  # float sums of the keys' gradient have no fixed order
         assert torch.equal(tensor, first[name]) or name == "dkv", name
 
@@ -233,13 +230,7 @@ def test_nothing_waits_and_a_graph_replays(deterministic: bool, widths: dict[str
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
     tensors = [[*drawn["q"], drawn["kv"], *drawn["do"]] for drawn in (inputs, others)]
     with ordered(deterministic):
-        expected = outcome(attend, case, others | {"index": inputs["index"]})
-        with without_waiting():
-            outcome(attend, case, inputs)
-        captured = replayed(lambda: list(outcome(attend, case, inputs).values()), *tensors)
-    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
-        if name != "dkv" or deterministic:
-            assert torch.equal(replay, tensor), name
+        assert_replays(lambda: outcome(attend, case, inputs), *tensors, unordered="" if deterministic else "dkv")
 
 
 def test_layers_of_other_kinds_share_a_sum() -> None:

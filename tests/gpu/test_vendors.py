@@ -20,7 +20,7 @@ from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.packed.documents import other_documents
 from megacpp_mcore.ops.testing import EARLY, assert_parity
 from megacpp_mcore.util.probe import ProbeResult
-from tests.gpu.device import replayed, without_waiting
+from tests.gpu.device import assert_replays, replayed, without_waiting
 from tests.gpu.test_grouped_mlp_kernels import CASES
 from tests.gpu.test_mla_core_attention import assert_same, draw, eager, outcome, truth
 from tests.ops import grouped_mlp_case as experts
@@ -140,12 +140,7 @@ def test_quack_experts_do_not_wait_and_a_graph_replays() -> None:
     case = CASES["natural skew"]
     inputs, others = (experts.draw(case, "cuda", seed=seed) for seed in (0, 1))
     given = [[drawn[name] for name in (*experts.LEAVES, "dy", "routing")] for drawn in (inputs, others)]
-    expected = experts.outcome(quack.routed_mlp, case, others)
-    with without_waiting():
-        experts.outcome(quack.routed_mlp, case, inputs)
-    captured = replayed(lambda: list(experts.outcome(quack.routed_mlp, case, inputs).values()), *given)
-    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
-        assert torch.equal(replay, tensor), name
+    assert_replays(lambda: experts.outcome(quack.routed_mlp, case, inputs), *given)
 
 
 def test_quack_experts_by_name_and_by_auto() -> None:

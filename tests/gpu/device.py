@@ -53,7 +53,7 @@ def assert_replays(
     others: Sequence[torch.Tensor],
     unordered: str = "",
 ) -> None:
-    """Fail unless ``run`` makes nobody wait, and its graph gives for other values what ``run`` gives (but for ``unordered``)."""
+    """Fail unless ``run`` makes nobody wait, and its graph gives for other values what it gives (but for ``unordered``)."""
 
     def tensors() -> list[torch.Tensor]:
         found = run()

@@ -90,7 +90,8 @@ class _Projections:
     def _projected(
         self: Any, hidden_SBD: torch.Tensor, inference_context: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs of ``_up`` on latents, rotary part, rotations and ``weights``, followed by the normed query latents.
+        """Return the outputs of ``_up`` on latents, rotary part, rotations and ``weights``, followed by the normed query
+        latents.
 
         ``--recompute-modules mla_up_proj`` recomputes ``_up`` in the backward pass.
         """
@@ -264,7 +265,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         return k_up_HCL, v_up_HVL
 
     def _get_v_up_weight(self) -> torch.Tensor:
-        """The value up-projection; stock calls this once after each :meth:`get_query_key_value_tensors`."""
+        """Return the value up-projection; stock calls this once after each :meth:`get_query_key_value_tensors`."""
         v_up_HVL: torch.Tensor = self._v_up_HVL
         self._v_up_HVL = None  # a module that references an autograd graph cannot be deep-copied
         return v_up_HVL

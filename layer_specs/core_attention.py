@@ -232,7 +232,8 @@ class SparseCoreAttention(MegatronModule):
         return o_SBHV
 
     def _shared(self) -> Selection:
-        """The Full layer's selection; in Megatron's warm-up runs before a CUDA-graph capture, a placeholder of its shape.
+        """Return the Full layer's selection; in Megatron's warm-up runs before a CUDA-graph capture, a placeholder of its
+        shape.
 
         At that point the Full layer's graph has been captured but never replayed: no keys exist, and no target sum is consumed.
         """
@@ -249,7 +250,7 @@ class SparseCoreAttention(MegatronModule):
         x: torch.Tensor,
         qr: torch.Tensor,
     ) -> tuple[torch.Tensor, Selection]:
-        """The query with the indexer's loss attached, and the selected keys; recompute reuses the first run's selection."""
+        """Attach the indexer's loss to the query and select its keys; recompute reuses the first run's selection."""
         selection = self.index_cache.recall(self.layer_number)
         learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
         if selection is not None and not learns:
@@ -290,7 +291,7 @@ class SparseCoreAttention(MegatronModule):
         return _causal(self.dense_backend.fn, *tensors, self.softmax_scale, seq_idx_BS, self.config)
 
     def is_warming_up(self) -> bool:
-        """Whether the current step belongs to the dense warm-up."""
+        """Return whether the current step belongs to the dense warm-up."""
         return self.warmup_steps > 0 and training_step.ended(self.training) < self.warmup_steps
 
     def _dense_loss_gradients(

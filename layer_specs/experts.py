@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 
 _ELEMENTWISE = ("adam", "sgd", "lion")
-"""Elementwise optimizers, to which a parameter's shape is nothing; others do not treat a 3-D parameter as matrices
-(megatron-core 0.19.2, ``optimizer/emerging_optimizers.py``)."""
+"""Elementwise optimizers: safe for 3-D (stacked) parameters, which others do not treat as matrices (megatron-core 0.19.2,
+``optimizer/emerging_optimizers.py``)."""
 
 
 def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
@@ -67,7 +67,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     flex, package = config.moe_token_dispatcher_type == "flex", "deep_ep"
     if flex and config.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec(package) is None:
         raise ModelError(
-            f"--moe-token-dispatcher-type flex sends tokens by {package}, which is not installed; install it, or pass "
+            f"--moe-token-dispatcher-type flex needs {package}, which is not installed; install it, or pass "
             "--moe-token-dispatcher-type alltoall"
         )
     mlp: Any = get_moe_module_spec_for_backend(
@@ -78,7 +78,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
         submodules = dataclasses.replace(submodules, experts=_fp8_experts(submodules.experts))
     experts = choose_experts(config, dispatcher)
     needs = backend_needs(config) | {"dtype": torch.float32, "experts": config.num_moe_experts}
-    routing = dispatcher.request_or_stock("router", router.stock_alone(config), **needs)
+    routing = dispatcher.resolve_or_stock("router", router.why_stock_router(config), **needs)
     submodules = dataclasses.replace(
         submodules,
         experts=experts.fn(submodules.experts, dispatcher),
@@ -103,28 +103,30 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
     Raises:
         BackendError: the run requests ours by name, and such a feature as well, or only backends of an op that does not run.
     """
-    why = stock_alone(config)
+    why = why_stock_experts(config)
     op, needs = expert_op(config)
     if why is None and compute_device() == "cuda" and dispatcher.is_automatic(EXPERTS) and dispatcher.is_automatic(op):
         lacking = dispatcher.without_kernel(op, **needs)
-        why = lacking and f"kernels for experts of which our {op} says: {lacking}"
-    chosen = dispatcher.request_or_stock(EXPERTS, why)
+        why = lacking and f"these experts by kernels ({op}: {lacking})"
+    chosen = dispatcher.resolve_or_stock(EXPERTS, why)
     named = [name for name in ("routed_mlp", "grouped_mlp") if not dispatcher.is_automatic(name)]
     if named and (chosen.observed == STOCK or op not in named):
         runs, remedy = (
-            (f"stock's ({chosen.reason})", "leave one out") if chosen.observed == STOCK else (op, f"name {op}")
+            (f"Megatron's experts ({chosen.reason})", "remove one of the two")
+            if chosen.observed == STOCK
+            else (op, f"name {op}")
         )
         # Tokens cannot be gathered where the dispatcher runs the shared expert.
         has_choice = config.expert_model_parallel_size > 1 and not config.moe_shared_expert_overlap
         if has_choice and chosen.observed != STOCK:
             other = "alltoall" if takes_tokens(config) else "allgather"
             remedy += f", or pass --moe-token-dispatcher-type {other}"
-        raise BackendError(f"backends asks for {' and '.join(named)}, and the experts of this run are {runs}; {remedy}")
+        raise BackendError(f"`backends` requests {' and '.join(named)}, but this run uses {runs}; {remedy}")
     return chosen
 
 
 def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
-    """The op of our routed experts, ``routed_mlp`` where they take tokens, and what its backend has to support."""
+    """Return the op of our routed experts, ``routed_mlp`` where they take tokens, and what its backend has to support."""
     ranks = config.expert_model_parallel_size
     sizes = {
         "hidden": config.hidden_size,
@@ -136,14 +138,15 @@ def expert_op(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
 
 
 def takes_tokens(config: TransformerConfig) -> bool:
-    """Whether our experts take tokens, gathered if experts are divided, rather than the rows of stock's dispatcher."""
+    """Return whether our experts take tokens, gathered if experts are divided, rather than the rows of stock's dispatcher."""
     # With moe_shared_expert_overlap the dispatcher runs the shared expert, during the all-to-all.
     gathered = config.expert_model_parallel_size == 1 or config.moe_token_dispatcher_type == "allgather"
     return gathered and not config.moe_shared_expert_overlap
 
 
-def stock_alone(config: TransformerConfig) -> str | None:
-    """The first feature, of those that the model leaves to the run, that it requests and only stock's experts have, or None."""
+def why_stock_experts(config: TransformerConfig) -> str | None:
+    """Name the first feature, of those that the model leaves to the run, that it requests and only stock's experts have, or
+    None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     optimizer = getattr(arguments, "optimizer", "adam")
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
@@ -173,7 +176,7 @@ def stock_alone(config: TransformerConfig) -> str | None:
 
 
 def own_experts(stock: ExpertsBuilder, dispatcher: Dispatcher) -> ExpertsBuilder:
-    """A builder of :class:`StackedExperts` with the initial values of the experts that ``stock`` builds."""
+    """Return a builder of :class:`StackedExperts` with the initial values of the experts that ``stock`` builds."""
     return partial(StackedExperts, stock=stock, dispatcher=dispatcher)
 
 
@@ -215,7 +218,7 @@ class ExpertsLayer(MoELayer):
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the routing ``[T, E]`` until the experts run; of the tokens of all ranks that of this rank's experts."""
+        """Store the routing map ``[T, E]`` for the experts. With gathered tokens: all ranks' tokens, this rank's experts."""
         if not self.takes_tokens:
             return super().preprocess(hidden_states, probs, routing_map)
         if self.ep_group.size() > 1:
@@ -225,17 +228,17 @@ class ExpertsLayer(MoELayer):
         return hidden_states, probs
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send every token to the ranks of its experts, or to all, if there is another rank."""
+        """All-to-all tokens to their experts, or all-gather them where the experts take tokens."""
         if not self.takes_tokens:
             return super().dispatch(hidden_states, probs)
         return self._gathered(hidden_states), probs
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those of all ranks of experts, rank by rank; gradients are summed over the ranks, and scattered."""
+        """All-gather ``rows`` over the expert-parallel group; the backward pass is a reduce-scatter."""
         return rows if self.ep_group.size() == 1 else gather_from_sequence_parallel_region(rows, group=self.ep_group)
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The routed experts' output; of tokens already summed over their experts of this rank."""
+        """Run the routed experts. With gathered tokens the result is already summed over this rank's experts."""
         if not self.takes_tokens:
             return super().routed_experts_compute(hidden_states, probs)
         routing_TE, self._routing_TE = self._routing_TE, None
@@ -335,7 +338,8 @@ class StackedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one per expert."""
+        """Return the keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one per
+        expert."""
         first, count = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
         axis, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())
         places = [(*sharded_offsets, (axis, first + index, count)) for index in range(self.num_local_experts)]
@@ -353,7 +357,7 @@ class StackedExperts(MegatronModule):
 
 
 def expert_matrices(experts: Any) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The first and the second matrices of stock's experts, expert by expert: ``[F, D]`` and ``[D, F]``."""
+    """Return the first and the second matrices of stock's experts, expert by expert: ``[F, D]`` and ``[D, F]``."""
     numbers = range(experts.num_local_experts)
     if isinstance(experts, TEGroupedMLP):
         one, two = (
@@ -382,7 +386,7 @@ def _by_expert(
     replica_id: Any,
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
-    """The shards of a stacked parameter, or of its optimizer state; ``places`` has the offsets of each expert."""
+    """Return the shards of a stacked parameter, or of its optimizer state; ``places`` has the offsets of each expert."""
     if flattened_range is not None:
         raise ModelError(
             f"{key}: an expert of stacked ones has no part of a flattened shard; save with --dist-ckpt-optim-fully-reshardable"
@@ -408,7 +412,7 @@ def _drawn_by_input_size(stock: MoESubmodules) -> MoESubmodules:
 
 
 def _fp8_experts(stock: Any) -> partial[FP8Experts]:
-    """A builder of :class:`FP8Experts` from the builder of stock's grouped experts."""
+    """Return a builder of :class:`FP8Experts` from the builder of stock's grouped experts."""
     linears: GroupedMLPSubmodules = stock.keywords["submodules"]
     ours = dataclasses.replace(
         linears, linear_fc1=fp8_linear(linears.linear_fc1), linear_fc2=fp8_linear(linears.linear_fc2)

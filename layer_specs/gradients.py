@@ -12,7 +12,7 @@ from megacpp_mcore.patches.linear_cross_entropy import placeholder
 
 
 def main_grad_of(weight: Any, config: TransformerConfig) -> MainGrad | None:
-    """The buffer that stock's fused accumulation would add the gradient of ``weight`` to; None without fusion."""
+    """Compute the buffer that stock's fused accumulation would add the gradient of ``weight`` to; None without fusion."""
     if not config.gradient_accumulation_fusion or not hasattr(weight, "main_grad"):
         return None
     if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP accumulates gradients itself

@@ -75,7 +75,7 @@ class GraphLayer(RegionLayer):
         """Create none yet: stock's constructor calls this before ``not_captured`` is set."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether to run the graph: only in training, since it counts tokens, logs losses and applies dropout."""
+        """Return whether to run the graph: only in training, since it counts tokens, logs losses and applies dropout."""
         if not (self.training and torch.is_grad_enabled()):
             return False
         called: bool = super()._should_call_local_cudagraph(*args, **kwargs)
@@ -224,8 +224,8 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         ),
         (
             implementation(config) != "transformer_engine",
-            "Megatron's graphs use the memory of a layer's input again unless a Python function has saved it, as those of "
-            "--transformer-impl transformer_engine do, and the local norms do not; leave --cuda-graph-impl out",
+            "CUDA graphs reuse a layer's input buffer unless an autograd function saved it; local norms do not save it, "
+            "--transformer-impl transformer_engine does; use that, or leave --cuda-graph-impl out",
         ),
         (
             config.pipeline_model_parallel_size > 1,
@@ -234,8 +234,7 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         ),
         (
             bool(recomputed),
-            f"{', '.join(recomputed)} is about layers that CUDA graphs hold, where Megatron computes nothing again; leave one "
-            "of them out",
+            f"{', '.join(recomputed)} would recompute captured layers, which Megatron does not support; leave one of them out",
         ),
         (
             settings is not None and settings.fp8.recipe not in (None, *IN_GRAPHS),

@@ -72,7 +72,7 @@ def drawn_by_input_size(linear: type) -> type:
 def filled(
     shape: tuple[int, ...], config: TransformerConfig, init: Initializer, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A new tensor of ``shape``, initialized in fp32 on Megatron's init device, then cast to ``dtype`` (None: not cast)."""
+    """Make a tensor of ``shape``, initialized in fp32 on Megatron's init device, then cast to ``dtype`` (None: not cast)."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     tensor = torch.empty(shape, dtype=torch.float32, device=device)
     if config.perform_initialization:
@@ -87,7 +87,7 @@ def ones(tensor: torch.Tensor) -> None:
 
 
 def constant(value: float) -> Initializer:
-    """An initializer that fills with ``value``."""
+    """Return an initializer that fills with ``value``."""
     return lambda tensor: tensor.fill_(value)
 
 

@@ -142,13 +142,13 @@ class Mamba3Mixer(Mixer):
         return self.out_proj(y_SBHP.flatten(2))
 
     def _by_head(self, name: str, width: int) -> torch.Tensor | None:
-        """A parameter as ``[H, R, width]``; None if the model lacks it (SISO and ``mimo_*``)."""
+        """Return a parameter as ``[H, R, width]``; None if the model lacks it (SISO and ``mimo_*``)."""
         parameter = getattr(self, name, None)
         return None if parameter is None else parameter.view(self.heads, self.ssm.mimo_rank, width)
 
 
 def mamba(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """The mixer of an M layer."""
+    """Build the spec of an M layer's mixer."""
     return ModuleSpec(
         module=Mamba3Mixer, params={"model": model, "row_linear": parts.row_linear, "dispatcher": dispatcher}
     )

@@ -194,7 +194,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
         return
     lowering.check_unused(sys.argv[1:])
-    on_cpu = cpu.answers_here()
+    on_cpu = cpu.is_active()
     run = policy.Run.from_arguments(
         sys.argv[1:],
         device="cpu" if on_cpu else "cuda",

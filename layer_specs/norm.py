@@ -18,7 +18,8 @@ from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 
 
 def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
-    """A builder with the call signature of ``parts.norm``; its module has the parameters and checkpoint keys of stock's.
+    """Return a builder with the call signature of ``parts.norm``; its module has the parameters and checkpoint keys of
+    stock's.
 
     Raises:
         BackendError: when called, if the run names a backend of the op ``rms_norm`` that cannot run here, or that lacks a
@@ -27,8 +28,8 @@ def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.n
     return functools.partial(_build, parts, dispatcher)
 
 
-def stock_alone(config: TransformerConfig) -> str | None:
-    """The first feature that the run requests of these norms and only stock's have, or None."""
+def why_stock_norm(config: TransformerConfig) -> str | None:
+    """Name the first feature that the run requests of these norms and only stock's have, or None."""
     offloaded = {"attn_norm", "mlp_norm"} & set(config.offload_modules or ())
     for asked, what in (
         (config.fp32_residual_connection, "--fp32-residual-connection"),
@@ -45,7 +46,9 @@ def _recomputed(config: TransformerConfig) -> bool:
 
 
 def _build(parts: Parts, dispatcher: Dispatcher, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
-    backend = dispatcher.request_or_stock("rms_norm", stock_alone(config), hidden=hidden_size, **backend_needs(config))
+    backend = dispatcher.resolve_or_stock(
+        "rms_norm", why_stock_norm(config), hidden=hidden_size, **backend_needs(config)
+    )
     # A recompute would free the residual with the rest of what a fusing norm returns.
     norm = parts.residual_norm if backend.observed == STOCK and not _recomputed(config) else parts.norm
     module = norm(config=config, hidden_size=hidden_size, eps=eps)

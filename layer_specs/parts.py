@@ -111,7 +111,8 @@ class Parts:
 
 
 def parts_for(config: TransformerConfig) -> Parts:
-    """The classes to build layers from: Transformer Engine's or Megatron's local ones, according to ``transformer_impl``.
+    """Choose the classes to build layers from: Transformer Engine's or Megatron's local ones, according to
+    ``transformer_impl``.
 
     ``MEGACPP_DISABLE_TE`` forces the local ones; ``config`` is not changed.
 
@@ -136,12 +137,12 @@ def implementation(config: TransformerConfig) -> str:
 
 def compute_device() -> str:
     """``cuda``, or ``cpu`` on the CPU lane and on machines without a GPU."""
-    on_lane = cpu.answers_here()
+    on_lane = cpu.is_active()
     return "cuda" if torch.cuda.is_available() and not on_lane else "cpu"
 
 
 def backend_needs(config: TransformerConfig) -> dict[str, Any]:
-    """What every op of a run with ``config`` requires of its backend (:class:`megacpp_mcore.backends.Support`).
+    """Return what every op of a run with ``config`` requires of its backend (:class:`megacpp_mcore.backends.Support`).
 
     Without a stock script it is unknown whether a row holds several documents, so that is assumed.
     """
@@ -198,13 +199,13 @@ def _refuse_without_te(config: TransformerConfig) -> None:
     ):
         if asked:
             raise ModelError(
-                f"the run asks for {what}, which Megatron has in Transformer Engine alone, and {te_disabled()}; {remedy}, "
+                f"the run requests {what}, which Megatron has only in Transformer Engine, and {te_disabled()}; {remedy}, "
                 "or unset the variable"
             )
 
 
 def mixer_layer_spec(norm: Any, mixer: ModuleSpec) -> ModuleSpec:
-    """A layer with only a sequence mixer, as in A, M and R: norm, mixer, residual; no feed-forward part."""
+    """Build a layer with only a sequence mixer, as in A, M and R: norm, mixer, residual; no feed-forward part."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -255,7 +256,7 @@ class Mixer(MegatronModule):
         self.register_parameter(name, parameter)
 
     def output_projection(self, row_linear: type, width: int) -> torch.nn.Module:
-        """A ``row_linear`` from ``width`` values, split over tensor parallelism, to the hidden size."""
+        """Build a ``row_linear`` from ``width`` values, split over tensor parallelism, to the hidden size."""
         config = self.config
         linear: torch.nn.Module = row_linear(
             width,
@@ -306,7 +307,7 @@ class Mixer(MegatronModule):
     def cache(
         self, inference_context: Any, rows_SBX: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> LayerCache | None:
-        """This layer's entry in an inference context; None in training.
+        """Return this layer's entry in an inference context; None in training.
 
         Raises:
             ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`.

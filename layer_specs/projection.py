@@ -219,7 +219,7 @@ class InProjection(MegatronModule):
 
 
 def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torch.Tensor]:
-    """The parts of ``output_SBN``, as views; a single split, so that their gradients are joined in at most one copy."""
+    """Split ``output_SBN`` into views of its parts, at once, so that their gradients are joined in at most one copy."""
     sizes, names, end = [], [], 0
     for slot in placed:
         if slot.start > end:

@@ -150,7 +150,7 @@ class M2RNNMixer(Mixer):
 
 
 def recurrent(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """The mixer of an R layer."""
+    """Build the spec of an R layer's mixer."""
     return ModuleSpec(
         module=M2RNNMixer, params={"model": model, "row_linear": parts.row_linear, "dispatcher": dispatcher}
     )

@@ -108,7 +108,7 @@ class Region:
 
         if InferenceMode.is_active():  # each prompt length would be another graph
             return self._function(*args, **kwargs)
-        with cpu.stepping_aside():
+        with cpu.lane_suspended():
             if self._compiled is None:  # torch.compile itself checks whether Dynamo is disabled, so it runs here
                 # For the whole process: patching Dynamo's configuration for each call would cost more than the call itself.
                 config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
@@ -239,7 +239,7 @@ class RegionPlan:
 def with_inner_layer(
     block: MultiTokenPredictionBlockSubmodules, change: Callable[[ModuleSpec], ModuleSpec]
 ) -> MultiTokenPredictionBlockSubmodules:
-    """A copy of the MTP block with ``change`` applied to the specs of its inner layers."""
+    """Copy the MTP block with ``change`` applied to the specs of its inner layers."""
     changed = copy.copy(block)
     changed.layer_specs = []
     for spec in block.layer_specs:
@@ -319,7 +319,7 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
         quantized.watch()
     backend = BACKEND if settings.compile == "regional" else None
     compiler = os.environ.get("CXX", "g++")
-    if backend == "inductor" and cpu.answers_here() and shutil.which(compiler) is None:
+    if backend == "inductor" and cpu.is_active() and shutil.which(compiler) is None:
         raise LaunchError(
             f"{settings.path}: compile is regional, and for a CPU that needs a C++ compiler: no {compiler} was found; "
             "install one, name it in CXX, or write compile: off"

@@ -20,8 +20,8 @@ from megacpp_mcore.ops.router.reference import Routed
 _LOSS = "seq_aux_loss"
 
 
-def stock_alone(config: TransformerConfig) -> str | None:
-    """The first feature that the run requests of its router and only stock's has, or None."""
+def why_stock_router(config: TransformerConfig) -> str | None:
+    """Name the first feature that the run requests of its router and only stock's has, or None."""
     for asked, what in (
         (config.moe_router_topk == 1, "--moe-router-topk 1"),
         (config.moe_enable_routing_replay, "--moe-enable-routing-replay"),

@@ -20,7 +20,7 @@ _assumed: int | None = None
 
 
 def ended(training: bool) -> int:
-    """Number of completed steps, including those before a resume.
+    """Return the number of completed steps, including those before a resume.
 
     Args:
         training: whether a training step is running; otherwise the run evaluates, and the stock loop still has the number of

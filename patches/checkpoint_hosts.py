@@ -31,7 +31,8 @@ _MTP = "MTP depths"
 
 
 def _outline(args: Any, host: str) -> dict[str, Any]:
-    """What the arguments of a run or a checkpoint with the spec of ``host`` say of its model; E layers by 1-based numbers."""
+    """Return what the arguments of a run or a checkpoint with the spec of ``host`` say of its model; E layers by 1-based
+    numbers."""
     sizes = {name: getattr(args, name, None) for name in _SIZES}
     if host == HYBRID:
         trunk, *depths = args.hybrid_layer_pattern.split("/")
@@ -44,7 +45,7 @@ def _outline(args: Any, host: str) -> dict[str, Any]:
 
 
 def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)``: no conversion."""
+    """Replace ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)``: no conversion."""
 
     @functools.wraps(original)
     def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
@@ -54,10 +55,11 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
         wanted, found = _outline(args, run), _outline(ckpt_args, saved)
         differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
         if differ:
-            fields = "; ".join(f"{name} {found[name]}, here {wanted[name]}" for name in differ)
+            fields = "; ".join(f"checkpoint has {name} {found[name]}, run has {wanted[name]}" for name in differ)
             raise ModelError(
-                f"the checkpoint, of the {saved} host, is of another model than the run, on the {run} host: {fields}; name the "
-                "checkpoint of this model, or train the checkpoint's"
+                f"checkpoint ({saved}) and run ({run}) are different models: {fields}; load this model's checkpoint, or train "
+                "the checkpoint's model",
+                code="another-model",
             )
         if run == saved:
             return original(args, ckpt_args, model)
@@ -67,7 +69,7 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_empty_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
+    """Replace ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
 
     GPTModel drops the always empty extra state of its output layer; HybridModel does not, and would have that one key more
     than a GPTModel checkpoint.

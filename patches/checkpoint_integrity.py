@@ -31,7 +31,7 @@ _flat: str | None = None
 
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_load_base_checkpoint(load_dir, args, rank0, …)``, which a load calls with ``rank0``, then without."""
+    """Replace ``_load_base_checkpoint(load_dir, args, rank0, …)``, which a load calls with ``rank0``, then without."""
 
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def _check(load_dir: Any, args: Any, non_persistent_dir: Any, iteration: int) ->
 
 
 def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``save(sharded_state_dict, checkpoint_dir, …, verify_integrity)``: with a manifest.
+    """Replace ``save(sharded_state_dict, checkpoint_dir, …, verify_integrity)``: with a manifest.
 
     Not in object storage, from which rank 0 would read back all that was saved.
     """
@@ -124,7 +124,7 @@ def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_digests_of_writers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``save_integrity_manifest(checkpoint_dir)``, which hashes all files, one after the other."""
+    """Replace ``save_integrity_manifest(checkpoint_dir)``, which hashes all files, one after the other."""
 
     @functools.wraps(original)
     def save_integrity_manifest(checkpoint_dir: str) -> None:
@@ -139,7 +139,7 @@ def _by_digests_of_writers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``write_preloaded_data(transform_list, local_proc_idx, write_bucket, …)``, which writes one file."""
+    """Replace ``write_preloaded_data(transform_list, local_proc_idx, write_bucket, …)``, which writes one file."""
 
     @functools.wraps(original)
     def write_preloaded_data(

@@ -22,7 +22,7 @@ _SPECS = "megacpp_mcore.layer_specs"
 
 
 def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``load_common_state_dict(checkpoint_dir)``: notes the folder in the content metadata.
+    """Replace ``load_common_state_dict(checkpoint_dir)``: notes the folder in the content metadata.
 
     Upstream creates fresh metadata for each save, so the note also distinguishes a load from a save: both call
     ``sharded_state_dict``.
@@ -42,7 +42,7 @@ def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _marked_or_checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``GPTModel.sharded_state_dict(prefix, sharded_offsets, metadata)``."""
+    """Replace ``GPTModel.sharded_state_dict(prefix, sharded_offsets, metadata)``."""
 
     @functools.wraps(original)
     def sharded_state_dict(

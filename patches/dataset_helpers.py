@@ -56,7 +56,7 @@ def ready_helper(folder: Path) -> str | None:
 
 
 def _outdated(folder: Path) -> bool:
-    """Whether ``make`` in ``folder`` would recompile its helper because the source is newer."""
+    """Return whether ``make`` in ``folder`` would recompile its helper because the source is newer."""
     libraries = [folder / f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     present = next((library for library in libraries if library.is_file()), None)
     if present is None or not (folder / "Makefile").is_file():
@@ -84,7 +84,7 @@ def _datasets_folder() -> Path:
 
 
 def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
-    """Replacement of ``compile_helpers()``."""
+    """Replace ``compile_helpers()``."""
 
     @functools.wraps(original)
     def compile_helpers() -> None:
@@ -104,7 +104,7 @@ def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _ready_on_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_compile_dependencies()``: upstream compiles on rank 0, but every rank imports the result."""
+    """Replace ``_compile_dependencies()``: upstream compiles on rank 0, but every rank imports the result."""
 
     @functools.wraps(original)
     def compile_dependencies(*args: Any, **kwargs: Any) -> Any:

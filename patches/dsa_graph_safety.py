@@ -19,14 +19,14 @@ _DSA = "megatron.core.transformer.experimental_attention_variant"
 
 
 def capturing() -> bool:
-    """Whether work on the current CUDA stream is being captured; False without a GPU."""
+    """Return whether work on the current CUDA stream is being captured; False without a GPU."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _loss_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
+    """Replace ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
 
     Without a row mask stock divides by a row count that it copies from the host, which a capture forbids. With a row mask it
     counts on the device; a mask of ones gives the same count, and bit-identical gradients.
@@ -45,7 +45,7 @@ def _loss_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaler_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: the loss scale defaults to 1 in a capture, too.
+    """Replace ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: the loss scale defaults to 1 in a capture, too.
 
     Stock copies a 1 from the host and stores it. In a capture the 1 is filled on the device and not stored, as its memory
     belongs to the graph.
@@ -66,7 +66,7 @@ def _scaler_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_validate_nonpacked_cp_uniform_length(sq, skv, cp_size, cp_group, device)``.
+    """Replace ``_validate_nonpacked_cp_uniform_length(sq, skv, cp_size, cp_group, device)``.
 
     Stock gathers the lengths of other ranks and reads them on the host. A capture skips that, since the eager warm-up has
     checked these shapes; checks that need only this rank remain.
@@ -85,7 +85,7 @@ def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``build_packed_allgather_cp_local_positions(cu_seqlens, cp_size, cp_rank, device, …)``.
+    """Replace ``build_packed_allgather_cp_local_positions(cu_seqlens, cp_size, cp_rank, device, …)``.
 
     Stock drops empty sequences by boolean indexing, which syncs with the GPU. The positions are the same, except for a batch
     without any token: stock returns none, this one per row.
@@ -113,7 +113,7 @@ def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
+    """Replace ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
 
     Here each row's frequencies are gathered on the device, and the same rotation is applied to all rows at once.
     """

@@ -65,7 +65,7 @@ def _periodic_roles(config: Any, layers: int) -> str:
 
 
 def _asked(config: Any) -> plugin_config.IndexSchedule | None:
-    """The schedule of the configuration file, or None.
+    """Return the schedule of the configuration file, or None.
 
     Raises:
         ModelError: upstream's arguments set a schedule as well.
@@ -128,7 +128,7 @@ def _mtp_block(block: Any) -> _Block | None:
 
 
 def _build_layers(describe: Callable[[Any], _Block | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Factory for the replacement of a block's ``_build_layers``, which records the block whose layers are being built."""
+    """Make the replacement of a block's ``_build_layers``, which records the block whose layers are being built."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -145,7 +145,7 @@ def _build_layers(describe: Callable[[Any], _Block | None]) -> Callable[[Callabl
 
 
 def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: the error names a usable one."""
+    """Replace ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: the error names a usable one."""
 
     @functools.wraps(original)
     def _validate_dsa_index_share_pipeline_split(config: Any, local_layer_ids: Any) -> None:
@@ -158,7 +158,7 @@ def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DSAttention.__init__``: the schedule decides which layers have an indexer."""
+    """Replace ``DSAttention.__init__``: the schedule decides which layers have an indexer."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -193,14 +193,14 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_indexer(submodules: Any) -> Any:
-    """The submodules with the indexer replaced by a placeholder that consumes no random numbers."""
+    """Return the submodules with the indexer replaced by a placeholder that consumes no random numbers."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     return dataclasses.replace(submodules, indexer=IdentityOp)
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DSAttention.forward``: reads the cached indices before it, or publishes them after it."""
+    """Replace ``DSAttention.forward``: reads the cached indices before it, or publishes them after it."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _holder(which: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Factory for the replacement of stock's holder of indices (0) or lengths (1): the current forward pass's, or stock's."""
+    """Make the replacement of stock's holder of indices (0) or lengths (1): the current forward pass's, or stock's."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -244,7 +244,7 @@ def _holder(which: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _checkpoint_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``CheckpointFunction.forward(ctx, run_function, …)``."""
+    """Replace ``CheckpointFunction.forward(ctx, run_function, …)``."""
 
     @functools.wraps(original)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -254,7 +254,7 @@ def _checkpoint_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use instead of ``CheckpointFunction``."""
+    """Replace ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use instead of ``CheckpointFunction``."""
 
     @functools.wraps(original)
     def te_checkpoint(forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ def _te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _save_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``save_loss_to_tracker``: counts the losses."""
+    """Replace ``save_loss_to_tracker``: counts the losses."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -281,7 +281,7 @@ def _save_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved_losses() -> Any:
-    """The count of losses in the tracker, created on first use; the tracker must already hold values."""
+    """Compute the count of losses in the tracker, created on first use; the tracker must already hold values."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     tracker = DSAIndexerLossLoggingHelper.tracker
@@ -291,7 +291,7 @@ def _saved_losses() -> Any:
 
 
 def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``track_indexer_metrics``: the mean over recorded losses, where upstream divides by all layers.
+    """Replace ``track_indexer_metrics``: the mean over recorded losses, where upstream divides by all layers.
 
     The count of losses already includes upstream's ``loss_scale``, one over the number of micro-batches.
     """

@@ -29,7 +29,7 @@ _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 
 
 def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Factory for replacements: call ``run`` with the arguments by name, and the original if it returns None."""
+    """Make replacements that call ``run`` with the arguments by name, and the original if it returns None."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -136,7 +136,7 @@ def _backward(call: SimpleNamespace) -> Any:
 
 
 def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:
-    """The indexer, the attention it learns from, and the loss's key rule; None outside the patch's scope."""
+    """Return the indexer, the attention it learns from, and the loss's key rule; None outside the patch's scope."""
     from megacpp_mcore.ops.indexer.chunked import KeyRule
 
     indexer, attention = _indexer(call), _attention(call)
@@ -174,7 +174,7 @@ def _attention(call: SimpleNamespace) -> Attention | None:
 
 
 def _reduce_over(group: Any) -> Callable[[torch.Tensor], None] | None:
-    """A function that sums in place over the ranks of ``group``; None for a single rank."""
+    """Return a function that sums in place over the ranks of ``group``; None for a single rank."""
     if group.size() == 1:
         return None
 
@@ -187,7 +187,7 @@ def _reduce_over(group: Any) -> Callable[[torch.Tensor], None] | None:
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
-    """Whether these are tensors on one device for which stock would compute in float32, without autograd."""
+    """Return whether these are tensors on one device for which stock would compute in float32, without autograd."""
     import torch
 
     device = tensors[0].device
@@ -199,7 +199,7 @@ def _plain(*tensors: torch.Tensor) -> bool:
 
 
 def mask_fits(call: SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the keys of each query are masked in a supported form (the original refuses most other forms)."""
+    """Return whether the keys of each query are masked in a supported form (the original refuses most other forms)."""
     import torch
 
     (num_queries, batch), num_keys, device = q.shape[:2], k.shape[0], q.device
@@ -214,7 +214,7 @@ def mask_fits(call: SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def key_rule(call: SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> KeyRule | None:
-    """The keys that may be selected; None: all."""
+    """Return the keys that may be selected; None: all."""
     from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_varlen_bounds
 
     from megacpp_mcore.ops.indexer.chunked import KeyRule
@@ -233,7 +233,7 @@ def key_rule(call: SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> KeyRule
 
 
 def _valid_rows(call: SimpleNamespace) -> torch.Tensor | None:
-    """The queries that count in the loss, float32 ``[b, sq]``; None: all."""
+    """Return the queries that count in the loss, float32 ``[b, sq]``; None: all."""
     from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_query_valid_rows
 
     num_queries, batch = call.q.shape[:2]

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_unfused_absorbed_dsa_fn``: ``[S, B, H, V]``."""
+    """Replace ``_unfused_absorbed_dsa_fn``: ``[S, B, H, V]``."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -79,7 +79,7 @@ def _obstacle(call: SimpleNamespace) -> str | None:
 
 
 def _visible(call: SimpleNamespace) -> torch.Tensor:
-    """The selected keys that a query may see, int32 ``[B, S, N]``, −1 elsewhere; causal without mask and bounds."""
+    """Return the selected keys that a query may see, int32 ``[B, S, N]``, −1 elsewhere; causal without mask and bounds."""
     import torch
 
     from megacpp_mcore.ops.indexer.chunked import KeyRule

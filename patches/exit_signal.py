@@ -15,7 +15,7 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def answer_a_step_later(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedSignalHandler.signals_received()``; Megatron-Bridge has a copy of the class."""
+    """Replace ``DistributedSignalHandler.signals_received()``; Megatron-Bridge has a copy of the class."""
 
     @functools.wraps(original)
     def signals_received(self: Any) -> Any:

@@ -22,7 +22,7 @@ _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
 def _with_counters(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Replacement of the router's ``_maintain_float32_expert_bias``: its counters, too."""
+    """Replace the router's ``_maintain_float32_expert_bias``: its counters, too."""
 
     @functools.wraps(original)
     def maintain(self: Any) -> None:

@@ -80,7 +80,8 @@ _documents = _Documents()
 
 
 def packed_pairs() -> tuple[int, int] | None:
-    """The pairs of the last step's packed documents, over all replicas: causal, and kept by top-k; None where none were."""
+    """Return the pairs of the last step's packed documents, over all replicas: causal, and kept by top-k; None where none
+    were."""
     return None if (known := _documents.pairs) is None else (known.causal, known.selected)
 
 
@@ -92,7 +93,7 @@ def _virtual_stages() -> int:
 
 
 def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``update_seqlen_stats_from_cu_seqlens(cu_seqlens)``."""
+    """Replace ``update_seqlen_stats_from_cu_seqlens(cu_seqlens)``."""
 
     @functools.wraps(original)
     def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
@@ -103,7 +104,7 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _closed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``consume_seqlen_stats_in_iteration()``, which divides by every parallel size but that one."""
+    """Replace ``consume_seqlen_stats_in_iteration()``, which divides by every parallel size but that one."""
 
     @functools.wraps(original)
     def consume_seqlen_stats_in_iteration() -> Any:
@@ -133,7 +134,7 @@ class _Batch:
         return _documents.pairs if self.packed else None
 
     def selected_pairs(self, topk: int) -> int:
-        """The number of pairs that top-k keeps."""
+        """Return the number of pairs that top-k keeps."""
         known = self.pairs
         return self.sequences * flops.selected_pairs(self.length, topk) if known is None else known.selected
 
@@ -153,7 +154,7 @@ class _Batch:
 
 
 def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``num_floating_point_operations(args, batch_size, Σ length², Σ length)``."""
+    """Replace ``num_floating_point_operations(args, batch_size, Σ length², Σ length)``."""
     model_of = _remembered(_described_model)
     warned: set[str] = set()
 
@@ -211,7 +212,7 @@ def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Mode
 
 
 def _described_model(args: Any) -> Model | None:
-    """The model that ``args`` train through our spec, determined as the spec does; None for another spec or none."""
+    """Return the model that ``args`` train through our spec, determined as the spec does; None for another spec or none."""
     host = lowering.host_of(getattr(args, "spec", None))
     if host is None:
         return None
@@ -235,7 +236,7 @@ def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _counted(model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int] | None) -> int:
-    """Cached, since counting layer by layer takes a millisecond and batches come in few sizes."""
+    """Count a model's operations, cached, since counting layer by layer takes a millisecond and batches come in few sizes."""
     return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary, pairs=pairs).total.training
 
 
@@ -257,7 +258,8 @@ def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _sharing_of_gpt(args: Any) -> Iterator[bool]:
-    """Whether each DSA layer of a GPT reuses another's indices: trunk layers, then MTP layers, whose numbers restart at 1."""
+    """Return whether each DSA layer of a GPT reuses another's indices: trunk layers, then MTP layers, whose numbers restart
+    at 1."""
     from megacpp_mcore import patches
 
     schedule = plugin_config.index_schedule_from_environment()
@@ -290,7 +292,8 @@ def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> flo
 
 
 def _core(args: Any, batch: _Batch, symbol: str, shares: bool) -> flops.Work:
-    """The core of a ``+`` layer, or the core of a ``D`` layer plus its indexer, unless it reuses another layer's indices."""
+    """Return the core of a ``+`` layer, or the core of a ``D`` layer plus its indexer, unless it reuses another layer's
+    indices."""
     mla, heads = _mla(args), args.num_attention_heads
     if symbol == "+":
         return flops.full_core(batch.causal_pairs, heads, mla)
@@ -313,7 +316,7 @@ def _indexer(args: Any, batch: _Batch, selected: int) -> flops.Work:
 
 
 def _is_periodically_shared(args: Any, number: int) -> bool:
-    """Whether layer ``number`` reuses another layer's indices under upstream's own periodic schedule."""
+    """Return whether layer ``number`` reuses another layer's indices under upstream's own periodic schedule."""
     from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
 
     return is_dsa_skip_topk_layer(number, args.dsa_indexer_skip_topk_offset or 0, args.dsa_indexer_topk_freq or 1)

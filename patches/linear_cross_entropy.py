@@ -75,7 +75,8 @@ class _Run:
     rolled_mask: Any
 
     def mask_of(self, labels: Any) -> Any:
-        """The factor on the losses of ``labels``: the model's mask for its own labels, else the mask that MTP has rolled."""
+        """Return the factor on the losses of ``labels``: the model's mask for its own labels, else the mask that MTP has
+        rolled."""
         return self.loss_mask if labels is self.labels else self.rolled_mask
 
 
@@ -111,13 +112,13 @@ class LazyLogits:
         return self._computed.loss
 
     def size(self, axis: int) -> int:
-        """The length of one axis of [S, B, V]."""
+        """Return the length of one axis of [S, B, V]."""
         sequence, batch, _ = self._hidden_SBH.shape
         ranks = self._layer.tp_group.size() if self._layer.sequence_parallel else 1
         return (sequence * ranks, batch, self._weight_VH.shape[0])[axis]
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logit of each token and its index in V, as [S, B] each, without gradients.
+        """Return the largest logit of each token and its index in V, as [S, B] each, without gradients.
 
         Raises:
             PatchError: ``dim`` is not the last axis, or the loss has not been computed yet.
@@ -156,7 +157,7 @@ def _misuse(what: str) -> str:
 
 
 def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
-    """The buffer to which stock's fused accumulation would add the weight's gradient; None if fusion is off."""
+    """Compute the buffer to which stock's fused accumulation would add the weight's gradient; None if fusion is off."""
     from megacpp_mcore.ops.main_grad import MainGrad
 
     if not (layer.gradient_accumulation_fusion and hasattr(weight_VH, "main_grad")):
@@ -185,7 +186,7 @@ def placeholder(weight: Any) -> torch.Tensor | None:
 
 
 def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``GPTModel._postprocess`` and of ``HybridModel.forward``."""
+    """Replace ``GPTModel._postprocess`` and of ``HybridModel.forward``."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -302,7 +303,7 @@ def _warn(message: str) -> None:
 
 
 def _lazy_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ColumnParallelLinear.forward``: the running model's output layer returns lazy logits."""
+    """Replace ``ColumnParallelLinear.forward``: the running model's output layer returns lazy logits."""
 
     @functools.wraps(original)
     def forward(self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> Any:
@@ -315,7 +316,7 @@ def _lazy_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lazy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``LanguageModule.compute_language_model_loss``."""
+    """Replace ``LanguageModule.compute_language_model_loss``."""
 
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
@@ -330,7 +331,7 @@ def _lazy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _followed_roll(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``multi_token_prediction.roll_tensor``: tracks the rolled loss mask of the running model."""
+    """Replace ``multi_token_prediction.roll_tensor``: tracks the rolled loss mask of the running model."""
 
     @functools.wraps(original)
     def roll_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
+    """Replace ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
 
     The original runs on a view of the optimizer whose parallel lists of model and main parameters include the fp32 ones, in the
     order of the inner optimizer, to which the numbers refer. An fp32 parameter is its own main parameter and is saved with the
@@ -63,7 +63,7 @@ def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[...
 def _model_parameters(
     mains: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], models: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The model's parameter for each of ``mains``: the one in ``models`` of which it is a copy, or itself."""
+    """Return the model's parameter for each of ``mains``: the one in ``models`` of which it is a copy, or itself."""
     model_of = {id(main): model for main, model in zip(copies, models, strict=True)}
     return [model_of.get(id(main), main) for main in mains]
 
@@ -75,7 +75,7 @@ def _is_fp32(parameter: torch.Tensor) -> bool:
 
 
 def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
+    """Replace ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
 
     Upstream's next step creates each group's main parameters, fp32 parameters first; the replacement numbers them that way.
     """
@@ -93,7 +93,7 @@ def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of a ``DistributedOptimizer.load_parameter_state_from_…``: under ``no_grad``, as upstream's other loaders."""
+    """Replace a ``DistributedOptimizer.load_parameter_state_from_…``: under ``no_grad``, as upstream's other loaders."""
 
     @functools.wraps(original)
     def load_parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer._build_model_and_main_param_groups``: refuses mixed groups without main parameters.
+    """Replace ``DistributedOptimizer._build_model_and_main_param_groups``: refuses mixed groups without main parameters.
 
     Raises:
         ModelError: the inner optimizer would own the main parameters.

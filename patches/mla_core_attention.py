@@ -69,7 +69,7 @@ class Call(NamedTuple):
         return given if self.packed is None else tuple(tensor.unsqueeze(1) for tensor in given)
 
     def documents(self) -> dict[str, Any]:
-        """The op's arguments that separate packed sequences; rows after the last sequence form one more."""
+        """Return the op's arguments that separate packed sequences; rows after the last sequence form one more."""
         from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens, shared
 
         if self.packed is None:
@@ -87,7 +87,7 @@ class Kept(NamedTuple):
 
 
 def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``MultiLatentAttention._run_core_attention``."""
+    """Replace ``MultiLatentAttention._run_core_attention``."""
 
     @functools.wraps(original)
     def _run_core_attention(
@@ -131,7 +131,8 @@ def _say_once(level: int, message: str) -> None:
 
 
 def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
-    """The function to run in place of ``core``, returning ``[S, B, H, V]`` or why it cannot; None if ``core`` is not stock."""
+    """Return the function to run in place of ``core``, returning ``[S, B, H, V]`` or why it cannot; None if ``core`` is not
+    stock."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -180,13 +181,13 @@ def _packed_obstacle(call: Call, packed: Any) -> str | None:
         return f"the sequences are packed as {packed.qkv_format}, or have a mask besides"
     starts, padded = packed.cu_seqlens_q, (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
     if starts is None or packed.cu_seqlens_kv is not starts:
-        return "packed keys may be of other sequences than queries, told by another tensor"
+        return "cu_seqlens_kv differs from cu_seqlens_q"
     # Transformer Engine's rule if pad_between_seqs is None.
     dense = all(one is None for one in padded) or all(one is starts for one in padded)
     if packed.pad_between_seqs or (packed.pad_between_seqs is None and not dense):
         return "there is padding between packed sequences"
     if packed.cp_group is not None or packed.local_cp_size is not None:
-        return "context is parallel"
+        return "context parallelism is on"
     if call.mask_type not in ("causal", "padding_causal"):
         return f"packed sequences have a mask of type {call.mask_type}"
     return None
@@ -243,11 +244,11 @@ def _te_obstacle(call: Call) -> str | None:
     if call.mask_type != "no_mask" and len(call.query) != len(call.key):
         return "causal attention has not as many queries as keys"
     if config.attention_backend != AttnBackend.auto or os.environ.get("NVTE_FUSED_ATTN", "1") == "0":
-        return "the run asks for a backend (--attention-backend, NVTE_FUSED_ATTN)"
+        return "the run requests a backend (--attention-backend, NVTE_FUSED_ATTN)"
     if core.qkv_format != "sbhd" or not core.te_forward_mask_type:
         return f"the layout is {core.qkv_format}, or Transformer Engine older than 0.12"
     if config.context_parallel_size > 1 or core.cp_group is not None:
-        return "context is parallel"
+        return "context parallelism is on"
     if core.training and core.attention_dropout > 0:
         return f"attention dropout is {core.attention_dropout}"
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
@@ -266,7 +267,7 @@ def _te_obstacle(call: Call) -> str | None:
 
 
 def _question(call: Call) -> tuple[tuple[str, Any], ...]:
-    """The fields of ``AttentionParams`` on which Transformer Engine's backend choice for this call depends."""
+    """Return the fields of ``AttentionParams`` on which Transformer Engine's backend choice for this call depends."""
     query, key, value = call.tensors()
     length, batch, heads, width = query.shape
     causal = call.mask_type != "no_mask"
@@ -310,13 +311,13 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest power of two >= ``least``, which is at least 1."""
+    """Return the smallest power of two >= ``least``, which is at least 1."""
     return 1 << (least - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=256)
 def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
-    """Whether Transformer Engine's choice is to be replaced, and in words what it is or why it cannot be queried."""
+    """Return whether Transformer Engine's choice is to be replaced, and in words what it is or why it cannot be queried."""
     try:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
@@ -338,7 +339,7 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
 
 
 def _with_widths(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DotProductAttention.__init__``, which supports only one width for query, key and value."""
+    """Replace ``DotProductAttention.__init__``, which supports only one width for query, key and value."""
 
     signature = inspect.signature(original)
 

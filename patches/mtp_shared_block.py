@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 def _block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``mtp_block_spec(config, transformer_layer_spec, vp_stage)``."""
+    """Replace ``mtp_block_spec(config, transformer_layer_spec, vp_stage)``."""
 
     @functools.wraps(original)
     def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
@@ -30,7 +30,7 @@ def _block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
+    """Replace ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
 
     Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
     scaled, so that the logged losses stay plain means.
@@ -62,7 +62,7 @@ def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> 
 
 
 def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)``.
+    """Replace ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)``.
 
     Without context parallelism stock rolls the sequences one by one and reads their bounds on the host: two GPU syncs per
     sequence, for tokens, positions, labels and mask of every depth. Here they are all rolled at once, on the device.

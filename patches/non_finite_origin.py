@@ -51,7 +51,7 @@ def hold(layer: Any, given: Any, made: Any) -> None:
 
 
 def _chunks() -> list[Any]:
-    """The model chunks of this process in forward order."""
+    """Return the model chunks of this process in forward order."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
@@ -59,14 +59,14 @@ def _chunks() -> list[Any]:
 
 
 def _layers(chunk: Any) -> list[Any]:
-    """The layers of a chunk in forward order."""
+    """Return the layers of a chunk in forward order."""
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
     return [module for module in chunk.modules() if isinstance(module, BaseTransformerLayer)]
 
 
 def _label(layer: Any) -> str:
-    """What messages call a layer."""
+    """Name a layer for messages."""
     where = _PARTS["mtp"] if layer.is_mtp_layer else f"layer {layer.layer_number}"
     return f"{where} ({getattr(layer, 'family', type(layer).__name__)})"
 
@@ -76,14 +76,15 @@ def _finite(tensor: Any) -> bool:
 
 
 def _alive(reference: weakref.ref[Any]) -> Any:
-    """The tensor of a weak reference, None if it is gone; as torch.utils.weak.TensorWeakRef, which takes longer to make."""
+    """Return the tensor of a weak reference, None if it is gone; as torch.utils.weak.TensorWeakRef, which takes longer to
+    make."""
     if (tensor := reference()) is not None:
         tensor._fix_weakref()
     return tensor
 
 
 def _rank() -> str:
-    """This rank and its pipeline stage."""
+    """Return this rank and its pipeline stage."""
     import torch
     from megatron.core import parallel_state
 
@@ -106,7 +107,7 @@ def origin(*, of_loss: bool) -> str:
 
 
 def _activation(chunks: Sequence[Any]) -> str:
-    """The first layer whose output is not finite, of those still held."""
+    """Find the first layer whose output is not finite, of those still held."""
     unknown: list[str] = []
     for chunk in chunks:
         layers = [layer for layer in _layers(chunk) if HELD in vars(layer)]
@@ -165,7 +166,7 @@ def _mtp_losses() -> str:
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``RerunStateMachine.validate_result``."""
+    """Replace ``RerunStateMachine.validate_result``."""
 
     @functools.wraps(original)
     def validate_result(
@@ -199,7 +200,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finite_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ChainedOptimizer.get_grad_norm``: raises where nothing has checked the gradients before.
+    """Replace ``ChainedOptimizer.get_grad_norm``: raises where nothing has checked the gradients before.
 
     A norm in the device's memory is read only then: the host would wait.
     """

@@ -41,7 +41,7 @@ _refusals: list[str] | None = None
 
 
 def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``load_checkpoint``: what the optimizer of one rank refuses is refused by all ranks.
+    """Replace ``load_checkpoint``: what the optimizer of one rank refuses is refused by all ranks.
 
     A rank that raised by itself would leave the others in the load's barrier; those without trainable parameters load nothing.
     """
@@ -62,7 +62,7 @@ def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+    """Replace ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     A checkpoint of an optimizer that is not distributed has the main parameters of 16-bit ones under another name, and of fp32
     ones as the model's.
@@ -99,7 +99,8 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _owned(box: Any, replica: int, is_loading: bool) -> Any:
-    """A box of this rank's own: the ranks of a data-parallel group have different ones, and only their groups are replicas."""
+    """Make a box of this rank's own: the ranks of a data-parallel group have different ones, and only their groups are
+    replicas."""
     # The process of an async save shares host memory, which the next step changes.
     data = box.data.clone() if box.data.is_cpu and not is_loading else box.data
     others = box.replica_id[:2] if isinstance(box.replica_id, tuple) else ()
@@ -107,7 +108,8 @@ def _owned(box: Any, replica: int, is_loading: bool) -> Any:
 
 
 def _boxes_of(entry: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[tuple[int, Any]]:
-    """The ShardedTensors of a part of a parameter's state: views of ``flat``, which begins at its number ``start``, and where.
+    """Make the ShardedTensors of a part of a parameter's state: views of ``flat``, which begins at its number ``start``,
+    and where.
 
     No piece has the rows that fill up a projection: they are zero.
 
@@ -172,7 +174,7 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[in
 
 
 def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer.load_parameter_state_from_fully_reshardable(state_dict)``.
+    """Replace ``DistributedOptimizer.load_parameter_state_from_fully_reshardable(state_dict)``.
 
     Raises:
         CheckpointError: a main parameter does not round to the model's parameter, from the same checkpoint.
@@ -214,7 +216,7 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer."""
+    """Replace ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> Any:
@@ -233,7 +235,7 @@ def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_its_own_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ChainedOptimizer.load_state_dict(state_dict)``."""
+    """Replace ``ChainedOptimizer.load_state_dict(state_dict)``."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
@@ -258,7 +260,7 @@ def _by_its_own_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_its_kind(optimizer: Any, state: dict[str, Any]) -> bool:
-    """Whether a loaded state has the groups of an optimizer such as this one.
+    """Return whether a loaded state has the groups of an optimizer such as this one.
 
     The format torch names no format of a distributed optimizer's tensors, and has them in a file of their own.
     """
@@ -274,13 +276,13 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a part of a checkpoint; none where only the run's own numbers of parameters are."""
+    """Return the groups of a part of a checkpoint; none where only the run's own numbers of parameters are."""
     groups: list[dict[str, Any]] = state.get("optimizer", state).get(_GROUPS, [])
     return groups if all("lr" in group for group in groups) else []
 
 
 def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of one optimizer of the run.
+    """Return the state of one optimizer of the run.
 
     Args:
         state: what was loaded for it by its own structure: tensors.
@@ -315,7 +317,8 @@ def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -
 
 
 def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The checkpoint's group that trains as ``group`` does; of the experts' own, if there is one, for the experts' own."""
+    """Return the checkpoint's group that trains as ``group`` does; of the experts' own, if there is one, for the experts'
+    own."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     names = [name for name in param_group_identifier_keys if name != _EXPERT]
@@ -330,7 +333,7 @@ def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, A
 
 
 def _named(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """These values of a group; NeMo writes ``wd_mult`` and ``lr_mult`` with ``pre_`` before them."""
+    """Return these values of a group; NeMo writes ``wd_mult`` and ``lr_mult`` with ``pre_`` before them."""
     return {name: group.get(name, group.get(f"pre_{name}")) for name in names}
 
 

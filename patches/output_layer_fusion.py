@@ -27,7 +27,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _without_apex(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of a linear layer's ``__init__``: without a kernel, only this layer does without fusion."""
+    """Replace a linear layer's ``__init__``: without a kernel, only this layer does without fusion."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ DIGESTS = "sha256.json"
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of the two methods that read a dataset's indices, or build them on rank 0."""
+    """Replace the two methods that read a dataset's indices, or build them on rank 0."""
 
     @functools.wraps(original)
     def build(self: Any) -> Any:

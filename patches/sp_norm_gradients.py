@@ -40,7 +40,7 @@ class _Undistributed:
 
 
 def _complete_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of a schedule, which is keyword-only."""
+    """Replace a schedule, which is keyword-only."""
 
     @functools.wraps(original)
     def schedule(**arguments: Any) -> Any:
@@ -88,7 +88,7 @@ def _run_and_sum(
 
 
 def _reduce_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
+    """Replace ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
 
     Skips what a schedule has already reduced, so that a loop that calls ``finalize_model_grads`` itself after the
     schedule gets the same gradients as without the patch.
@@ -112,14 +112,14 @@ def _innermost(chunk: Any) -> Any:
 
 
 def _tensor_group(groups: Any) -> Any:
-    """The tensor-parallel group of one model; None for a pipeline of several models, each with its own group."""
+    """Return the tensor-parallel group of one model; None for a pipeline of several models, each with its own group."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group() if groups is None else getattr(groups, "tp", None)
 
 
 def _reduces_itself(chunk: Any) -> bool:
-    """Whether the gradients are still being reduced when a schedule ends, or are sharded."""
+    """Return whether the gradients are still being reduced when a schedule ends, or are sharded."""
     ddp = getattr(chunk, "ddp_config", None)
     return ddp is not None and (ddp.overlap_grad_reduce or ddp.use_megatron_fsdp)
 

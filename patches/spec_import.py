@@ -16,7 +16,7 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def spec_words(values: Sequence[str]) -> tuple[str, str]:
-    """The module and attribute of a spec's words: ``["a.b.c"]`` and ``["a.b", "c"]`` are equivalent.
+    """Return the module and attribute of a spec's words: ``["a.b.c"]`` and ``["a.b", "c"]`` are equivalent.
 
     Raises:
         SpecImportError: the words do not name a module and an attribute.
@@ -50,7 +50,7 @@ def import_named(module: str, attribute: str) -> Any:
 
 
 def _strict_import(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``import_module(module_path)``."""
+    """Replace ``import_module(module_path)``."""
 
     @functools.wraps(original)
     def import_module(module_path: Sequence[str]) -> Any:

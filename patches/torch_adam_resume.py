@@ -22,7 +22,7 @@ STEP = "step"
 
 
 def _counts_by_itself(optimizer: Any) -> bool:
-    """Whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, without Megatron-FSDP."""
+    """Return whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, without Megatron-FSDP."""
     import torch  # late: patches can be listed and described without torch
 
     return not optimizer.ddp_config.use_megatron_fsdp and type(optimizer.optimizer) in (
@@ -32,7 +32,7 @@ def _counts_by_itself(optimizer: Any) -> bool:
 
 
 def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer.state_dict()``: before the first step it creates Adam's initial state."""
+    """Replace ``DistributedOptimizer.state_dict()``: before the first step it creates Adam's initial state."""
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
@@ -49,7 +49,7 @@ def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_counts_of_their_own(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter gets its own step tensor."""
+    """Replace ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter gets its own step tensor."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -63,7 +63,7 @@ def _with_counts_of_their_own(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _without_the_count(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
+    """Replace ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
 
     The step count is loaded with the parameter groups; upstream skips entries that are not tensors.
     """

@@ -30,7 +30,7 @@ _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 
 
 def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``TorchFullyShardedDataParallel.__init__``."""
+    """Replace ``TorchFullyShardedDataParallel.__init__``."""
 
     @functools.wraps(original)
     def init(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +89,7 @@ def _check(config: Any, ddp_config: Any) -> None:
 
 
 def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``TorchFullyShardedDataParallel.finish_grad_sync``, called once a step."""
+    """Replace ``TorchFullyShardedDataParallel.finish_grad_sync``, called once a step."""
 
     @functools.wraps(original)
     def finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
@@ -109,7 +109,7 @@ def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
+    """Replace ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
 
     @functools.wraps(original)
     def state_dict(self: Any, is_loading: bool = False) -> Any:
@@ -133,7 +133,7 @@ def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``TorchFullyShardedDataParallel.load_state_dict``, which does nothing.
+    """Replace ``TorchFullyShardedDataParallel.load_state_dict``, which does nothing.
 
     torch_dcp loads in place. A ``torch`` checkpoint arrives as replicated DTensors, which Megatron creates even for buffers and
     unsharded parameters.

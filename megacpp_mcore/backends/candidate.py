@@ -58,11 +58,11 @@ class Candidate:
                 raise BackendError(unknown(f"requirement of backend {self.name}", name, known))
 
     def unproven(self, needs: Mapping[str, Any]) -> str | None:
-        """What ``auto`` does not take it for, of a request that it supports."""
+        """Return why ``auto`` does not take it for a request that it supports, or None."""
         return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
 
     def present(self) -> ProbeResult:
-        """Whether this machine meets its requirements; a probe that raises means no."""
+        """Return whether this machine meets its requirements; a probe that raises means no."""
         for name in self.requires:
             found = probes.requirement(name)
             if not found.ok:

@@ -72,7 +72,7 @@ _SPARSE_MLA_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
     dims={"qk_dim": Dim(one_of=(128, 576)), "v_dim": Dim(one_of=(64, 512))},
-    together=({"qk_dim": 128, "v_dim": 64}, {"qk_dim": 576, "v_dim": 512}),
+    combinations=({"qk_dim": 128, "v_dim": 64}, {"qk_dim": 576, "v_dim": 512}),
 )
 """The widths at which its kernels compile without register spills and were compared with the reference: NAM56R's and
 DeepSeek's. Any number of heads. Sums have a fixed order under ``torch.use_deterministic_algorithms``, which Megatron sets
@@ -125,7 +125,7 @@ _MLA_PROJECTION_TRITON = Support(
 
 
 def own_candidates() -> tuple[Candidate, ...]:
-    """The implementations of the model's ops in this package; none is imported before it is chosen."""
+    """Return the implementations of the model's ops in this package; none is imported before it is chosen."""
     ops = "megacpp_mcore.ops"
     return (
         _candidate(
@@ -234,7 +234,7 @@ def own_candidates() -> tuple[Candidate, ...]:
 
 
 def grouped_fp8_candidates() -> tuple[Candidate, ...]:
-    """The implementations of the grouped FP8 GEMM, which no layer of the model requests yet."""
+    """Return the implementations of the grouped FP8 GEMM, which no layer of the model requests yet."""
     path = "megacpp_mcore.ops.grouped_fp8"
     kernel = _candidate(
         "grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,)
@@ -247,7 +247,8 @@ def grouped_fp8_candidates() -> tuple[Candidate, ...]:
 
 
 def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
-    """The implementations of a reduced linear cross-entropy, which the model does not use: it needs the loss per token."""
+    """Compute the implementations of a reduced linear cross-entropy, which the model does not use: it needs the loss per
+    token."""
     op, path = "linear_cross_entropy", "megacpp_mcore.ops.linear_cross_entropy.reduced"
     vendors = {
         "liger": dataclasses.replace(_REFERENCE, devices=("cuda",), dtypes=("bfloat16", "float16", "float32")),
@@ -276,7 +277,7 @@ def _tried(path: str, name: str) -> ProbeResult:
 def layer_parts_candidates(
     *, transformer_engine: Callable[..., Any], local: Callable[..., Any]
 ) -> tuple[Candidate, ...]:
-    """The two factories for a layer's classes, named as in ``--transformer-impl``."""
+    """Return the two factories for a layer's classes, named as in ``--transformer-impl``."""
     return (
         Candidate(
             name="transformer_engine",

@@ -123,30 +123,31 @@ class Dispatcher:
                 self._resolutions[key] = self._resolve(op, requested, layer, needs)
             return self._resolutions[key]
 
-    def request_or_stock(self, op: str, why: str | None, **needs: Any) -> Resolution:
+    def resolve_or_stock(self, op: str, stock_reason: str | None, **needs: Any) -> Resolution:
         """Resolve ``op`` like :meth:`request`, but to stock if the run requests a feature that only stock has.
 
         Args:
             op: one that has the candidate :data:`STOCK`.
-            why: that feature, which becomes the reason; None: no such feature.
+            stock_reason: that feature, for the reason; None: no such feature.
             needs: as in :meth:`request`.
 
         Raises:
             BackendError: as :meth:`request`, or the run requests both another candidate by name and such a feature.
         """
         requested = self._requests.get(op, AUTO)
-        if why is None or requested == STOCK:
+        if stock_reason is None or requested == STOCK:
             return self.request(op, **needs)
         if requested != AUTO:
             raise BackendError(
-                f"backends asks for {op}: {requested}, and the run for {why}, which {STOCK} alone can do; leave one out",
+                f"backends: {{{op}: {requested}}} conflicts with {stock_reason}, which only Megatron's implementation "
+                "supports; remove one of them",
                 code="stock-only",
             )
         with self._lock:
             made = self._by_name(op, STOCK, None, needs)
-            reason = f"the run asks for {why}, which {STOCK} alone can do"
+            reason = f"only Megatron's implementation supports {stock_reason}"
             made = dataclasses.replace(made, requested=AUTO, reason=reason)
-            return self._resolutions.setdefault((op, why), made)
+            return self._resolutions.setdefault((op, stock_reason), made)
 
     def check_named(self) -> None:
         """Refuse, before anything is built, a backend requested by name whose requirements this machine does not meet.
@@ -165,7 +166,7 @@ class Dispatcher:
                     raise self._cannot_run(op, name, "", found.reason)
 
     def is_automatic(self, op: str) -> bool:
-        """Whether no backend of ``op`` was requested by name."""
+        """Return whether no backend of ``op`` was requested by name."""
         return self._requests.get(op, AUTO) == AUTO
 
     def without_kernel(self, op: str, **needs: Any) -> str | None:
@@ -208,7 +209,7 @@ class Dispatcher:
             return self._automatic(op, requested, layer, needs)
         if probes.TRANSFORMER_ENGINE in self._candidates[op][requested].requires and probes.te_disabled():
             made = self._automatic(op, requested, layer, needs)
-            _warn_once(f"op {op} was asked for on {requested} and runs on {made.observed}: {probes.te_disabled()}")
+            _warn_once(f"op {op}: requested {requested}, running {made.observed}: {probes.te_disabled()}")
             return made
         return self._by_name(op, requested, layer, needs)
 
@@ -219,7 +220,7 @@ class Dispatcher:
         if not lacking:
             try:
                 fn = candidate.load()
-                return Resolution(op, layer, name, name, candidate.speed, False, "asked for by name", fn)
+                return Resolution(op, layer, name, name, candidate.speed, False, "requested by name", fn)
             except Exception as error:
                 lacking = f"loading it failed: {error!r}"
                 cause: Exception | None = error
@@ -230,8 +231,7 @@ class Dispatcher:
     def _cannot_run(self, op: str, name: str, where: str, lacking: str) -> BackendError:
         others = [AUTO, *(other for other in self._candidates[op] if other != name)]
         return BackendError(
-            f"backend {name!r} was asked for by name for op {op}{where} and cannot run: {lacking}; "
-            f"ask for another one of {', '.join(others)}",
+            f"backend {name!r} cannot run op {op}{where}: {lacking}; choose one of {', '.join(others)}",
             code="cannot-run",
         )
 
@@ -245,16 +245,16 @@ class Dispatcher:
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
                 continue
             if (unproven := candidate.unproven(needs)) is not None:  # before its probe, which may compile kernels
-                passed_over.append(f"no row shows {candidate.name} to be faster here: {unproven}")
+                passed_over.append(f"{candidate.name} was not measured to be faster here: {unproven}")
                 continue
             best = candidate.speed if best is None else best
             present = self._probe(candidate)
             if not present.ok:
-                passed_over.append(f"{candidate.name} is not there: {present.reason}")
+                passed_over.append(f"{candidate.name} is not available: {present.reason}")
                 continue
             lacking = candidate.support.lacking(needs)
             if lacking is not None:
-                passed_over.append(f"{candidate.name} does not cover this: {lacking}")
+                passed_over.append(f"{candidate.name} does not support this call: {lacking}")
                 continue
             try:
                 fn = candidate.load()
@@ -262,7 +262,7 @@ class Dispatcher:
                 passed_over.append(f"{candidate.name} did not load: {error!r}")
                 continue
             slower = candidate.speed < best
-            reason = "; ".join(passed_over) or "the first choice of auto"
+            reason = "; ".join(passed_over) or "fastest available"
             if slower and requested == AUTO:
                 _warn_once(f"op {op} runs on {candidate.name}, slower than the best for this device: {reason}")
             return Resolution(op, layer, requested, candidate.name, candidate.speed, slower, reason, fn)

@@ -33,12 +33,12 @@ def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
 
 
 def text(candidates: Iterable[Candidate] | None = None) -> str:
-    """The records as lines in columns, then the ops that the dispatcher does not choose for."""
-    head = ("op", "backend", "class", "devices", "dtypes", "dims", "cannot", "here")
+    """Format the records as lines in columns, then the ops that the dispatcher does not choose for."""
+    head = ("op", "backend", "class", "devices", "dtypes", "dims", "limits", "available")
     lines = [head, *(_cells(row) for row in rows(candidates))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    told = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*told, "", *(f"{op} is chosen by {chooser}" for op, chooser in CHOSEN_ELSEWHERE.items())])
+    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*body, "", *(f"{op} is chosen by {chooser}" for op, chooser in CHOSEN_ELSEWHERE.items())])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

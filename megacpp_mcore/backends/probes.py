@@ -26,7 +26,7 @@ APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")
 
 
 def requirement(name: str) -> ProbeResult:
-    """Whether the requirement ``name`` works here and is not disabled; of a vendor, only whether it is not disabled."""
+    """Return whether the requirement ``name`` works here and is not disabled; of a vendor, only whether it is not disabled."""
     if name in vendor_switches.NAMES:
         return vendor_switches.allowed(name)
     if name == TRANSFORMER_ENGINE and te_disabled():
@@ -54,7 +54,8 @@ def apex_parts() -> dict[str, ProbeResult]:
 
 
 def _triton() -> ProbeResult:
-    """Whether Triton has a driver for this machine, which it builds with a C compiler; importing it does not show that."""
+    """Return whether Triton has a driver for this machine, which it builds with a C compiler; importing it does not show
+    that."""
     imported = probe_import("triton")
     if not imported.ok:
         return imported
@@ -71,7 +72,7 @@ def _cuda() -> ProbeResult:
 
 
 def hopper() -> ProbeResult:
-    """Whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11."""
+    """Return whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11."""
     capability = importlib.import_module("torch").cuda.get_device_capability()
     return ProbeResult(
         capability == (9, 0), "" if capability == (9, 0) else f"the GPU is {capability}, not Hopper (9, 0)"

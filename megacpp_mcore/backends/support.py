@@ -52,7 +52,7 @@ class Support:
         devices: where it runs, of :data:`DEVICES`.
         dtypes: of its inputs, of :data:`DTYPES`.
         dims: sizes of dimensions, by the names used in requests; other dimensions may have any size.
-        together: allowed combinations of sizes by name, one of which a request has to match; empty: any.
+        combinations: allowed combinations of sizes by name, one of which a request has to match; empty: any.
         packed: whether it separates the documents of a packed row (THD).
         deterministic: whether equal inputs give bit-identical results, forward and backward.
         capturable: whether a CUDA graph can capture it.
@@ -61,13 +61,13 @@ class Support:
     devices: tuple[str, ...] = DEVICES
     dtypes: tuple[str, ...] = DTYPES
     dims: Mapping[str, Dim] = field(default_factory=dict)
-    together: tuple[Mapping[str, int], ...] = ()
+    combinations: tuple[Mapping[str, int], ...] = ()
     packed: bool = True
     deterministic: bool = True
     capturable: bool = True
 
     def is_for(self, device: str | None) -> bool:
-        """Whether it is meant for ``device`` at all; None: the request has no device."""
+        """Return whether it is meant for ``device`` at all; None: the request has no device."""
         return device is None or device in self.devices
 
     def lacking(self, needs: Mapping[str, Any]) -> str | None:
@@ -80,22 +80,22 @@ class Support:
         Raises:
             BackendError: unknown need.
         """
-        reasons = [self._lacking(name, value) for name, value in needs.items()]
+        reasons = [self._why_not(name, value) for name, value in needs.items()]
         found = "; ".join(reason for reason in reasons if reason)
-        return found or self._apart(needs)
+        return found or self._why_not_combined(needs)
 
-    def _apart(self, needs: Mapping[str, Any]) -> str | None:
+    def _why_not_combined(self, needs: Mapping[str, Any]) -> str | None:
         """Why this combination of sizes is not supported, or None."""
-        if not self.together or any(
-            all(needs.get(name, size) == size for name, size in one.items()) for one in self.together
+        if not self.combinations or any(
+            all(needs.get(name, size) == size for name, size in one.items()) for one in self.combinations
         ):
             return None
-        names = [name for name in self.together[0] if name in needs]
+        names = [name for name in self.combinations[0] if name in needs]
         given = ", ".join(f"{name} {needs[name]}" for name in names)
-        expected = " or ".join(", ".join(f"{name} {one[name]}" for name in names) for one in self.together)
-        return f"{given} do not go together, but {expected}"
+        expected = " or ".join(", ".join(f"{name} {one[name]}" for name in names) for one in self.combinations)
+        return f"unsupported combination {given}; supported: {expected}"
 
-    def _lacking(self, name: str, value: Any) -> str | None:
+    def _why_not(self, name: str, value: Any) -> str | None:
         if name == "device":
             return None if self.is_for(value) else f"it runs on {' or '.join(self.devices)}, not on {value}"
         if name == "dtype":

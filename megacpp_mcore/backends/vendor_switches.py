@@ -33,7 +33,7 @@ def configure(vendors: Vendors | None, source: str = "") -> None:
 
 
 def allowed(name: str) -> ProbeResult:
-    """Whether the vendor ``name`` of :data:`NAMES` is switched on; it need not be installed."""
+    """Return whether the vendor ``name`` of :data:`NAMES` is switched on; it need not be installed."""
     if getattr(_switches["vendors"], name):
         return ProbeResult(True)
     return ProbeResult(False, f"disabled by the settings file (vendors: {{{name}: false}} in {_switches['source']})")

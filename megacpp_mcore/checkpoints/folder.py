@@ -33,7 +33,8 @@ _claimed: str | None = None
 
 
 def read_tracker(folder: Path) -> str | None:
-    """What the tracker file in ``folder`` names: the digits of a number or :data:`RELEASE`; None if there is no such file.
+    """Read what the tracker file in ``folder`` names: the digits of a number or :data:`RELEASE`; None if there is no such
+    file.
 
     Raises:
         CheckpointError: the file cannot be read or says something else, or it or the folder is a link to nothing.
@@ -58,7 +59,7 @@ def _refuse_dangling(path: Path) -> None:
 
 
 def iteration_folder(folder: Path, name: str) -> Path:
-    """The folder of the checkpoint that a tracker file calls ``name``."""
+    """Return the folder of the checkpoint that a tracker file calls ``name``."""
     return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
 
 
@@ -188,7 +189,8 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
 def choose_non_persistent(
     folder: Path | None, iteration: int, load: Path | None, step: int | None, **how: bool
 ) -> bool:
-    """Whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, not one in ``load``; if so, check it.
+    """Return whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, not one in ``load``; if so, check
+    it.
 
     Args:
         folder: where it is; None if it is not to be checked.
@@ -216,7 +218,7 @@ def choose_non_persistent(
 
 
 def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], bool, bool]:
-    """What rank 0 sees in a folder.
+    """Read on rank 0 what a folder holds.
 
     Returns:
         The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed
@@ -252,7 +254,7 @@ def _damages(folder: Path, by_digests: bool = True) -> list[str]:
 
 
 def _on_rank_0[T](compute: Callable[[], T]) -> T:
-    """The result of ``compute()`` on rank 0, on every rank; its error is a CheckpointError on every rank."""
+    """Return the result of ``compute()`` on rank 0 to every rank; its error is a CheckpointError on every rank."""
     outcome: tuple[Any, str | None] = (None, None)
     if rank_and_size()[0] == 0:
         try:

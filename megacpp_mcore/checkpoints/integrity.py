@@ -55,7 +55,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler of ``.metadata`` files that looks up nothing but :data:`_METADATA_CLASSES`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class ``name`` of ``module``; UnpicklingError if it is not on the list."""
+        """Find the class ``name`` of ``module``; UnpicklingError if it is not on the list."""
         if name not in _METADATA_CLASSES.get(module, "").split():
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
         return super().find_class(module, name)
@@ -152,7 +152,7 @@ def _manifest_text(files: dict[str, str], manifest_id: str) -> str:
 
 
 def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: bool = True) -> list[str]:
-    """What is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
+    """List what is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
 
     Without a manifest (a checkpoint of stock Megatron, or of an earlier version) only ``.metadata``, ``metadata.json`` and the
     sizes of files are checked. Checkpoints in the format ``torch`` are not checked.
@@ -182,7 +182,7 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
 
 
 def _manifest(folder: Path) -> dict[str, str] | None:
-    """The digests in the manifest; None if the checkpoint was saved without one.
+    """Read the digests in the manifest; None if the checkpoint was saved without one.
 
     Raises:
         CheckpointError: it is missing, damaged or of another checkpoint.
@@ -221,7 +221,7 @@ def _damage(path: Path, digest: str) -> str | None:
 
 
 def _structural_damages(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint without a manifest, by what its metadata says."""
+    """List what is wrong with a checkpoint without a manifest, by what its metadata says."""
     config = folder / CONFIG
     if config.exists():
         try:

@@ -120,7 +120,8 @@ def refuse_other_layout(state: Any, folder: str) -> None:
 
 
 def flat_folder(state: Any) -> str | None:
-    """The folder of a checkpoint with flat buckets, by what Megatron's loop has read of it first; None for any other."""
+    """Return the folder of a checkpoint with flat buckets, by what Megatron's loop has read of it first; None for any
+    other."""
     content = (state or {}).get("content_metadata") or {}
     return content.get(LOADED_FROM) if content.get(FORMAT) == FLAT else None
 
@@ -163,19 +164,19 @@ def refuse_flat_state(folder: str, difference: str) -> NoReturn:
 
 
 def _arguments() -> Any:
-    """The stock script's; None without one, where get_args() would assert."""
+    """Return the stock script's arguments; None without one, where get_args() would assert."""
     from megatron.training import global_vars
 
     return global_vars._GLOBAL_ARGS
 
 
 def _is_finetuned() -> bool:
-    """Whether this process's stock script begins training anew from a checkpoint's weights."""
+    """Return whether this process's stock script begins training anew from a checkpoint's weights."""
     return bool((args := _arguments()) is not None and args.finetune)
 
 
 def _loads_optimizer() -> bool:
-    """Whether this process's stock script loads optimizer state; assumed if there is no stock script."""
+    """Return whether this process's stock script loads optimizer state; assumed if there is no stock script."""
     return (args := _arguments()) is None or not (args.no_load_optim or args.finetune)
 
 

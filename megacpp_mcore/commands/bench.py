@@ -63,7 +63,7 @@ def listed(size: str) -> str:
 
 
 def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Options]:
-    """The options of each benchmark, all checked before the first one runs."""
+    """Make the options of each benchmark, all checked before the first one runs."""
     if len(chosen) > 1 and args.set:
         raise BenchmarkError(f"--set is for one benchmark; {len(chosen)} are named")
     for name in ("tolerance", "seconds"):

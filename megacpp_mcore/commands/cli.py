@@ -62,7 +62,7 @@ def _without_others() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line; for ``launch`` and the like, everything after the first ``--`` becomes ``stock_command``."""
+    """Parse the command line; for ``launch`` and the like, everything after the first ``--`` becomes ``stock_command``."""
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
@@ -71,8 +71,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
         parser.error(
-            f"launch found {unknown[0]!r} and {len(unknown) - 1} more words before a --; put -- before the script and all that "
-            f"is for Megatron: megacpp-mcore launch [OPTIONS] -- {unknown[0]} …"
+            f"unexpected arguments before --: {' '.join(unknown)}; Megatron's script and arguments go after it: "
+            f"megacpp-mcore launch [OPTIONS] -- {unknown[0]} …"
         )
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a command and of all below it."""
+    """List the options of a command and of all below it."""
     below = (one.choices.values() for one in parser._actions if isinstance(one, argparse._SubParsersAction))
     return [*parser._option_string_actions, *(name for found in below for each in found for name in _options(each))]
 

@@ -261,7 +261,7 @@ def _find_and_try(component: Component, time_limit_s: float) -> Finding:
 
 
 def _find(module: str) -> list[Path] | None:
-    """The folders (or the file) of ``module``, without importing it; None when it is not installed."""
+    """Return the folders (or the file) of ``module``, without importing it; None when it is not installed."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -307,18 +307,18 @@ def _failure(status: int, complaints: str) -> str:
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether no finding blocks training."""
+    """Return whether no finding blocks training."""
     return not any(finding.blocks for finding in findings)
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """The findings as JSON."""
+    """Format the findings as JSON."""
     head = {"megacpp_mcore": megacpp_mcore.__version__, "platform": platform.platform(), "ok": is_healthy(findings)}
     return json.dumps(head | {"components": [asdict(finding) for finding in findings]}, indent=2)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The findings as text: one line each, then the GPUs, then what blocks training."""
+    """Format the findings as text: one line each, then the GPUs, then what blocks training."""
     lines = [f"megacpp-mcore {megacpp_mcore.__version__} on {platform.platform()}", ""]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:

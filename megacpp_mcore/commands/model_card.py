@@ -40,7 +40,7 @@ _SOURCES = (
 
 
 def page() -> str:
-    """The whole page: a table for each subject, with a column or a row for each model."""
+    """Write the whole page: a table for each subject, with a column or a row for each model."""
     models = list(PRESETS.values())
     papers = ((kind, what, f"{name}, arXiv {number}") for kind, what, name, number in _SOURCES)
     sources = _table(("layers", "what they are", "paper"), papers)

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def described(model: Model) -> dict[str, Any]:
-    """The definition of ``model`` with derived values, ready for JSON."""
+    """Return the definition of ``model`` with derived values, ready for JSON."""
     return dataclasses.asdict(model) | {
         "layers": model.layers,
         "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
@@ -149,7 +149,7 @@ def _states_bytes(model: Model, layout: Layout, training: Training) -> dict[str,
 
 
 def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """The model or recipe called ``name``; a model with the values that ``words`` set."""
+    """Return the model or recipe called ``name``; a model with the values that ``words`` set."""
     model, recipe = described(_changed_model(name, words)), _recipe(name)
     if recipe is None:
         return model
@@ -161,20 +161,20 @@ def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _changed_model(name: str, words: Sequence[str]) -> Model:
-    """The model of the model or recipe called ``name``, with the values that ``words`` set.
+    """Return the model of the model or recipe called ``name``, with the values that ``words`` set.
 
     Raises:
         ModelError: no such name exists, or a word sets a value of a run.
     """
     of_model, of_run = overrides.read(words)
     if of_run:
-        raise ModelError(f"{', '.join(of_run)} belongs to a run and not to the model; leave it to `recipe emit`")
+        raise ModelError(f"{', '.join(of_run)} is a run setting; pass it to `recipe emit`")
     recipe = _recipe(name)
     return overrides.apply(chosen_model(recipe.model.name if recipe else name)[0], of_model)
 
 
 def _recipe(name: str) -> Recipe | None:
-    """The recipe called ``name``; None when that names a model, a preset or the file of MEGACPP_CONFIG.
+    """Return the recipe called ``name``; None when that names a model, a preset or the file of MEGACPP_CONFIG.
 
     Raises:
         ModelError: it names neither; the nearest names of both are suggested.
@@ -187,7 +187,7 @@ def _recipe(name: str) -> Recipe | None:
 
 
 def chosen_model(name: str) -> tuple[Model, plugin_config.PluginConfig | None]:
-    """The model that a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
+    """Return the model that a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
 
     A file about another model is ignored, with a line on standard error.
     """
@@ -202,7 +202,7 @@ def chosen_model(name: str) -> tuple[Model, plugin_config.PluginConfig | None]:
 
 
 def emit(args: argparse.Namespace) -> str:
-    """The text that ``recipe emit`` prints.
+    """Return the text that ``recipe emit`` prints.
 
     Raises:
         LaunchError, ModelError, DataError: the options contradict each other, or no such run is possible.
@@ -221,7 +221,7 @@ def emit(args: argparse.Namespace) -> str:
 
 
 def command_of(args: argparse.Namespace) -> StockCommand:
-    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` if one is needed.
+    """Return the run that the options of ``recipe emit`` describe; writes the file of ``--settings`` if one is needed.
 
     Raises:
         LaunchError, ModelError, DataError: as :func:`emit`.
@@ -266,13 +266,13 @@ def command_of(args: argparse.Namespace) -> StockCommand:
 
 
 def _layout(args: argparse.Namespace, base: Layout) -> Layout:
-    """``base`` with the options that were used."""
+    """Apply the options that were used to ``base``."""
     given = {name: getattr(args, name) for name in (option.replace("-", "_") for option in _OF_LAYOUT)}
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
 
 
 def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, Any]) -> Training:
-    """The training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
+    """Return the training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
     device = args.device or of_run.get("device") or ("cpu" if name == "nam56r_tiny" else "cuda")
     if device == "cpu":
         return Training(device="cpu", precision="fp32", transformer_impl="local")
@@ -280,14 +280,14 @@ def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, An
 
 
 def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
-    """``base`` with options and ``--set``; a field set twice is refused."""
+    """Apply options and ``--set`` to ``base``; a field set twice is refused."""
     if "processes" in of_run:
-        raise LaunchError("the number of processes is --nodes × --gpus-per-node; say it with these, and not with --set")
+        raise LaunchError("the number of processes is --nodes × --gpus-per-node; use those options instead of --set")
     values = dict(of_run)
     for option, (field, _) in _OF_TRAINING.items():
         given = getattr(args, option.replace("-", "_"))
         if given is not None and field in of_run:
-            raise LaunchError(f"--{option} and --set {field}=… say the same thing; leave one out")
+            raise LaunchError(f"--{option} and --set {field} are the same setting; pass only one")
         if given is not None:
             values[field] = given
     from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
@@ -362,7 +362,7 @@ def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def counted(model: Model, args: argparse.Namespace) -> str:
-    """The output of ``recipe flops`` for ``model``.
+    """Format the output of ``recipe flops`` for ``model``.
 
     Raises:
         ModelError: a length below 1, or recompute settings that no run can have.

@@ -157,7 +157,7 @@ def _html(args: argparse.Namespace) -> int:
 
 
 def sign_of_life(run: Path, now_ns: int) -> str:
-    """The line with the age of the last heartbeat, which tells a live run from a killed one: both have status ``running``."""
+    """Format the age of the last heartbeat, which tells a live run from a killed one: both have status ``running``."""
     label = f"{'last sign of life':18}"
     living = {one.rank: one for one in events.grouped(events.read(run, lambda *_: None))[-1] if one.how is None}
     if not living:
@@ -172,7 +172,7 @@ def sign_of_life(run: Path, now_ns: int) -> str:
 
 
 def _age(seconds: float) -> str:
-    """The age in the largest unit of which there are at least two; another host's clock may be ahead of this one's."""
+    """Format an age in the largest unit of which there are at least two; another host's clock may be ahead of this one's."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -180,7 +180,7 @@ def _age(seconds: float) -> str:
 
 
 def describe(receipt: Mapping[str, Any]) -> str:
-    """The main figures of a receipt for people, its disqualifiers, and the unknown values."""
+    """Format the main figures of a receipt for people, its disqualifiers, and the unknown values."""
     values = flatten(receipt)
     lines = []
     for label, field in labelled(values, shown=True):

@@ -118,8 +118,8 @@ def _forget() -> None:
     _installed = None
 
 
-def answers_here() -> bool:
-    """Whether this thread's CUDA devices currently map to the CPU."""
+def is_active() -> bool:
+    """Return whether this thread's CUDA devices currently map to the CPU."""
     return isinstance(torch.overrides._get_current_function_mode(), torch_cuda.CpuDeviceMode)
 
 
@@ -134,12 +134,12 @@ def _disable_dynamo(lane: CpuLane, values: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def stepping_aside() -> Iterator[None]:
+def lane_suspended() -> Iterator[None]:
     """Context manager that suspends the parts of an installed lane that Dynamo cannot trace; for functions of CPU tensors only.
 
     Does nothing without a lane, under another torch function mode, or if Dynamo was disabled before the lane.
     """
-    if _installed is None or _installed.dynamo_was_disabled or not answers_here():
+    if _installed is None or _installed.dynamo_was_disabled or not is_active():
         yield
         return
     from torch._dynamo import config as dynamo

@@ -71,7 +71,7 @@ class Blend(NamedTuple):
 
 
 def bridge_words(dataset: Any) -> list[str]:
-    """The words with which a stock command line names the datasets of Megatron-Bridge's ``dataset``.
+    """Return the words with which a stock command line names the datasets of Megatron-Bridge's ``dataset``.
 
     ``blend`` comes before ``data_path``, as in Bridge (0.6.2, ``GPTDatasetConfig.finalize``, which derives the first from the
     second). ``blend_per_split`` is kept together with either of them: :func:`verify_arguments` refuses both, as Megatron does.
@@ -116,7 +116,8 @@ def verify_arguments(arguments: Sequence[str]) -> str:
 
 
 def cache_words(arguments: Sequence[str]) -> list[str]:
-    """The words to append to ``arguments`` so that stock caches its sample indices of these datasets; none without datasets.
+    """Return the words to append to ``arguments`` so that stock caches its sample indices of these datasets; none without
+    datasets.
 
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training

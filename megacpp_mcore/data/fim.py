@@ -57,7 +57,7 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
 
 
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:
-    """The ids of the tokens that the dataset inserts between the parts of a document, by token.
+    """Find the ids of the tokens that the dataset inserts between the parts of a document, by token.
 
     Raises:
         DataError: a token that the tokenizer does not know, two tokens with one id, an end of document that is not the

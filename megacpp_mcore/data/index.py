@@ -85,7 +85,7 @@ def read_index(prefix: str) -> DatasetIndex:
 
 
 def size_of(path: str) -> int:
-    """The size of one of a dataset's files; raises DataError if the file does not exist."""
+    """Return the size of one of a dataset's files; raises DataError if the file does not exist."""
     try:
         return os.stat(path).st_size
     except OSError as error:

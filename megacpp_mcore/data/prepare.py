@@ -176,7 +176,7 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
 
 @contextmanager
 def _building(prefix: str) -> Iterator[Path]:
-    """The folder in which this process alone builds ``prefix``.
+    """Hold the folder in which this process alone builds ``prefix``.
 
     Raises:
         DataError: another process is preparing ``prefix``.

@@ -53,7 +53,7 @@ def byte_counts(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def entropy(counts: npt.NDArray[np.int64]) -> float:
-    """The entropy, in bits, of the distribution given by ``counts`` (which sum to at least one)."""
+    """Compute the entropy, in bits, of the distribution given by ``counts`` (which sum to at least one)."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum()) + 0.0  # -0.0 for a single symbol
 

@@ -195,7 +195,7 @@ def read_documents(
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """The JSON object in ``line``; empty where there is none."""
+    """Parse the JSON object in ``line``; empty where there is none."""
     if line.startswith(b"{"):
         with suppress(ValueError, RecursionError):
             return dict(json.loads(line))

@@ -125,7 +125,7 @@ class HuggingFaceTokenizer:
 
 
 def _check_folder(folder: Path) -> Path:
-    """The ``tokenizer.json`` of ``folder``; DataError without one."""
+    """Find the ``tokenizer.json`` of ``folder``; DataError without one."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise DataError(
@@ -194,7 +194,7 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
 
 
 def end_of_document(prefixes: Sequence[str]) -> int | None:
-    """The end-of-document id in the manifest of the first of ``prefixes`` that has one; None where none has.
+    """Return the end-of-document id in the manifest of the first of ``prefixes`` that has one; None where none has.
 
     Raises:
         DataError: that manifest knows no end-of-document id, or is damaged.

@@ -30,7 +30,7 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def one_dtype(op: str, **tensors: torch.Tensor) -> torch.dtype:
-    """The dtype that all tensors (each given under its own name) have.
+    """Return the dtype that all tensors (each given under its own name) have.
 
     Raises:
         ModelError: they have several, or one is quantised.

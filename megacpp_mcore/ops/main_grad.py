@@ -81,7 +81,7 @@ class _Linear(torch.autograd.Function):
 
 
 def added_to(weight: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
-    """The weight; its gradient, once autograd has computed it, is added to the buffer, if there is one.
+    """Return the weight; its gradient, once autograd has computed it, is added to the buffer, if there is one.
 
     Raises:
         ModelError: the buffer does not fit the weight.

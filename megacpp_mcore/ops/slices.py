@@ -80,7 +80,7 @@ def empty_gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=128)
 def _make_a_whole(elements: int, *layouts: _Layout) -> bool:
-    """Whether tensors [S, B, …] of one storage partition the values of each token, with nothing left over."""
+    """Return whether tensors [S, B, …] of one storage partition the values of each token, with nothing left over."""
     shape, strides, _ = layouts[0]
     rows, end = shape[0] * shape[1], 0
     if not rows:
@@ -96,8 +96,8 @@ def _make_a_whole(elements: int, *layouts: _Layout) -> bool:
 
 
 def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
-    """The tensor itself if its last ``inner`` axes are contiguous, its other strides are multiples of 8 elements and it is
-    16-byte aligned; else contiguous."""
+    """Return the tensor itself if its last ``inner`` axes are contiguous, its other strides are multiples of 8 elements and
+    it is 16-byte aligned; else a contiguous copy."""
     outer, expected = tensor.dim() - inner, 1
     for size, stride in zip(reversed(tensor.shape[outer:]), reversed(tensor.stride()[outer:]), strict=True):
         if stride != expected:
@@ -108,5 +108,5 @@ def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
 
 
 def eighths(tensor: torch.Tensor, axes: int = 2) -> list[int]:
-    """The strides of the first ``axes``, in units of 8 elements."""
+    """Return the strides of the first ``axes``, in units of 8 elements."""
     return [stride // 8 for stride in tensor.stride()[:axes]]

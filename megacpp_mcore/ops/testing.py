@@ -17,7 +17,7 @@ zero except for rounding (as the gradient of the first token's rotation angles),
 
 
 def row_norms(expected: torch.Tensor) -> torch.Tensor:
-    """The denominators of the errors of ``expected``'s rows: float64, of its shape without the last axis."""
+    """Compute the denominators of the errors of ``expected``'s rows: float64, of its shape without the last axis."""
     norms = expected.detach().double().norm(dim=-1) if expected.dim() else expected.detach().double().abs()
     return norms.clamp(min=SMALL_ROW * float(norms.square().mean().sqrt()))
 
@@ -25,7 +25,8 @@ def row_norms(expected: torch.Tensor) -> torch.Tensor:
 def row_errors(
     actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The error of each row, of ``expected``'s shape without the last axis; infinite where a truth of zero is not met.
+    """Compute the error of each row, of ``expected``'s shape without the last axis; infinite where a truth of zero is not
+    met.
 
     Args:
         actual: what the path under test gave.
@@ -49,7 +50,7 @@ def row_errors(
 
 
 def worst_row(actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None) -> float:
-    """The largest of :func:`row_errors`."""
+    """Return the largest of :func:`row_errors`."""
     return float(row_errors(actual, expected, name, norms).max())
 
 

@@ -92,6 +92,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def _integer(number: int) -> tuple[str, bool, bool]:
-    """What a kernel is specialised for of any integer."""
+    """Return what a kernel is specialised for of any integer."""
     kind = "int32" if -(2**31) <= number < 2**31 else "int64" if number < 2**63 else "uint64"
     return kind, number % 16 == 0, number == 1

@@ -48,7 +48,7 @@ TOLERANCE = 5e-2
 
 
 def entry(name: str) -> Callable[..., Any]:
-    """The entry point called ``name`` in :data:`ENTRIES`.
+    """Return the entry point called ``name`` in :data:`ENTRIES`.
 
     Raises:
         BackendError: it cannot be imported.
@@ -68,7 +68,7 @@ def _extra(name: str) -> str:
 
 
 def installed(name: str) -> ProbeResult:
-    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
+    """Return whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
     found = probe_import(ENTRIES[name].partition(":")[0])
     return (
         found
@@ -83,7 +83,7 @@ def tried(
     truth: Callable[..., torch.Tensor],
     leaves: Callable[[], Sequence[torch.Tensor]],
 ) -> ProbeResult:
-    """Whether ``call`` agrees with ``truth``, forward and backward, on this machine's GPU.
+    """Return whether ``call`` agrees with ``truth``, forward and backward, on this machine's GPU.
 
     Args:
         what: description of the call, for messages.

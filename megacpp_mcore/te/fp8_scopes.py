@@ -169,7 +169,7 @@ class Scopes:
         self.fp8, self.depth = fp8, depth
 
     def in_zone(self, number: int) -> bool:
-        """Whether layer ``number`` (from 1, over all pipeline stages) stays in BF16."""
+        """Return whether layer ``number`` (from 1, over all pipeline stages) stays in BF16."""
         return number <= self.fp8.first or number > self.depth - self.fp8.last
 
     @functools.cached_property
@@ -260,7 +260,7 @@ class Scopes:
 
 
 def is_product(module: Any) -> bool:
-    """Whether a module of Transformer Engine has a weight matrix."""
+    """Return whether a module of Transformer Engine has a weight matrix."""
     return any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
 
 
@@ -302,7 +302,7 @@ def check_gathers(number: int, modules: dict[str, Any]) -> None:
 
 
 def owners(module: Any) -> frozenset[int]:
-    """The ranks that hold a part, or a copy cut by sequence, of the module's weights by tensor parallelism."""
+    """Return the ranks that hold a part, or a copy cut by sequence, of the module's weights by tensor parallelism."""
     import torch
 
     if not torch.distributed.is_initialized():
@@ -315,7 +315,8 @@ def owners(module: Any) -> frozenset[int]:
 
 
 def common_group(modules: Iterable[Any]) -> Any:
-    """The group to reduce over: the tensor-parallel one of the first module that has one, be it of one rank; else None."""
+    """Return the group to reduce over: the tensor-parallel one of the first module that has one, be it of one rank; else
+    None."""
     return next((group for group in map(_tensor_parallel, modules) if group is not None), None)
 
 
@@ -358,7 +359,7 @@ def _bind(module: Any, scope: Callable[[Any], contextlib.AbstractContextManager[
 
 
 def scopes_of(fp8: FP8, config: Any, *, source: str = "", **run: Any) -> Scopes | None:
-    """The scopes of a run, checked against machine and flags (``run``: as :func:`check_run`); None without FP8.
+    """Return the scopes of a run, checked against machine and flags (``run``: as :func:`check_run`); None without FP8.
 
     Raises:
         ModelError, BackendError: as :func:`check_run` and :func:`check_machine`; ``source`` is named.

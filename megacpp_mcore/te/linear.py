@@ -52,7 +52,7 @@ class Decision:
 
 
 def plan(model: torch.nn.Module) -> list[Decision]:
-    """What :func:`replace` would do with each linear layer of ``model``, in the order of its modules. Changes nothing."""
+    """List what :func:`replace` would do with each linear layer of ``model``, in the order of its modules. Changes nothing."""
     tied = _tied(model)
     return [
         Decision(name, type(module).__name__, _why_not(model, name, module, tied))
@@ -91,7 +91,7 @@ def report(decisions: Sequence[Decision]) -> str:
 
 
 def _tied(model: torch.nn.Module) -> dict[int, list[str]]:
-    """The names under which each parameter is found, by identity."""
+    """List the names under which each parameter is found, by identity."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -133,7 +133,7 @@ def _parents(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
 
 
 def _made(module: Any) -> Any:
-    """Transformer Engine's layer with the parameters of ``module``."""
+    """Make Transformer Engine's layer with the parameters of ``module``."""
     if isinstance(module, torch.nn.Linear):
         made = te_imports.entry("Linear")(
             module.in_features,

@@ -24,7 +24,8 @@ _inside = threading.local()
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a payload that means nothing without its scales: of Transformer Engine, torchao, or torch's FP8."""
+    """Return whether ``tensor`` is a payload that means nothing without its scales: of Transformer Engine, torchao, or
+    torch's FP8."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.dtype in _FP8
     kinds = {kind.__name__ for kind in type(tensor).__mro__}
@@ -58,7 +59,7 @@ def watch() -> None:
 
 
 def counting(dequantize: Callable[..., Any]) -> Callable[..., Any]:
-    """The method ``dequantize``, wrapped to count its calls; nested calls count once."""
+    """Wrap the method ``dequantize`` to count its calls; nested calls count once."""
 
     @functools.wraps(dequantize)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,14 +9,14 @@ from megacpp_mcore.util import console
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks; 0 and 1 while torch.distributed is not initialized."""
+    """Return this process's rank and the number of ranks; 0 and 1 while torch.distributed is not initialized."""
     from torch import distributed  # late: the command line does without torch
 
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
 def gathered(value: Any) -> list[Any]:
-    """The ``value`` of every rank, in their order; every rank has to call this."""
+    """Gather the ``value`` of every rank, in their order; every rank has to call this."""
     from torch import distributed
 
     values = [value] * rank_and_size()[1]

@@ -50,6 +50,6 @@ def redirected(file: Path) -> Iterator[None]:
 
 
 def tail(file: Path) -> str:
-    """The last lines of ``file``, with its name."""
+    """Return the last lines of ``file``, with its name."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         return f"the last lines of {file}:\n{''.join(deque(lines, TAIL_LINES))}"

@@ -13,12 +13,12 @@ TEMPORARY = ".megacpp-"
 
 
 def is_remote(path: object) -> bool:
-    """Whether ``path`` is in object storage, which Megatron reaches through its multi-storage client."""
+    """Return whether ``path`` is in object storage, which Megatron reaches through its multi-storage client."""
     return str(path).startswith("msc://")
 
 
 def sha256_of(path: StrPath) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -21,12 +21,12 @@ def read(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def first(flags: Flags, flag: str) -> str | None:
-    """The first value of ``flag``; None without one."""
+    """Return the first value of ``flag``; None without one."""
     return next(iter(flags.get(flag, ())), None)
 
 
 def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = None) -> int | None:
-    """The first value of ``flag`` as an integer, ``least`` or more; None without one.
+    """Return the first value of ``flag`` as an integer, ``least`` or more; None without one.
 
     Raises:
         error: it is not such an integer.

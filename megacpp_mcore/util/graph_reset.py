@@ -1,4 +1,4 @@
-"""The end of CUDA graphs that hold collectives. No torch at import."""
+"""Reset CUDA graphs before NCCL communicators are destroyed. No torch at import."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def compile_disabled_by(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, None without one; imports nothing."""
+    """Return the installed version of a distribution, None without one; imports nothing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def version(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a training computes with, by distribution; imports torch."""
+    """Return the versions of what a training computes with, by distribution; imports torch."""
     import torch
 
     found = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's model, or its architecture if the system does not name the model."""
+    """Return the processor's model, or its architecture if the system does not name the model."""
     facts = CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.exists() else ""
     models = (line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()

@@ -38,5 +38,5 @@ def _question(near: Sequence[str]) -> str:
 
 
 def nearest_number(found: int, fitting: Iterable[int]) -> int:
-    """The number of ``fitting`` nearest to ``found``; of two equally near ones the larger."""
+    """Return the number of ``fitting`` nearest to ``found``; of two equally near ones the larger."""
     return min(fitting, key=lambda number: (abs(number - found), -number))

@@ -34,7 +34,7 @@ def check(value: Any, hint: Any, where: str = "it") -> Any:
 
 
 def wrong(where: str, value: Any, expected: str) -> str:
-    """The error sentence about an unexpected value; long texts are cut to 80 characters."""
+    """Format the error sentence about an unexpected value; long texts are cut to 80 characters."""
     shown = repr(value[:80] if isinstance(value, str) else value)[:82]
     return f"{where} is {shown} ({type(value).__name__}); expected {expected}"
 

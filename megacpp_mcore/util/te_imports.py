@@ -98,7 +98,7 @@ def configure(features: Features | None, source: str = "") -> None:
 
 
 def features() -> Features:
-    """The switches of this process."""
+    """Return the switches of this process."""
     found: Features = _switches["features"]
     return found
 
@@ -120,19 +120,19 @@ def disabled() -> str:
 
 
 def available() -> ProbeResult:
-    """Whether Transformer Engine works here and is not disabled; never raises for a missing or broken installation."""
+    """Return whether Transformer Engine works here and is not disabled; never raises for a missing or broken installation."""
     reason = disabled()
     return ProbeResult(False, reason) if reason else _installed()
 
 
 @functools.cache
 def _installed() -> ProbeResult:
-    """Whether its PyTorch part imports; a bare ``transformer-engine``, without the compiled part, does not count."""
+    """Return whether its PyTorch part imports; a bare ``transformer-engine``, without the compiled part, does not count."""
     return probe_import(_PYTORCH)
 
 
 def feature(*names: str) -> ProbeResult:
-    """Whether the features ``names`` of :data:`FEATURES` are switched on and Transformer Engine works here.
+    """Return whether the features ``names`` of :data:`FEATURES` are switched on and Transformer Engine works here.
 
     Raises:
         BackendError: there is no such feature.
@@ -147,7 +147,7 @@ def feature(*names: str) -> ProbeResult:
 
 
 def entry(name: str) -> Any:
-    """The entry point called ``name`` in :data:`ENTRIES`.
+    """Return the entry point called ``name`` in :data:`ENTRIES`.
 
     Raises:
         BackendError: Transformer Engine is disabled, does not work here, or this version lacks the entry point.
@@ -170,5 +170,5 @@ def _entry(name: str) -> Any:
 
 
 def version() -> str | None:
-    """The installed version as its distribution states it, None without one; imports nothing."""
+    """Return the installed version as its distribution states it, None without one; imports nothing."""
     return host.version("transformer-engine")

@@ -78,7 +78,7 @@ class Checkout:
 
     @classmethod
     def installed(cls, registry: Registry | None = None) -> Checkout:
-        """The Megatron that ``import megatron.core`` would find in this process; megatron.core is not imported.
+        """Find the Megatron that ``import megatron.core`` would find in this process; megatron.core is not imported.
 
         Raises:
             CheckoutError: none is found.
@@ -94,7 +94,7 @@ class Checkout:
         return cls(Path(spec.origin).parents[2], registry, process_tree())
 
     def content(self) -> Content:
-        """The hooked file, split into the hook line and the rest.
+        """Return the hooked file, split into the hook line and the rest.
 
         Raises:
             PatchError: the file cannot be read, or the hook line is damaged.
@@ -207,7 +207,7 @@ class Checkout:
         return hook.names
 
     def unfit(self, names: Iterable[str] | None = None) -> list[str]:
-        """What keeps the named patches (by default all) from being applied here."""
+        """Return what keeps the named patches (by default all) from being applied here."""
         return [
             f"{patch.name}: {problem.message}"
             for patch in self._selected(names)
@@ -215,7 +215,7 @@ class Checkout:
         ]
 
     def export(self, names: Iterable[str] | None = None) -> bytes:
-        """A patch for ``git apply`` with byte-identical result to :meth:`apply`; for None, of what is applied now.
+        """Make a patch for ``git apply`` with byte-identical result to :meth:`apply`; for None, of what is applied now.
 
         Raises:
             PatchError: the patches do not fit, there is nothing to export, or git is missing.
@@ -348,12 +348,12 @@ def _require_megatron(root: Path) -> None:
 
 
 def _names(content: Content) -> tuple[str, ...]:
-    """The patches that the hook line names."""
+    """Return the patches that the hook line names."""
     return content.hook.names if content.hook else ()
 
 
 def _edited(content: Content) -> bool:
-    """Whether the rest of the file was changed after it was hooked."""
+    """Return whether the rest of the file was changed after it was hooked."""
     return content.hook is not None and hashlib.sha256(content.without).hexdigest() != content.hook.sha256
 
 

@@ -40,7 +40,7 @@ def modified(root: Path, file: str) -> list[str]:
 
 
 def _holds(path: Path, mode: bytes, blob: str) -> bool:
-    """Whether a file's content, or a symbolic link's target, is that of git's ``blob``."""
+    """Return whether a file's content, or a symbolic link's target, is that of git's ``blob``."""
     try:
         if mode == b"120000":
             content = os.fsencode(path.readlink())
@@ -56,7 +56,7 @@ def _holds(path: Path, mode: bytes, blob: str) -> bool:
 
 
 def difference(root: Path, file: Path) -> str:
-    """Changes of ``file`` since the last commit, as shown by ``git diff``; empty if there are none.
+    """Show changes of ``file`` since the last commit, as ``git diff`` does; empty if there are none.
 
     Raises:
         GitUnavailable: git cannot answer.
@@ -69,7 +69,7 @@ def difference(root: Path, file: Path) -> str:
 
 
 def patch_between(before: bytes, after: bytes, file: str) -> bytes:
-    """A patch for ``git apply`` that turns ``file`` from ``before`` into ``after``.
+    """Make a patch for ``git apply`` that turns ``file`` from ``before`` into ``after``.
 
     Raises:
         GitUnavailable: git cannot be run.

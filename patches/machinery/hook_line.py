@@ -36,7 +36,7 @@ class HookLine:
     sha256: str
 
     def render(self) -> str:
-        """The line, without a newline: one statement and a comment, in ASCII."""
+        """Write the line, without a newline: one statement and a comment, in ASCII."""
         names = ", ".join(f'"{name}"' for name in self.names)
         return (
             f'{_CALL}[{names}], version="{self.version}", seal="{self.seal}")'

@@ -27,7 +27,7 @@ from megacpp_mcore.patches.machinery.source_tree import SourceTree
 
 
 def install(file: str, names: Sequence[str], *, version: str, seal: str) -> None:
-    """Called by the hook line; see :meth:`Hook.install`."""
+    """Install the hook; called by the hook line; see :meth:`Hook.install`."""
     _hook(registry_module.default()).install(file, names, version=version, seal=seal)
 
 
@@ -50,7 +50,7 @@ class Hook:
         self._ran: set[str] = set()
 
     def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
-        """Check all named patches, arm them, and apply the edits whose modules are already imported.
+        """Install the hook; called by the hook line; see :meth:`Hook.install`.
 
         Patches that are already applied or armed are left alone.
 
@@ -82,7 +82,7 @@ class Hook:
         # Never removed, only idle when nothing is pending: another thread may be iterating over the list.
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-            atexit.register(self._tell_what_never_came)
+            atexit.register(self._report_pending_patches)
         self._advance()
 
     def find_spec(
@@ -138,7 +138,7 @@ class Hook:
     def _imported(self, module: str) -> bool:
         return module in sys.modules and (module in self._ran or not _unfinished(module))
 
-    def _tell_what_never_came(self) -> None:
+    def _report_pending_patches(self) -> None:
         """At process exit, name the patches still pending, lest anyone think that they were in place."""
         for row in self._registry.status():
             if row["state"] == "armed":
@@ -163,11 +163,11 @@ class Hook:
 
 
 def process_tree() -> SourceTree:
-    """The source files from which this process imports Megatron."""
+    """Return the source files from which this process imports Megatron."""
     portions = getattr(sys.modules.get("megatron"), "__path__", ())
     return SourceTree(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
 
 
 def _unfinished(module: str) -> bool:
-    """Whether the import system is still running this module's code, according to a flag on its spec."""
+    """Return whether the import system is still running this module's code, according to a flag on its spec."""
     return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))

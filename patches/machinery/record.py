@@ -36,7 +36,7 @@ class Edit:
 
     @classmethod
     def of(cls, target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
-        """An edit of a target whose source is the same in all of :data:`TESTED_VERSIONS`."""
+        """Make an edit of a target whose source is the same in all of :data:`TESTED_VERSIONS`."""
         return cls(target=target, fingerprints=dict.fromkeys(TESTED_VERSIONS, sha256), make=make)
 
     @property
@@ -45,7 +45,7 @@ class Edit:
         return self.target.partition(":")[0]
 
     def expected(self, version: str) -> set[str]:
-        """The fingerprints accepted for ``version``.
+        """Return the fingerprints accepted for ``version``.
 
         An unlisted version is accepted with any listed source, byte for byte.
         """
@@ -53,7 +53,7 @@ class Edit:
         return {known[version]} if version in known else set(known.values())
 
     def check(self, text: str, version: str) -> str:
-        """The fingerprint of the source ``text``.
+        """Check and return the fingerprint of the source ``text``.
 
         Raises:
             Refusal: ``target changed``, the fingerprint is not accepted for ``version``.
@@ -144,13 +144,13 @@ class Patch:
         return [problem for edit in self.edits if (problem := _edit_problem(edit, tree, version))]
 
     def describe(self) -> dict[str, Any]:
-        """The record without its code, ready for JSON."""
+        """Return the record without its code, ready for JSON."""
         words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions")}
         return words | {"targets": [edit.target for edit in self.edits]}
 
 
 def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:
-    """The problem with one target, if any; of several definitions (under ``if`` or ``try``) one has to match."""
+    """Return the problem with one target, if any; of several definitions (under ``if`` or ``try``) one has to match."""
     try:
         texts = tree.texts(edit.target)
     except Refusal as refusal:

@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def fingerprint(target: str) -> str:
-    """The SHA-256 (hex) of the source text of ``target`` (``module:attr`` or ``module:Class.attr``) as installed.
+    """Return the SHA-256 (hex) of the source text of ``target`` (``module:attr`` or ``module:Class.attr``) as installed.
 
     Raises:
         PatchError: the symbol does not exist, or its source cannot be read.
@@ -78,7 +78,7 @@ def fingerprint(target: str) -> str:
 
 
 def megatron_core_version() -> str:
-    """The version of the megatron-core that this process imports, without its ``+commit`` part.
+    """Return the version of the megatron-core that this process imports, without its ``+commit`` part.
 
     Raises:
         PatchError: megatron-core cannot be imported.
@@ -110,7 +110,7 @@ class Registry:
         return tuple(self._patches.values())
 
     def select(self, names: Iterable[str]) -> list[Patch]:
-        """The records of ``names``, each once.
+        """Return the records of ``names``, each once.
 
         Raises:
             PatchError: no such patch; the message suggests the nearest names.
@@ -249,7 +249,7 @@ class Registry:
         return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
 
     def _missing(self, patch: Patch, imported: Callable[[str], bool] | None = None) -> tuple[Edit, ...]:
-        """The patch's edits that are not in place (only in modules that are ``imported``, if that is passed)."""
+        """Return the patch's edits that are not in place (only in modules that are ``imported``, if that is passed)."""
         there = self._changes.get(patch.name, {})
         return tuple(e for e in patch.edits if e.target not in there and (imported is None or imported(e.module)))
 
@@ -298,7 +298,7 @@ class Registry:
 
 @functools.cache
 def default() -> Registry:
-    """The registry of this package's own patches, created on the first call."""
+    """Return the registry of this package's own patches, created on the first call."""
     from megacpp_mcore import patches
 
     files = sorted(module.name for module in pkgutil.iter_modules(patches.__path__))

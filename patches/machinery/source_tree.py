@@ -27,7 +27,7 @@ class SourceTree:
     _parsed: dict[str, tuple[list[str], ast.Module]] = field(default_factory=dict, compare=False, repr=False)
 
     def file(self, module: str) -> Path:
-        """The file of ``module``.
+        """Return the file of ``module``.
 
         Raises:
             Refusal: ``target not found``.
@@ -47,7 +47,8 @@ class SourceTree:
         raise Refusal("target not found", f"there is no file of the module {module} in {places}")
 
     def texts(self, target: str) -> list[str]:
-        """The source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file order.
+        """Return the source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file
+        order.
 
         Each text equals ``inspect.getsource`` of the imported function or class. There are several if alternatives
         are defined under ``if`` or ``try``.
@@ -70,7 +71,8 @@ class SourceTree:
         return found
 
     def version(self) -> str | None:
-        """The version in the tree's ``megatron/core/package_info.py``, without the commit; None if it cannot be read.
+        """Return the version in the tree's ``megatron/core/package_info.py``, without the commit; None if it cannot be
+        read.
 
         The file is parsed, not run, since running it starts git.
         """
@@ -114,6 +116,6 @@ def _definitions(body: ast.AST) -> Iterator[Definition]:
 
 
 def _text(lines: Sequence[str], node: Definition) -> str:
-    """The source of ``node`` with its decorators, with the same extent as in ``inspect``."""
+    """Return the source of ``node`` with its decorators, with the same extent as in ``inspect``."""
     first = min(part.lineno for part in (node, *node.decorator_list)) - 1
     return "".join(inspect.getblock(lines[first:]))

@@ -57,12 +57,12 @@ class Change:
     version: str
 
     def in_place(self) -> bool:
-        """Whether the target holds the replacement."""
+        """Return whether the target holds the replacement."""
         return vars(self.slot.owners[-1]).get(self.slot.attribute) is self.replacement
 
 
 def digest(text: str) -> str:
-    """The SHA-256 of ``text``, in hex."""
+    """Return the SHA-256 of ``text``, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -94,7 +94,7 @@ def resolve(target: str) -> Slot:
 
 
 def source_text(slot: Slot) -> str:
-    """The source text of the function or class in ``slot``.
+    """Return the source text of the function or class in ``slot``.
 
     Raises:
         Refusal: ``target changed``, the source cannot be read.
@@ -175,7 +175,7 @@ def _label(owner: Any) -> str:
 
 
 def _put(owner: Any, attribute: str, value: Any) -> tuple[Any, ...]:
-    """A write, as a call of C; neither a metaclass nor a lazy module type may act on it."""
+    """Write an attribute by a call of C; neither a metaclass nor a lazy module type may act on it."""
     if isinstance(owner, type):
         return type.__setattr__, owner, attribute, value
     return vars(owner).__setitem__, attribute, value

@@ -89,11 +89,11 @@ def test_auto_takes_another_package_only_at_sizes_of_rows() -> None:
     made = Dispatcher({}, [theirs, ours])
     assert (made.request("mla", head_dim=64).observed, made.request("mla", head_dim=64).reason) == (
         "theirs",
-        "the first choice of auto",
+        "fastest available",
     )
     answer = made.request("mla", head_dim=32)
     assert (answer.observed, answer.slower_than_best) == ("ours", False)
-    assert answer.reason == "no row shows theirs to be faster here: head_dim 32 is none of 64; the nearest is 64"
+    assert answer.reason == "theirs was not measured to be faster here: head_dim 32 is none of 64; the nearest is 64"
     assert made.request("mla", "theirs", head_dim=32).observed == "theirs"
     probed = Counted()
     theirs = dataclasses.replace(probed.candidate("theirs", Speed.KERNEL), auto=row)
@@ -109,7 +109,7 @@ def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(capl
     answers = [made.request("mla", layer=layer, head_dim=256) for layer in (1, 2, 3)]
     assert all(answer.observed == "slow" and answer.slower_than_best for answer in answers)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "fast does not cover this: head_dim 256 > 128" in caplog.text
+    assert "fast does not support this call: head_dim 256 > 128" in caplog.text
     assert made.request("mla", layer=4, head_dim=64).slower_than_best is False
 
 
@@ -117,7 +117,7 @@ def test_auto_without_the_fast_one_of_this_device_is_a_marked_fall_back(caplog: 
     made, _ = dispatcher(present=False)
     answers = [made.request("mla", layer=layer, device="cpu") for layer in (1, 2)]
     assert {(answer.observed, answer.slower_than_best) for answer in answers} == {("slow", True)}
-    assert answers[0].reason == "fast is not there: no such device"
+    assert answers[0].reason == "fast is not available: no such device"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     another, _ = dispatcher(present=False)
     assert another.request("mla").slower_than_best is True
@@ -253,9 +253,9 @@ def test_apex_parts_are_probed_and_an_impostor_is_not_imported(tmp_path: Path) -
             "state 96 is none of 64, 128; the nearest is 128",
         ),
         (
-            Support(together=({"a": 1, "b": 2}, {"a": 3, "b": 4})),
+            Support(combinations=({"a": 1, "b": 2}, {"a": 3, "b": 4})),
             {"a": 1, "b": 4},
-            "a 1, b 4 do not go together, but a 1, b 2 or a 3, b 4",
+            "unsupported combination a 1, b 4; supported: a 1, b 2 or a 3, b 4",
         ),
         (Support(packed=False), {"packed": True}, "it does not keep packed documents apart"),
         (Support(deterministic=False), {"deterministic": True}, "its gradients can differ from run to run"),
@@ -285,9 +285,12 @@ def test_support_of_several_needs_and_of_one_that_is_none() -> None:
     ("needs", "reason"),
     [
         ({"device": "cpu"}, "sdpa is for cuda"),
-        ({"device": "cuda", "qk_dim": 24, "v_dim": 12}, "sdpa does not cover this: v_dim 12 is not a multiple of 8"),
-        ({"device": "cuda", "dtype": "torch.float32"}, "sdpa does not cover this: dtype float32 is none of"),
-        ({"device": "cuda", "deterministic": True}, "sdpa does not cover this: its gradients can differ"),
+        (
+            {"device": "cuda", "qk_dim": 24, "v_dim": 12},
+            "sdpa does not support this call: v_dim 12 is not a multiple of 8",
+        ),
+        ({"device": "cuda", "dtype": "torch.float32"}, "sdpa does not support this call: dtype float32 is none of"),
+        ({"device": "cuda", "deterministic": True}, "sdpa does not support this call: its gradients can differ"),
     ],
 )
 def test_full_attention_is_fused_where_it_can_be(
@@ -341,7 +344,7 @@ def test_no_triton_is_tried_once_and_is_the_reason(monkeypatch: pytest.MonkeyPat
     candidates = [kernel, Counted().candidate("slow", Speed.REFERENCE)]
     answer = Dispatcher(candidates=candidates).request("mla", device="cpu")
     assert (answer.observed, answer.slower_than_best) == ("slow", True)
-    assert answer.reason == "fast is not there: triton is not installed"
+    assert answer.reason == "fast is not available: triton is not installed"
     monkeypatch.delitem(sys.modules, "triton")
     assert not Dispatcher(candidates=candidates)._probe(kernel).ok
     with raises(BackendError, "'fast'", "op mla", "triton", code="cannot-run"):
@@ -379,7 +382,7 @@ def test_a_named_request_for_transformer_engine(
         assert answer.fn() == "local"
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [
-        "op transformer_impl was asked for on transformer_engine and runs on local: "
+        "op transformer_impl: requested transformer_engine, running local: "
         "MEGACPP_DISABLE_TE=1 disables Transformer Engine"
     ]
     monkeypatch.setenv(probes.DISABLE_TE, "0")

@@ -73,7 +73,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
     ("words", "says"),
     [
         (["launch", "--device", "cpu", "pretrain_gpt.py", "--lr", "1"], "launch [OPTIONS] -- pretrain_gpt.py …"),
-        (["launch", "--lr", "1"], "launch found '--lr' and 1 more words before a --"),
+        (["launch", "--lr", "1"], "--lr 1"),
         (["recipe", "show", "launch", "--", "nam56r"], "unrecognized arguments"),
         (["recipe", "list", "--lr"], "unrecognized arguments: --lr"),
     ],

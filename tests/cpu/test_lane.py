@@ -154,10 +154,10 @@ def test_a_failed_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         cpu.install()
     monkeypatch.undo()
     with cpu.install():  # neither has left a lane
-        assert cpu.answers_here()
+        assert cpu.is_active()
         with raises(LaunchError, code="installed"):
             cpu.install()
-    assert not cpu.answers_here()
+    assert not cpu.is_active()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1), None, "cpu"])

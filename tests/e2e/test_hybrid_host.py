@@ -21,6 +21,7 @@ from megacpp_mcore.model.training import GPT, HYBRID
 from tests import micro_batch, stock
 from tests.distributed.comparing import assert_same_bytes, differing_tensors
 from tests.distributed.runs import Laboratory, Run
+from tests.errors import raises
 from tests.layer_specs.test_decode import in_pieces, logits
 
 ROOT = Path(__file__).parents[2]
@@ -268,20 +269,18 @@ def test_other_models_are_stocks_affair(decide: Callable[..., Any], spec: list[s
     "changes", [{"mtp_num_layers": 2}, {"num_layers": 13}, {"moe_layer_freq": 1}, {"moe_layer_freq": [1] + [0] * 11}]
 )
 def test_a_checkpoint_of_another_model_is_refused(decide: Callable[..., Any], changes: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="the checkpoint, of the gpt host, is of another model"):
+    with raises(ModelError, "checkpoint (gpt)", "run (hybrid)", code="another-model"):
         decide(saved(HYBRID), saved(GPT, **changes), [])
-    with pytest.raises(ModelError, match="the checkpoint, of the hybrid host, is of another model"):
+    with raises(ModelError, "checkpoint (hybrid)", "run (gpt)", code="another-model"):
         decide(saved(GPT, **changes), saved(HYBRID), [])
     if "mtp_num_layers" in changes:  # the shared block's depths may change
         assert decide(saved(GPT), saved(GPT, **changes), []) == "stock's"
     else:
-        with pytest.raises(ModelError, match="is of another model than the run, on the gpt host"):
+        with raises(ModelError, "checkpoint (gpt)", "run (gpt)", code="another-model"):
             decide(saved(GPT), saved(GPT, **changes), [])
 
 
 def test_every_field_of_another_model_is_named(decide: Callable[..., Any]) -> None:
     other = saved(GPT, num_layers=13, hidden_size=64, vocab_size=300)
-    with pytest.raises(
-        ModelError, match=r"layers 13, here 12; vocab_size 300, here \S+; hidden_size 64, here \S+; name"
-    ):
+    with raises(ModelError, "layers 13", 12, "vocab_size 300", "hidden_size 64", code="another-model"):
         decide(saved(GPT), other, [])

@@ -84,7 +84,7 @@ def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(
     assert observed(deterministic, "mla") == {("auto", "reference")}
     said = fall_back(deterministic)
     assert " runs on reference, slower than the best for this device: " in said
-    assert "sdpa does not cover this" in said
+    assert "sdpa does not support this call" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

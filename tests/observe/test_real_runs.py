@@ -290,7 +290,9 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     slower = [one for one in found["backends"] if one["slower_than_best"]]
     assert [layer for one in slower for layer in layers(one["layers"])] == list(model().layer_numbers("M"))
     (why,) = {one["reason"] for one in slower}
-    assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
+    assert why.endswith(
+        f"kernel does not support this call: head_dim {model().mamba3.head_dim} is not a multiple of 1024"
+    )
     evidence = fall_back(found)
     assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
     off = check_off(check_self_contained(page.html(tmp_path)))

@@ -342,12 +342,12 @@ def test_wide_sparse_mla(
 
 WIDTHS = {"K": 64, "V": 16}
 RECURRENCE = types(
-    fp32="W_HVV entering_BHXKV y_RBHSV saved_BHEKV last_BHKV f_BHS dv_RBHSV df_RBHS dW_RBHVV dh_BHKV",
+    fp32="W_HVV starts_BHXKV y_RBHSV saved_BHEKV last_BHKV f_BHS dv_RBHSV df_RBHS dW_RBHVV dh_BHKV",
     bf16="q_BSK k_BSK v_BHSV dy_BHSV dq_BHSK dk_BHSK",
     fp16="candidates_BHTKV",
 )
 ADVANCE = {
-    "forward": ["entering_BHXKV", "candidates_BHTKV"],
+    "forward": ["starts_BHXKV", "candidates_BHTKV"],
     "forward from a state": ["candidates_BHTKV"],
     "candidates": ["y_RBHSV", "last_BHKV"],
 }
@@ -462,15 +462,15 @@ def test_mla_projection(tmp_path: Path, variant: str, dtype: str) -> None:
 
 INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "norm")
 PER_HEAD = ("k", "q", "do", "dk", "dq", "state", "dstate")
-TABLES = ("bn", "cn", "normed", "b_bias", "c_bias", "bias", "mx", "mz", "mo", "turns")
+TABLES = ("bn", "cn", "normed", "b_bias", "c_bias", "bias", "mx", "mz", "mo", "cos_sin")
 TYPES = (
     {f"{name}_ptr": "*bf16" for name in INPUTS + PER_HEAD}
     | {f"{name}_ptr": "*fp16" for name in TABLES}
     | {"seq_ptr": "*i32", "restart_ptr": "*i32", "eps": "fp32", "floor": "fp32"}
 )
-DOTS = ("turn_and_add", "add_gradients", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
-OTHERS = ("turn", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
-          "angles_bwd", "turn_totals", "turn_carries", "pass_states")  # fmt: skip
+DOTS = ("chunk_state_fwd", "chunk_state_bwd", "chunk_scan_fwd", "chunk_scan_bwd_queries", "chunk_scan_bwd_keys")
+OTHERS = ("rotate_fwd", "gate_bwd", "rotate_bwd", "boundary_gradients", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
+          "angles_bwd", "angle_totals", "angle_carries", "state_passing")  # fmt: skip
 NO_NORM = {"NORM": False, "norm_ptr": None}
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "norm_fwd": [{"ROWS": 32}],
@@ -479,13 +479,13 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "tables_bwd": [{"FINAL": True, "INITIAL": True}],
     "angles_bwd": [{"TOKENS": 8, "HEADS": 16}],
     "gate_bwd": [{"EVEN": even} | norm for even in (False, True) for norm in ({}, NO_NORM)],
-    "turn_carries": [{"BLOCK": 32, "INITIAL": True}],
-    "pass_states": [{"BLOCK": 1024, "INITIAL": True, "REVERSE": reverse} for reverse in (False, True)],
+    "angle_carries": [{"BLOCK": 32, "INITIAL": True}],
+    "state_passing": [{"BLOCK": 1024, "INITIAL": True, "REVERSE": reverse} for reverse in (False, True)],
 }
 """Compile-time arguments that do not follow from a call's sizes."""
 
 SIZES = [(4, 64), (1, 64), (4, 128), (1, 128)]
-SEVERAL_RANKS = ("add_gradients", "scan_bwd_queries", "turn")
+SEVERAL_RANKS = ("chunk_state_bwd", "chunk_scan_bwd_queries", "rotate_fwd")
 """What rank 1 has no use for."""
 
 
@@ -511,20 +511,22 @@ def _chunks(names: list[str], plan: Plan, *, raw: bool) -> dict[str, str]:
 def _check(kernel: str, plan: Plan, folder: Path) -> None:
     function = getattr(mamba3, kernel)
     choices = CHOICES.get(kernel, [{}])
-    if kernel == "scan_bwd_keys":
+    if kernel == "chunk_scan_bwd_keys":
         choices = [part | ({} if part["QUERIES"] else {"dq_desc": None}) for part in plan.key_parts]
-    elif kernel == "turn_and_add":
-        choices = [{"BACK": back} for back in ((False, True) if plan.R == 1 else (False,))]
-    elif kernel == "scan_fwd":
-        gated: dict[str, Any] = {"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None})
+    elif kernel == "chunk_state_fwd":
+        choices = [{"BACKWARD": back} for back in ((False, True) if plan.R == 1 else (False,))]
+    elif kernel == "chunk_scan_fwd":
+        gated: dict[str, Any] = {"RAW": plan.saves_tables, "GATED": True} | (
+            {} if plan.saves_tables else {"o_desc": None}
+        )
         choices = [gated, gated | NO_NORM]
-        if not plan.keeps:
+        if not plan.saves_tables:
             choices.append({"RAW": True, "GATED": False, "y_ptr": None, "NORM": False})
     every = plan.sizes
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice
         constants = {name: value for name, value in constants.items() if name not in ("S", "B")}
-        run_time = {"NSEG"} if kernel not in ("turn_carries", "pass_states") else set()
+        run_time = {"NSEG"} if kernel not in ("angle_carries", "state_passing") else set()
         constants = {name: value for name, value in constants.items() if name not in run_time}
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))

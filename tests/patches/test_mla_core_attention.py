@@ -414,9 +414,9 @@ def core_with(**values: Any) -> Callable[[Any], None]:
 LAYERS: list[tuple[Callable[[Any], Any], str]] = [
     (config_with(window_size=(3, 0)), "attention has a window"),
     (config_with(softmax_type="learnable"), "the softmax is learnable"),
-    (config_with(attention_backend=None), "the run asks for a backend"),
-    (config_with(context_parallel_size=2), "context is parallel"),
-    (core_with(cp_group=object()), "context is parallel"),
+    (config_with(attention_backend=None), "the run requests a backend"),
+    (config_with(context_parallel_size=2), "context parallelism is on"),
+    (core_with(cp_group=object()), "context parallelism is on"),
     (config_with(fp8_dot_product_attention=True), "attention is in FP8"),
     (config_with(fp8_multi_head_attention=True), "attention is in FP8"),
     (config_with(fp8="hybrid", fp8_recipe="custom"), "the FP8 recipe is the user's own"),
@@ -478,7 +478,7 @@ def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         "the mask is of type padding",
         "the sequences are packed as sbhd, or have a mask besides",
         "query, key and value have several dtypes, or autocast is on",
-        "the run asks for a backend (--attention-backend, NVTE_FUSED_ATTN)",
+        "the run requests a backend (--attention-backend, NVTE_FUSED_ATTN)",
     ]
 
 
@@ -596,11 +596,11 @@ def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: 
 
 STARTS = torch.tensor([0, 5, S], dtype=torch.int32)
 PACKED_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
-    "packed keys may be of other sequences than queries": {"cu_seqlens_kv": STARTS.clone()},
+    "cu_seqlens_kv differs": {"cu_seqlens_kv": STARTS.clone()},
     "there is padding between packed sequences": {"cu_seqlens_q_padded": STARTS, "cu_seqlens_kv_padded": STARTS},
     "there is padding between packed sequences ": {"pad_between_seqs": True},
-    "context is parallel": {"local_cp_size": 1},
-    "context is parallel ": {"cp_group": object()},
+    "context parallelism is on": {"local_cp_size": 1},
+    "context parallelism is on ": {"cp_group": object()},
 }
 
 

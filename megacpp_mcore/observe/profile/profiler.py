@@ -196,7 +196,7 @@ class _Window:
         from megacpp_mcore import cpu
         from megacpp_mcore.observe.profile.ranges import Ranges, named
 
-        on_device = torch.cuda.is_available() and not cpu.answers_here()  # the CPU lane pretends to be a GPU
+        on_device = torch.cuda.is_available() and not cpu.is_active()  # the CPU lane pretends to be a GPU
         self.first, self.last, self.compiled_s = first, 0, 0.0
         self.device = torch.cuda.get_device_name() if on_device else None
         self._clock = Clock()

@@ -54,7 +54,7 @@ def grouped_product(
 
 @functools.cache
 def probe() -> ProbeResult:
-    """Whether one grouped call on this machine agrees with plain PyTorch: run and compared once per process."""
+    """Return whether one grouped call on this machine agrees with plain PyTorch: run and compared once per process."""
     found = probe_import("deep_gemm")
     if not found.ok:
         return found
@@ -73,7 +73,7 @@ def probe() -> ProbeResult:
 
 
 def record() -> dict[str, Any]:
-    """Settings that a run's figures depend on: folder of compiled kernels, use of NVRTC, and versions seen working."""
+    """Return settings that a run's figures depend on: folder of compiled kernels, use of NVRTC, and versions seen working."""
     return {
         "cache": os.environ.get(CACHE) or os.path.expanduser("~/.deep_gemm"),
         "nvrtc": os.environ.get(NVRTC, "0") == "1",

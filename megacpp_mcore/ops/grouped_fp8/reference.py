@@ -32,7 +32,7 @@ def quantize_blocks(w_EOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check(
     x_TI: torch.Tensor, x_scale_Ti: torch.Tensor, w_EOI: torch.Tensor, w_scale_Eoi: torch.Tensor, counts_E: torch.Tensor
 ) -> list[int]:
-    """The rows of each expert.
+    """Return the rows of each expert.
 
     Raises:
         ModelError: the operands are not E4M3 with such scales, or rows or widths are not multiples of 128.

@@ -79,7 +79,7 @@ def _check_device(x: torch.Tensor) -> None:
 
 @triton.jit
 def _scale(largest):
-    """The scale of rows with these largest absolute values."""
+    """Return the scale of rows with these largest absolute values."""
     return tl.maximum(largest, LEAST) / LARGEST
 
 
@@ -279,7 +279,8 @@ def activate_backward(
 
 @triton.jit
 def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
-    """The activation times its probability, the gradient of ``h``, and each row's part of its probability's gradient."""
+    """Compute the activation times its probability, the gradient of ``h``, and each row's part of its probability's
+    gradient."""
     h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     da = tl.load(_at(da_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     factor, slope = _activation(h, TANH)
@@ -289,7 +290,8 @@ def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr,
 
 @triton.jit
 def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """The row at each position, every expert's beginning at a multiple of MULTIPLE, -1 for padding; where each expert ends."""
+    """Write the row at each position, every expert's beginning at a multiple of MULTIPLE, -1 for padding; where each expert
+    ends."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(end_E + expert, mask=expert < E, other=0)
     first = tl.load(end_E + expert - 1, mask=(expert > 0) & (expert < E), other=0)
@@ -467,7 +469,7 @@ class Transposed(NamedTuple):
 def transposed(
     x: torch.Tensor, token_R: torch.Tensor | None, largest: torch.Tensor, row_P: torch.Tensor, end_P: torch.Tensor
 ) -> Transposed:
-    """The rows ``row_P`` of ``x``, transposed and quantised with one scale."""
+    """Transpose the rows ``row_P`` of ``x`` and quantise them with one scale."""
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
     values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
     launch(
@@ -479,7 +481,8 @@ def transposed(
 
 
 def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row at each position, with room for every expert's to begin at a multiple of 16; and where each expert's end."""
+    """Return the row at each position, with room for every expert's to begin at a multiple of 16; and where each expert's
+    end."""
     E = end_E.shape[0]
     row_P, end_P = end_E.new_empty(triton.cdiv(R + (MULTIPLE - 1) * E, MULTIPLE) * MULTIPLE), torch.empty_like(end_E)
     launch(

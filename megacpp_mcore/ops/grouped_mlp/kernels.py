@@ -144,7 +144,7 @@ def combine(
 
 @triton.jit
 def _activation(h, TANH: tl.constexpr):
-    """The factor of ``h`` in its GELU, and the derivative of the GELU."""
+    """Compute the factor of ``h`` in its GELU, and the derivative of the GELU."""
     if TANH:
         square = h * h
         factor = reciprocal(1.0 + exp2(-LOG2E * TANH_SCALE * h * (1.0 + TANH_CUBE * square)))
@@ -166,7 +166,7 @@ def _activation(h, TANH: tl.constexpr):
 
 @triton.jit
 def _tile(end_E, E, OUTER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr):
-    """This program's expert (E: it has no tile), first row, end of the expert's rows, and first column.
+    """Find this program's expert (E: it has no tile), first row, end of the expert's rows, and first column.
 
     Column tiles vary fastest, so that neighbouring programs share rows.
     """

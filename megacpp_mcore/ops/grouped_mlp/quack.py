@@ -35,7 +35,7 @@ class Side(NamedTuple):
 
 @functools.cache
 def _activate(activation: str) -> Callable[..., Any]:
-    """A grouped product that returns both itself and its activation times the row's probability."""
+    """Return a grouped product that returns both itself and its activation times the row's probability."""
     act = vendors.entry(f"quack_{activation}")
 
     def both(acc: Any, prob: Any) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ def _whole_tile() -> Any:
 
 
 def _tile(columns: int) -> Any:
-    """The tile of a product with this many columns; None: quack's own choice."""
+    """Return the tile of a product with this many columns; None: quack's own choice."""
     return None if columns % WIDTH else _whole_tile()
 
 
@@ -128,7 +128,7 @@ routed_mlp = functools.partial(triton.routed_mlp, products=QUACK)
 
 @functools.cache
 def probe() -> ProbeResult:
-    """Whether one call agrees with the reference: run and compared once per process."""
+    """Return whether one call agrees with the reference: run and compared once per process."""
     if not (found := vendors.installed("quack")).ok:
         return found
     T, E, D, F = 96, 3, 128, 128

@@ -38,7 +38,8 @@ def grouped_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """The reference's function of this name; in an FP8 scope each expert's rows have to be a multiple of 16.
+    """Compute as the reference's function of this name does; in an FP8 scope each expert's rows have to be a multiple of
+    16.
 
     Raises:
         ModelError: as the reference, or the scope uses delayed scaling, which keeps a layer's maxima in its module: here
@@ -74,7 +75,7 @@ def routed_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """The reference's function of this name.
+    """Compute as the reference's function of this name does.
 
     Raises:
         ModelError: as the reference, or there is no token.

@@ -120,7 +120,7 @@ def _check_kernels(
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous and 16-byte aligned, as tile copies require; else a copy."""
+    """Return the tensor itself if it is contiguous and 16-byte aligned, as tile copies require; else a copy."""
     fits = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -139,7 +139,7 @@ class GroupedMLP(torch.autograd.Function):
         call: Call,
         weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The output; ``weights`` are those of the products."""
+        """Compute the output; ``weights`` are those of the products."""
         x_RD, prob_R = packed(x_RD), None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
         kept, left = call.products.hidden(x_RD, rows, weights, call.activation)
@@ -150,7 +150,7 @@ class GroupedMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x, w1, w2 and the probabilities."""
+        """Compute the gradients of x, w1, w2 and the probabilities."""
         x_RD, end_E, prob_R, *others = ctx.saved_tensors
         weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
         dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.call.products
@@ -178,7 +178,7 @@ class RoutedMLP(torch.autograd.Function):
         call: Call,
         weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The output; ``weights`` are those of the products."""
+        """Compute the output; ``weights`` are those of the products."""
         x_TD, routing_TE = packed(x_TD), routing_TE.contiguous()
         rows, row_TK = placed(routing_TE, probs_TE, topk, exact)
         kept, left = call.products.hidden(x_TD, rows, weights, call.activation)
@@ -191,7 +191,7 @@ class RoutedMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x, the probabilities, w1 and w2."""
+        """Compute the gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, end_E, row_TK, token_R, prob_R, *others = ctx.saved_tensors
         weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
@@ -207,7 +207,7 @@ class RoutedMLP(torch.autograd.Function):
 
 
 def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: bool) -> torch.Tensor | None:
-    """The gradient of w2 (tokens on the left) or of w1; where it is added to a buffer, that buffer's placeholder."""
+    """Return the gradient of w2 (tokens on the left) or of w1; where it is added to a buffer, that buffer's placeholder."""
     main_grad = call.main_grads[tokens_left]
     total = None if main_grad is None else main_grad.buffer
     gradient = call.products.weight_gradient(x, rows, h, tokens_left=tokens_left, total=total)
@@ -215,7 +215,7 @@ def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: 
 
 
 def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int, exact: bool) -> tuple[Rows, torch.Tensor]:
-    """Assignment of rows to experts and tokens; also its ``row_TK`` by itself."""
+    """Assign rows to experts and tokens; also return its ``row_TK`` by itself."""
     T, E = routing_TE.shape
     experts = triton.next_power_of_2(E)
     tokens = max(16, min(64, 4096 // experts))
@@ -348,7 +348,7 @@ def grouped_mlp(
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
-    """The reference's function of this name, in bfloat16.
+    """Compute as the reference's function of this name does, in bfloat16.
 
     Products are rounded to bfloat16; their accumulators are float32.
 
@@ -389,7 +389,7 @@ def routed_mlp(
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
-    """The reference's function of this name, in bfloat16.
+    """Compute as the reference's function of this name does, in bfloat16.
 
     Products are rounded to bfloat16, and so is each sum over a token's experts, once. Memory is taken for ``topk`` rows of
     every token, also where it has fewer; the time is that of the rows there are.

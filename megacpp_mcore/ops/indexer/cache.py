@@ -95,7 +95,7 @@ class IndexCache:
         self._note(layer, selection)
 
     def recall(self, layer: int) -> Selection | None:
-        """What Full layer ``layer`` published in the first run, when this is a recompute of it; None in a first run.
+        """Return what Full layer ``layer`` published in the first run, when this is a recompute of it; None in a first run.
 
         A recomputed layer either recalls its selection or publishes another one, which is dropped.
 
@@ -114,7 +114,7 @@ class IndexCache:
         self._entries.pop(layer, None)
 
     def read(self, layer: int) -> Selection:
-        """What Shared layer ``layer`` attends to: the object its Full layer published for this micro-batch.
+        """Return what Shared layer ``layer`` attends to: the object its Full layer published for this micro-batch.
 
         Raises:
             ModelError: when the Full layer has not run in this forward pass, or a recompute differs from the first run.
@@ -125,7 +125,7 @@ class IndexCache:
         return selection
 
     def peek(self, layer: int) -> Selection:
-        """What Shared layer ``layer`` is going to read; it stays there, and no recompute will ask for it.
+        """Return what Shared layer ``layer`` is going to read; it stays there, and no recompute will ask for it.
 
         Raises:
             ModelError: as :meth:`read`.
@@ -194,7 +194,7 @@ class Recomputed:
 
 
 def _repetition() -> Iterator[_Passed] | None:
-    """What the first run passed on, of the innermost run under way that is a repetition; None in a first run."""
+    """Return what the first run passed on, of the innermost run under way that is a repetition; None in a first run."""
     for run in reversed(_RUNS.stack):
         if run.first is not None:
             return run.first

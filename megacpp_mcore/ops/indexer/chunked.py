@@ -70,11 +70,11 @@ class KeyRule:
         return cls(mask_BST=mask if mask.dim() == 3 else mask[None])
 
     def bias(self, rows: range) -> torch.Tensor | None:
-        """What to add to the scores of ``rows``, ``[1 or B, R, T]``; None where keys are hidden by position."""
+        """Return what to add to the scores of ``rows``, ``[1 or B, R, T]``; None where keys are hidden by position."""
         return None if self.mask_BST is None else self.mask_BST[:, rows.start : rows.stop]
 
     def valid(self, rows: range) -> torch.Tensor:
-        """The keys that the queries at ``rows`` may select, bool ``[1 or B, R, T]``."""
+        """Return the keys that the queries at ``rows`` may select, bool ``[1 or B, R, T]``."""
         bias = self.bias(rows)
         return _inside(rows, *self._bounds())[None] if bias is None else bias.isfinite()
 
@@ -188,7 +188,7 @@ class Indexer:
         return q, w
 
     def chunks(self, elements_per_query: int, query_chunk: int | None) -> list[range]:
-        """The queries in chunks whose largest temporary has ``elements_per_query`` for each query and batch row."""
+        """Split the queries into chunks whose largest temporary has ``elements_per_query`` for each query and batch row."""
         num_queries, batch = self.q_SBHD.shape[:2]
         return query_chunks(num_queries, batch * elements_per_query, BLOCK_ELEMENTS, query_chunk)
 
@@ -215,7 +215,7 @@ class Indexer:
 
 
 def _runs_kernels(device: torch.device) -> bool:
-    """Whether Triton runs on this device."""
+    """Return whether Triton runs on this device."""
     return device.type == "cuda" and requirement(TRITON).ok
 
 
@@ -251,8 +251,8 @@ class Attention:
             )
 
     def by_kernel(self, rule: KeyRule) -> bool:
-        """Whether targets are the Triton kernels': query and key of one 16-bit dtype on one GPU, one key head, a width of
-        theirs, and no additive mask."""
+        """Return whether targets are the Triton kernels': query and key of one 16-bit dtype on one GPU, one key head, a
+        width of theirs, and no additive mask."""
         query, key = self.query_SBAK, self.key_TBGK
         if not self.kernel or query.device != key.device or not _runs_kernels(query.device):
             return False
@@ -263,7 +263,7 @@ class Attention:
         return query.dtype in DTYPES and query.shape[-1] in dict(WIDTHS)
 
     def target_at(self, index_BSN: torch.Tensor) -> torch.Tensor:
-        """The target at the selected keys (int32, -1 = none) by the Triton kernel, in float32."""
+        """Compute the target at the selected keys (int32, -1 = none) by the Triton kernel, in float32."""
         from megacpp_mcore.ops.sparse_mla.triton import WIDTHS, summed_probabilities
 
         query, key_TBK = self.query_SBAK, self.key_TBGK[:, :, 0]
@@ -304,7 +304,8 @@ class Attention:
         return self.logits(key_BGTK, rows).gather(-1, at_BRN[:, :, None].expand(-1, -1, heads, -1))
 
     def target_(self, logit: torch.Tensor, valid: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The target of the indexer: probabilities over the valid keys, summed over heads (of all ranks), L1-normalised.
+        """Compute the target of the indexer: probabilities over the valid keys, summed over heads (of all ranks),
+        L1-normalised.
 
         Args:
             logit: ``[B, R, A, keys]``; overwritten.
@@ -327,7 +328,7 @@ class Attention:
 
 
 def _gather(k_BTD: torch.Tensor, at_BRN: torch.Tensor) -> torch.Tensor:
-    """The keys at ``at_BRN``, as ``k_BRND``."""
+    """Gather the keys at ``at_BRN``, as ``k_BRND``."""
     return k_BTD[torch.arange(k_BTD.shape[0], device=at_BRN.device)[:, None, None], at_BRN]
 
 
@@ -461,7 +462,7 @@ DenseTargets = Callable[[range, torch.Tensor], torch.Tensor]
 
 
 def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, int]:
-    """The dense targets of chunks, and the size of their temporaries for one query and batch row."""
+    """Return the dense targets of chunks, and the size of their temporaries for one query and batch row."""
     if attention.by_kernel(rule):
         from megacpp_mcore.ops.indexer import dense
 
@@ -488,7 +489,7 @@ Targets = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tuple[Targets, int]:
-    """The targets of chunks, and the size of their temporaries for one query and batch row."""
+    """Return the targets of chunks, and the size of their temporaries for one query and batch row."""
     num_queries, topk = index_BSN.shape[1:]
 
     def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -659,7 +660,7 @@ def dense_grad(
     query_chunk: int | None = None,
     kernel: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of the dense warm-up and its gradients: KL of each query over every causal key of its document.
+    """Compute the loss of the dense warm-up and its gradients: KL of each query over every causal key of its document.
 
     Source: DeepSeek-V3.2 report, equation 3.
 

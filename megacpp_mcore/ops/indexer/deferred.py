@@ -44,7 +44,7 @@ class DeferredScores(torch.Tensor):
         return self
 
     def computed(self) -> torch.Tensor:
-        """The scores as an ordinary tensor.
+        """Compute the scores as an ordinary tensor.
 
         Raises:
             ModelError: an input was changed in place before the first use.

@@ -30,7 +30,7 @@ _BY_VALUE = tl.constexpr(24)
 
 @triton.jit
 def _rank(x):
-    """An integer with the same order as the float32 numbers, but with −0 below +0."""
+    """Map the float32 numbers to integers of the same order, but with −0 below +0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -136,7 +136,8 @@ def take_best(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The N best keys of each row of scores, in ascending order, then -1; ties go to the lower key. Program (query, batch).
+    """Select the N best keys of each row of scores, in ascending order, then -1; ties go to the lower key. Program (query,
+    batch).
 
     The threshold is found by a search between two scores, kept as ranks: more than N keys reach the lower bound, at most N the
     upper one. It ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys that
@@ -254,7 +255,8 @@ def learn(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A query's divergence, the gradients of its q and w, and its contribution to that of the keys; program (query, batch).
+    """Compute a query's divergence, the gradients of its q and w, and its part of the keys' gradient; program (query,
+    batch).
 
     ``weight`` points to the factor on the gradients. dq, dk (zeros at first) and dw are contiguous; dk is float32 or, with
     ``units`` (pointer to the integer that stands for 1), int64, whose sum does not depend on the order. HEADS is H rounded up

@@ -39,14 +39,14 @@ class TargetSum:
         self._sum_BSN: torch.Tensor | None = None
 
     def accumulator(self, index_BSN: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor ``[B, S, N]`` that one layer adds its probabilities to, in place; zeros for the first layer."""
+        """Return the tensor ``[B, S, N]`` that one layer adds its probabilities to, in place; zeros for the first layer."""
         if self._sum_BSN is None:
             self._sum_BSN = torch.zeros(index_BSN.shape, dtype=dtype, device=index_BSN.device)
         self._added += 1
         return self._sum_BSN
 
     def take(self) -> torch.Tensor:
-        """The sum; it is the caller's from now on, and a new one starts.
+        """Return the sum, which is the caller's from now on; a new one starts.
 
         Raises:
             ModelError: not every layer has added to it.
@@ -86,7 +86,7 @@ class _Token(torch.autograd.Function):
 def training_token(
     q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, index_BSN: torch.Tensor | None, learn: Learn
 ) -> torch.Tensor:
-    """A zero whose backward pass trains the indexer.
+    """Return a zero whose backward pass trains the indexer.
 
     Args:
         q_SBHD, k_TBD, w_SBH: inputs of the indexer's scores.

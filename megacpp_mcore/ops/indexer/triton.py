@@ -86,7 +86,7 @@ def select(
     topk: int,
     seq_idx_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
+    """Select as the reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
 
     Inputs may be strided. At most :data:`SCRATCH` scores, or those of one tile's queries, exist at a time.
 
@@ -162,7 +162,7 @@ def indexer_grad(
     target_BSN: torch.Tensor,
     coefficient: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The reference's ``indexer_grad``; operands of products have the dtype of q, accumulators are float32.
+    """Compute as the reference's ``indexer_grad``; operands of products have the dtype of q, accumulators are float32.
 
     Inputs may be strided. Under ``torch.use_deterministic_algorithms`` the gradient of k is bitwise reproducible, too: it is
     summed in integers instead of in no fixed order, at a quarter of the speed.
@@ -195,7 +195,7 @@ def indexer_grad(
 
 
 def _units(q: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
+    """Return the integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
 
     Two probabilities differ by at most 1, so that a query adds at most ``weight · Σ_h |w · q|``.
     """
@@ -204,7 +204,7 @@ def _units(q: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its rows are contiguous, else a copy."""
+    """Return the tensor itself if its rows are contiguous, else a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

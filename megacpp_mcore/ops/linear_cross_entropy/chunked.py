@@ -78,7 +78,7 @@ class _Options:
         return None if self.shards is None else self.shards.group
 
     def first_column(self, vocab: int) -> int:
-        """The vocabulary entry of this rank's row 0."""
+        """Return the vocabulary entry of this rank's row 0."""
         return 0 if self.shards is None else self.shards.group.rank() * vocab
 
 
@@ -225,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
-    """The common factor, [1], between the gradient of the losses and the weights.
+    """Return the common factor, [1], between the gradient of the losses and the weights.
 
     It is not finite where any gradient is not, and makes the returned gradients non-finite too, as a loss-scale overflow does.
 
@@ -249,7 +249,7 @@ def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
 
 
 def _implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module for the steps between the products: Triton kernels on a GPU, eager for float64 and on a CPU."""
+    """Return the module for the steps between the products: Triton kernels on a GPU, eager for float64 and on a CPU."""
     if device.type != "cuda" or dtype == torch.float64:
         return eager
     from megacpp_mcore.ops.linear_cross_entropy import triton
@@ -323,7 +323,8 @@ class _Gradients:
             self.grad_V += grad_CV.sum(dim=0, dtype=self.grad_V.dtype)
 
     def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of ``hidden`` (this rank's part), weight and bias, possibly in a wider dtype; None: not returned."""
+        """Return the gradients of ``hidden`` (this rank's part), weight and bias, possibly in a wider dtype; None: not
+        returned."""
         return self._of_hidden(hidden), self.total_VH if self.is_own else None, self.grad_V
 
     def _of_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:

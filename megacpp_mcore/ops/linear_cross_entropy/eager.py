@@ -46,12 +46,12 @@ class Statistics(NamedTuple):
 
 
 def has(vocab: int, label_C: torch.Tensor) -> torch.Tensor:
-    """Whether a label is one of this rank's columns."""
+    """Return whether a label is one of this rank's columns."""
     return (label_C >= 0) & (label_C < vocab)
 
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
-    """The statistics of each row; with weights, also replace the logits as :func:`gradient_` does (one rank only).
+    """Compute each row's statistics; with weights, also replace the logits as :func:`gradient_` does (one rank only).
 
     Args:
         logit_CV: contiguous along a row.

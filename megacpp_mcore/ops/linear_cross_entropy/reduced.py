@@ -26,7 +26,8 @@ REDUCTIONS = ("mean", "sum")
 def chunked(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
 ) -> torch.Tensor:
-    """The mean or sum of :func:`~megacpp_mcore.ops.linear_cross_entropy.chunked.linear_cross_entropy`, in three products.
+    """Reduce :func:`~megacpp_mcore.ops.linear_cross_entropy.chunked.linear_cross_entropy` to its mean or sum, in three
+    products.
 
     Raises:
         ModelError: shapes, dtypes or the reduction are not as described.
@@ -40,7 +41,7 @@ def chunked(
 def liger(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
 ) -> torch.Tensor:
-    """The same by Liger's kernels, in chunks of about as many logits as ours; the host waits for the device.
+    """Compute the same by Liger's kernels, in chunks of about as many logits as ours; the host waits for the device.
 
     Raises:
         ModelError: as :func:`chunked`.
@@ -60,7 +61,7 @@ def liger(
 def quack(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
 ) -> torch.Tensor:
-    """The same by quack's kernels, in chunks of about as many logits as ours.
+    """Compute the same by quack's kernels, in chunks of about as many logits as ours.
 
     Raises:
         ModelError: as :func:`chunked`.
@@ -86,7 +87,7 @@ def _check(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tens
 
 @functools.cache
 def probe(name: str) -> ProbeResult:
-    """Whether one call of ``liger`` or ``quack`` agrees with plain PyTorch: run and compared once per process."""
+    """Return whether one call of ``liger`` or ``quack`` agrees with plain PyTorch: run and compared once per process."""
 
     if not (found := vendors.installed(name)).ok:
         return found

@@ -103,7 +103,7 @@ def softmax_rows(
 
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
-    """The eager function of this name, by Triton kernels."""
+    """Compute as the eager function of this name, by Triton kernels."""
     found = Statistics(
         *(logit_CV.new_empty(len(logit_CV), dtype=dtype) for dtype in (torch.float32, torch.int64)),
         *(logit_CV.new_empty(len(logit_CV), dtype=torch.float32) for _ in range(2)),
@@ -113,7 +113,7 @@ def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Te
 
 
 def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.Tensor, weight_C: torch.Tensor) -> None:
-    """The eager function of this name, by Triton kernels."""
+    """Compute as the eager function of this name, by Triton kernels."""
     _launch(logit_CV, label_C, None, None, None, None, logsumexp_C, weight_C)
 
 
@@ -135,6 +135,6 @@ def add_scaled(out, gradient, factor_1, size, BLOCK: tl.constexpr, BETA: tl.cons
 
 
 def add_scaled_(out: torch.Tensor, gradient: torch.Tensor, factor_1: torch.Tensor, beta: float = 1.0) -> None:
-    """The eager function of this name, by a Triton kernel, for contiguous tensors."""
+    """Compute as the eager function of this name, by a Triton kernel, for contiguous tensors."""
     size = out.numel()
     launch(add_scaled, (triton.cdiv(size, SCALED),), out, gradient, factor_1, size, BLOCK=SCALED, BETA=beta != 0)

@@ -31,7 +31,8 @@ TOKENS_BACKWARD = 16
 
 @triton.jit
 def _same_document(seq_BS, b, t, other, S, L, valid, DOCUMENTS: tl.constexpr):
-    """Whether each row ``other`` exists and is in token t's document; rows in front of the first token are in its document."""
+    """Return whether each row ``other`` exists and is in token t's document; rows in front of the first token are in its
+    document."""
     valid = valid & (other >= -L) & (other < S)
     if DOCUMENTS:
         own = tl.load(seq_BS + b * S + tl.maximum(t, 0), mask=valid, other=0)
@@ -58,7 +59,7 @@ def _convolve(
     T: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The convolution before SiLU, fp32 [tokens, channels]."""
+    """Compute the convolution before SiLU, fp32 [tokens, channels]."""
     u = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
     u += tl.load(bias + channel, mask=in_C, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(T):

@@ -79,7 +79,7 @@ def _multiply(x, M_high, M_low, add, PART: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, PART: tl.constexpr, add=None):
-    """A product of factors rounded to PART; exact for the parts of a split."""
+    """Multiply factors rounded to PART; exact for the parts of a split."""
     return tl.dot(a.to(PART), b.to(PART), add, input_precision="ieee")
 
 
@@ -94,7 +94,7 @@ def _opaque_zeros(like, ASM: tl.constexpr):
 
 @triton.jit
 def _step(h, pre, f, ASM: tl.constexpr):
-    """The state after ``h``, and c = tanh, for the argument ``pre`` (where ASM: times :data:`LOG2E_2`).
+    """Compute the state after ``h``, and c = tanh, for the argument ``pre`` (where ASM: times :data:`LOG2E_2`).
 
     Where ASM, c = 1 − 2r with r = 1/(1 + exp(2x)), two elements per reciprocal: 1/a and 1/b are b/(ab) and a/(ab). exp is
     clamped to 2^60, far beyond where tanh rounds to 1; NaN stays NaN.
@@ -137,14 +137,14 @@ def _load_transition(W, c, PART: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: 
     return high, (M - high.to(tl.float32)).to(PART)
 
 
-@triton.jit(do_not_specialize=["S", "H", "start", "stop", "span", "every", "entering_stride"])
+@triton.jit(do_not_specialize=["S", "H", "start", "stop", "span", "every", "starts_stride"])
 def advance(
     q_BSK,
     k_BSK,
     v_BHSV,
     f_BHS,
     W_HVV,
-    entering_BHXKV,
+    starts_BHXKV,
     y_RBHSV,
     saved_BHEKV,
     candidates_BHTKV,
@@ -155,7 +155,7 @@ def advance(
     stop,
     span,
     every,
-    entering_stride,
+    starts_stride,
     K: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -165,7 +165,7 @@ def advance(
 ):
     """Advance one row block by ``span`` tokens from ``start`` on, program (batch · head, row block, span).
 
-    ``entering`` holds the state before each span (None: 0), with stride ``entering_stride`` between heads. Writes the state
+    ``starts`` holds the state before each span (None: 0), with stride ``starts_stride`` between heads. Writes the state
     before every ``every``-th token; and either every token's candidate or, if that is None, the last state and y, one partial
     sum per row block. All token counts are multiples of 4; T and E count from ``start``.
     """
@@ -175,8 +175,8 @@ def advance(
     SCALE: tl.constexpr = LOG2E_2 if ASM else 1.0
     W_high, W_low = _load_transition(W_HVV + head * V * V, c, PART, SCALE, False)
     tile = r[:, None] * V + c[None, :]
-    if entering_BHXKV is not None:
-        h = tl.load(entering_BHXKV + bh * entering_stride + part * K * V + tile).to(tl.float32)
+    if starts_BHXKV is not None:
+        h = tl.load(starts_BHXKV + bh * starts_stride + part * K * V + tile).to(tl.float32)
     else:
         h = tl.zeros([ROWS, V], tl.float32)
     first = start + part * span
@@ -258,7 +258,7 @@ def _pick(token, x0, x1, x2, x3):
 @triton.jit
 def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr):
     """One token: the state after it, and its candidate c."""
-    h, f = _enter(h, f, DOCUMENTS)
+    h, f = _previous_state(h, f, DOCUMENTS)
     k = k.to(tl.float32)
     if ASM:
         k = k * LOG2E_2
@@ -268,8 +268,8 @@ def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr
 
 
 @triton.jit
-def _enter(h, f, DOCUMENTS: tl.constexpr):
-    """The previous state (0 for a document's first token) and the gate, its sign removed."""
+def _previous_state(h, f, DOCUMENTS: tl.constexpr):
+    """Return the previous state (0 for a document's first token) and the gate, its sign removed."""
     if DOCUMENTS:
         return tl.where(f < 0, 0.0, h), tl.abs(f)
     else:
@@ -377,7 +377,7 @@ def _load_tiles(tiles, t, SIZE: tl.constexpr):
 def _mix(h, c, f, DOCUMENTS: tl.constexpr):
     """From a saved candidate: the state before a token (0 at a document's start) and after it; and the derivatives of the
     latter with respect to tanh's argument and to f."""
-    h, f = _enter(h, f, DOCUMENTS)
+    h, f = _previous_state(h, f, DOCUMENTS)
     c = c.to(tl.float32)
     new = (1.0 - f) * c
     return h, f * h + new, (1.0 - f) - new * c, h - c
@@ -492,10 +492,10 @@ def backward(
     constants = _constants(read.v, K, documents)
     for start in reversed(range(0, P, length)):
         stop = min(start + length, P)
-        entering = saved_BHEKV[:, :, start // every :]
+        starts = saved_BHEKV[:, :, start // every :]
         launch(
-            advance, (B * H, R, triton.cdiv(stop - start, every)), *read, W_HVV, entering, None, states, candidates, None, P, H,
-            start, stop, every, 4, entering.stride(1), **constants,
+            advance, (B * H, R, triton.cdiv(stop - start, every)), *read, W_HVV, starts, None, states, candidates, None, P, H,
+            start, stop, every, 4, starts.stride(1), **constants,
         )  # fmt: skip
         launch(reverse, (B * H, R), *read, W_HVV, dy_BHPV, states, candidates, *grads, P, H, start, stop, **constants)
     return grads

@@ -217,7 +217,7 @@ def causal_convolution(
 def _convolve_documents(
     x_BSC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor, seq_idx_BS: torch.Tensor
 ) -> torch.Tensor:
-    """The convolution tap by tap, skipping taps that reach into an earlier document; summed in float32 or wider."""
+    """Convolve tap by tap, skipping taps that reach into an earlier document; summed in float32 or wider."""
     dtype, kernel = compute_dtype(x_BSC, weight_CK, bias_C), weight_CK.shape[1]
     x, weight = x_BSC.to(dtype), weight_CK.to(dtype)
     y_BSC = bias_C.to(dtype) + x * weight[:, -1]
@@ -231,7 +231,7 @@ def _convolve_documents(
 def last_window(
     rows_BSC: torch.Tensor, length: int, seq_idx_BS: torch.Tensor | None, before_BTC: torch.Tensor | None
 ) -> torch.Tensor:
-    """The last ``length`` rows for the convolution of a later call, zero where they belong to another document."""
+    """Return the last ``length`` rows for the convolution of a later call, zero where they belong to another document."""
     if seq_idx_BS is not None:
         rows_BSC = rows_BSC.masked_fill((seq_idx_BS != seq_idx_BS[:, -1:]).unsqueeze(-1), 0.0)
     missing = max(length - rows_BSC.shape[1], 0)
@@ -408,15 +408,15 @@ class M2RNNChunked(torch.autograd.Function):
         dtype: torch.dtype,
         starts_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run all chunks; keeps the inputs and the state that enters each chunk."""
+        """Run all chunks; saves the inputs and the state before each chunk."""
         batch, sequence = v_BSHV.shape[:2]
         W = W_HVV.to(dtype)
         h_HMV = h0_BHKV.to(dtype).transpose(0, 1).flatten(1, 2)
         y_BSHV = torch.empty_like(v_BSHV)
-        entering = []
+        chunk_states = []
         with _exact_products(v_BSHV.device):
             for start in range(0, sequence, checkpoint_every):
-                entering.append(h_HMV)
+                chunk_states.append(h_HMV)
                 tokens = slice(start, start + checkpoint_every)
                 chunk = _load_chunk(q_BSHK, k_BSHK, v_BSHV, f_BSH, starts_BS, tokens, dtype)
                 h_THMV, _, _ = _run_chunk(chunk, W, h_HMV)
@@ -424,7 +424,7 @@ class M2RNNChunked(torch.autograd.Function):
                 y_BSHV[:, tokens] = y_THBV.permute(2, 0, 1, 3)
                 # A copy, so that a saved state does not keep the whole chunk alive.
                 h_HMV = h_THMV[-1].clone()
-        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, starts_BS, torch.stack(entering))
+        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, starts_BS, torch.stack(chunk_states))
         ctx.checkpoint_every, ctx.dtype, ctx.h0_dtype = checkpoint_every, dtype, h0_BHKV.dtype
         return y_BSHV, h_HMV.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
@@ -432,19 +432,19 @@ class M2RNNChunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BSHV: torch.Tensor, dh_last_BHKV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Walk the chunks from the last to the first; the gradients have the dtypes of their inputs."""
-        q, k, v, W_HVV, f, starts_BS, entering_CHMV = ctx.saved_tensors
+        q, k, v, W_HVV, f, starts_BS, chunk_states_CHMV = ctx.saved_tensors
         batch, sequence = v.shape[:2]
         W = W_HVV.to(ctx.dtype)
         dW = torch.zeros_like(W)
         dq, dk, dv, df = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, f))
         carry_HMV = dh_last_BHKV.to(ctx.dtype).transpose(0, 1).flatten(1, 2)
         with _exact_products(v.device):
-            for index in reversed(range(len(entering_CHMV))):
+            for index in reversed(range(len(chunk_states_CHMV))):
                 start = index * ctx.checkpoint_every
                 tokens = slice(start, min(start + ctx.checkpoint_every, sequence))
                 chunk = _load_chunk(q, k, v, f, starts_BS, tokens, ctx.dtype)
                 dy_THBV = dy_BSHV[:, tokens].to(ctx.dtype).permute(1, 2, 0, 3)
-                grads, dW_chunk, carry_HMV = _chunk_backward(chunk, W, entering_CHMV[index], dy_THBV, carry_HMV)
+                grads, dW_chunk, carry_HMV = _chunk_backward(chunk, W, chunk_states_CHMV[index], dy_THBV, carry_HMV)
                 dW += dW_chunk
                 for whole, part in zip((dq, dk, dv), grads[:3], strict=True):
                     # A shared head gets the sum of all heads' gradients, rounded to its dtype once.
@@ -492,20 +492,20 @@ def _run_chunk(
 
 
 def _chunk_backward(
-    chunk: _Chunk, W_HVV: torch.Tensor, entering_HMV: torch.Tensor, dy_THBV: torch.Tensor, carry_HMV: torch.Tensor
+    chunk: _Chunk, W_HVV: torch.Tensor, initial_HMV: torch.Tensor, dy_THBV: torch.Tensor, carry_HMV: torch.Tensor
 ) -> tuple[_Chunk, torch.Tensor, torch.Tensor]:
-    """The gradients of one chunk: those of its inputs, of W, and of the state that enters it.
+    """Compute the gradients of one chunk: those of its inputs, of W, and of the state before it.
 
     ``carry_HMV`` is the gradient of the chunk's last state.
     """
     batch, rows = chunk.k_THBK.shape[2:]
-    h_THMV, c_THMV, seen_THMV = _run_chunk(chunk, W_HVV, entering_HMV)
+    h_THMV, c_THMV, seen_THMV = _run_chunk(chunk, W_HVV, initial_HMV)
     dq_THBK = torch.einsum("thbkv,thbv->thbk", h_THMV.unflatten(2, (batch, rows)), dy_THBV)
-    previous_THMV = torch.cat((entering_HMV.unsqueeze(0), h_THMV[:-1])) if seen_THMV is None else seen_THMV
+    previous_THMV = torch.cat((initial_HMV.unsqueeze(0), h_THMV[:-1])) if seen_THMV is None else seen_THMV
     forget_THM1 = _over_rows(chunk.f_THB, rows)
     slope_THMV = (1 - forget_THM1) * (1 - c_THMV.square())
     dpre_THMV = torch.empty_like(slope_THMV)
-    # Row 0 is the gradient of the entering state, row t + 1 that of h_t, initialised with its contribution from y_t.
+    # Row 0 is the gradient of the initial state, row t + 1 that of h_t, initialised with its contribution from y_t.
     all_dh = slope_THMV.new_zeros(len(slope_THMV) + 1, *slope_THMV.shape[1:])
     all_dh[1:] = (chunk.q_THBK.unsqueeze(-1) * dy_THBV.unsqueeze(-2)).flatten(2, 3)
     all_dh[-1] += carry_HMV

@@ -56,7 +56,8 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """The reference's function of this name, in bfloat16. Factors of products have its 8 bits, or 16 on the chain of states.
+    """Compute as the reference's function of this name does, in bfloat16; products have 8-bit factors, 16-bit on the chain
+    of states.
 
     ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`. Above
     :data:`~megacpp_mcore.ops.m2rnn.recurrence.PIECE` it costs memory in the backward pass, which holds a piece of that length.
@@ -163,7 +164,7 @@ class M2RNNKernels(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dsquares: torch.Tensor | None, dlast: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, in the dtypes of their inputs."""
+        """Compute the gradients, in the dtypes of their inputs."""
         *inputs, q_BPK, k_BPK, v_BHPV, f_BHP, states_BHEKV, y_SBC, squares_SB = ctx.saved_tensors
         problem = _Problem._make((*inputs, ctx.settings))
         read = recurrence.Read(q_BPK, k_BPK, v_BHPV, f_BHP)
@@ -216,7 +217,7 @@ class _Problem(NamedTuple):
         return read
 
     def prepare_backward(self, grads: recurrence.Gradients, dy_BHPV: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of q, k, v and x_f, of the four weights of the convolution, and of A_log and dt_bias."""
+        """Compute the gradients of q, k, v and x_f, of the four weights of the convolution, and of A_log and dt_bias."""
         S, P, B, H, K, V = self._sizes()
         C, T, lead = 2 * K + H * V, self.qk_weight.shape[1], self.settings.lead
         blocks, groups = triton.cdiv(S, convolution.TOKENS_BACKWARD), 3 + triton.cdiv(H, convolution.HEADS)
@@ -251,7 +252,7 @@ class _Problem(NamedTuple):
         return dq, dk, dv, dx_f, *of_weights, *of_gate
 
     def skip_gate_norm(self, y_RBHPV: torch.Tensor, v_BHPV: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The output, y summed over its row blocks, and the sums of squares [S, B]."""
+        """Compute the output, y summed over its row blocks, and the sums of squares [S, B]."""
         S, P, B, H, _, V = self._sizes()
         out = self.v.new_empty(S, B, H * V, dtype=self.v.dtype if self.settings.norm else torch.float32)
         y_SBC, squares_SB = y_RBHPV.new_empty(S, B, H * V), y_RBHPV.new_empty(S, B)
@@ -270,7 +271,7 @@ class _Problem(NamedTuple):
         squares_SB: torch.Tensor,
         v_BHPV: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The gradients of y, g, D and the norm's weight."""
+        """Compute the gradients of y, g, D and the norm's weight."""
         S, P, B, H, _, V = self._sizes()
         programs = min(ROW_LOOPS, B * P)
         dy_BHPV, dg = torch.empty_like(v_BHPV), self.g.new_empty(S, B, H, V)

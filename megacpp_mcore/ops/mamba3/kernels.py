@@ -1,4 +1,4 @@
-"""Triton kernels of Mamba-3: tables, the state between segments, the scan inside them, and the gradients of all three.
+"""Triton kernels of Mamba-3: rotary angles and decays, chunk states, state passing, the chunk scan, and their gradients.
 
 Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R rank, A rotation angles. One program processes a
 *segment* of T tokens, in steps of a *chunk* of L tokens: M = L·R rows, rank-major (row r·L + t), so that a sum over ranks
@@ -8,7 +8,7 @@ The state axis is *interleaved* inside the kernels: columns 2i and 2i + 1 are pl
 is reordered once, where B and C are normed.
 
 Tables: ``la`` [B, H, SP] the inclusive sum of log2 decays in a chunk, ``w`` and ``gamma`` [B, H, SP] of the reference's
-docstring, ``turns`` [B, H, SP, 2A] the cosine and the sine of each angle side by side, ``bn`` and ``cn`` [B, G, R, SP, N]
+docstring, ``cos_sin`` [B, H, SP, 2A] the cosine and the sine of each angle side by side, ``bn`` and ``cn`` [B, G, R, SP, N]
 normed, states [B, H, SP / T + 1, P, N].
 Offsets between tokens of the model's own tensors [S, B, …] are given in units of 8 elements, so that the compiler knows
 their alignment.
@@ -24,7 +24,7 @@ import triton.language as tl
 from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2, reciprocal, softplus
 
 PI = tl.constexpr(3.141592653589793)
-FORGET = tl.constexpr(-160.0)
+RESET = tl.constexpr(-160.0)
 """Added to the log2 decay of a document's first token: 2^-160 is 0 in float32, so it sees nothing before it."""
 
 
@@ -33,7 +33,7 @@ FORGET = tl.constexpr(-160.0)
 
 @triton.jit
 def _dot(a, b, add=None):
-    """A product whose float32 operands are not rounded to TF32."""
+    """Multiply without rounding float32 operands to TF32."""
     return tl.dot(a, b, add, input_precision="ieee")
 
 
@@ -44,7 +44,7 @@ def _sigmoid(u):
 
 @triton.jit
 def _silu(u):
-    """u·sigmoid(u) through tanh: one approximate instruction, accurate to 2^-11, for 16-bit outputs."""
+    """Compute u·sigmoid(u) through tanh: one approximate instruction, accurate to 2^-11, for 16-bit outputs."""
     half = 0.5 * u
     if INTERPRETED:
         return half + half * (2.0 * _sigmoid(u) - 1.0)
@@ -56,12 +56,13 @@ def _silu(u):
 
 
 @triton.jit
-def _cos_sin(turn):
-    """Cosine and sine of an angle in [0, 2π], by the approximate instructions, accurate to 2^-20 within half a turn of 0."""
+def _cos_sin(angle):
+    """Compute cosine and sine of an angle in [0, 2π], by the approximate instructions, accurate to 2^-20 within half a turn
+    of 0."""
     if INTERPRETED:
-        return tl.cos(turn), tl.sin(turn)
+        return tl.cos(angle), tl.sin(angle)
     else:
-        u = turn - PI
+        u = angle - PI
         cos = tl.inline_asm_elementwise(
             "cos.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
@@ -78,7 +79,7 @@ def _tanh(u):
 
 @triton.jit
 def _rate(u, HEAVY: tl.constexpr):
-    """The decay rate and its derivative."""
+    """Compute the decay rate and its derivative."""
     if HEAVY:
         below = 1.0 / (1.0 - tl.minimum(u, 0.0))
         return tl.where(u < 0, below, 1.0 + u), tl.where(u < 0, below * below, 1.0)
@@ -93,13 +94,13 @@ def _segmented_add(flag_a, sum_a, flag_b, sum_b):
 
 @triton.jit
 def _documents(seq_ptr, b, t, S):
-    """The document of each token; padding belongs to the last one."""
+    """Load the document of each token; padding belongs to the last one."""
     return tl.load(seq_ptr + b.to(tl.int64) * S + tl.maximum(tl.minimum(t, S - 1), 0))
 
 
 @triton.jit
 def _starts(seq_ptr, b, t, S):
-    """Whether a token is the first of a document that is not the row's first."""
+    """Return whether a token is the first of a document that is not the row's first."""
     return _documents(seq_ptr, b, t, S) != _documents(seq_ptr, b, t - 1, S)
 
 
@@ -122,26 +123,26 @@ def _rows_over_ranks(x, R: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _cos_sin_of(turns_ptr, first, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr):
-    """Cosines and sines of a chunk's angles in N columns from ``first`` on, [1, L, N / 2] float32; 1 and 0 in planes without
-    rotation."""
+def _cos_sin_of(cos_sin_ptr, first, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr):
+    """Load the cosines and sines of a chunk's angles in N columns from ``first`` on, [1, L, N / 2] float32; 1 and 0 in
+    planes without rotation."""
     n = first + tl.arange(0, N)
-    turns = tl.broadcast_to((n < 2 * A)[None, :], (L, N))
-    still = tl.broadcast_to(((n + 1) % 2)[None, :], (L, N)).to(turns_ptr.dtype.element_ty)
-    value = tl.load(turns_ptr + tl.arange(0, L)[:, None] * (2 * A) + n[None, :], mask=turns, other=still)
+    rotated = tl.broadcast_to((n < 2 * A)[None, :], (L, N))
+    still = tl.broadcast_to(((n + 1) % 2)[None, :], (L, N)).to(cos_sin_ptr.dtype.element_ty)
+    value = tl.load(cos_sin_ptr + tl.arange(0, L)[:, None] * (2 * A) + n[None, :], mask=rotated, other=still)
     cos, sin = tl.split(tl.reshape(value.to(tl.float32), (L, N // 2, 2)))
     return cos[None, :, :], sin[None, :, :]
 
 
 @triton.jit
 def _planes(value, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
-    """The two columns of each plane of [M, N], [R, L, N / 2] float32 each."""
+    """Split [M, N] into the two columns of each plane, [R, L, N / 2] float32 each."""
     return tl.split(tl.reshape(value.to(tl.float32), (R, L, N // 2, 2)))
 
 
 @triton.jit
-def _turned(ptr, bias_ptr, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
-    """B or C of a chunk, [M, N] float32, biased and rotated."""
+def _rotated(ptr, bias_ptr, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
+    """Load B or C of a chunk, [M, N] float32, biased and rotated."""
     first, second = _planes(tl.load(ptr) + tl.load(bias_ptr), R, L, N)
     return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (R * L, N))
 
@@ -168,7 +169,7 @@ def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _columns_of_planes(N: tl.constexpr, MIMO: tl.constexpr):
-    """Offsets of each plane's two columns in the model's layout."""
+    """Return the offsets of each plane's two columns in the model's layout."""
     i = tl.arange(0, N // 2)
     if MIMO:
         return i, i + N // 2
@@ -192,7 +193,7 @@ def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, MIMO: tl.con
 @triton.jit
 def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """RMSNorm of B and of C, [S, B, G, R, N] each, to the tables [2, B, G, R, SP, N]; programs (SP / ROWS, G·R, 2·B)."""
+    """Norm B and C, [S, B, G, R, N] each, into the tables [2, B, G, R, SP, N]; programs (SP / ROWS, G·R, 2·B)."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gr, table = tl.program_id(1), tl.program_id(2)
     a, c = _columns_of_planes(N, MIMO)
@@ -217,8 +218,8 @@ def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r
 
 
 @triton.jit
-def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, dw_ptr, s_s, s_b, s_g, s_r,
-             sg_s, sg_b, sg_g, sg_r, S, SP, B, eps,
+def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s, sg_b,
+             sg_g, sg_r, S, SP, B, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, MIMO: tl.constexpr, SHARES: tl.constexpr,
              ROWS: tl.constexpr):  # fmt: skip
     """Backward of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], summed over shares, to ``db`` and ``dc``
@@ -259,7 +260,7 @@ def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, d
 
 @triton.jit
 def _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S):
-    """Δ of tokens, 0 outside of the sequence."""
+    """Compute Δ of tokens, 0 outside of the sequence."""
     inside = (t >= 0) & (t < S)
     u = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, softplus(u + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
@@ -274,8 +275,8 @@ def _lambdas(trap_ptr, s_s, s_b, t, b, h, S):
 
 
 @triton.jit
-def _turns(angles_ptr, s_s, s_b, t, b, S, A: tl.constexpr, AP: tl.constexpr):
-    """tanh of the angle projection, [T, AP]."""
+def _tanh_angles(angles_ptr, s_s, s_b, t, b, S, A: tl.constexpr, AP: tl.constexpr):
+    """Compute tanh of the angle projection, [T, AP]."""
     i = tl.arange(0, AP)
     mask = (t < S)[:, None] & (i < A)[None, :]
     u = tl.load(angles_ptr + t.to(tl.int64)[:, None] * s_s + b.to(tl.int64) * s_b + i[None, :], mask=mask, other=0.0)
@@ -283,40 +284,40 @@ def _turns(angles_ptr, s_s, s_b, t, b, S, A: tl.constexpr, AP: tl.constexpr):
 
 
 @triton.jit
-def _summed_turns(turn, seq_ptr, b, t, S, T: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr):
-    """Running sum of [T, AP] over tokens, from 0 at each document's start; and whether one starts at or before a token."""
+def _summed_angles(angle, seq_ptr, b, t, S, T: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr):
+    """Sum [T, AP] over tokens, from 0 at each document's start; and tell whether one starts at or before a token."""
     if PACKED:
         starts = tl.broadcast_to(_starts(seq_ptr, b, t, S).to(tl.int32)[:, None], (T, AP))
-        flags, sums = tl.associative_scan((starts, turn), 0, _segmented_add)
+        flags, sums = tl.associative_scan((starts, angle), 0, _segmented_add)
         return sums, flags
     else:
-        return tl.cumsum(turn, 0), tl.zeros((T, AP), tl.int32)
+        return tl.cumsum(angle, 0), tl.zeros((T, AP), tl.int32)
 
 
 @triton.jit
-def turn_totals(dd_dt_ptr, dt_bias_ptr, angles_ptr, seq_ptr, total_ptr, restart_ptr, s_s, s_b, sa_s, sa_b, S, NSEG,
-                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """A segment's sum of θ's increments since its last document start, [B, H, NSEG, A]; whether it has one, [B, NSEG]."""
+def angle_totals(dd_dt_ptr, dt_bias_ptr, angles_ptr, seq_ptr, total_ptr, restart_ptr, s_s, s_b, sa_s, sa_b, S, NSEG,
+                 H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """Sum a segment's increments of θ since its last document start, [B, H, NSEG, A]; store whether it has one, [B, NSEG]."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = seg * T + tl.arange(0, T)
     delta = _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S)
-    turn = (delta * PI)[:, None] * _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
+    angle = (delta * PI)[:, None] * _tanh_angles(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
     i = tl.arange(0, AP)
     if PACKED:
         starts = tl.where(_starts(seq_ptr, b, t, S), t, -1)
         start = tl.max(starts, 0)
-        total = tl.sum(tl.where((t >= start)[:, None], turn, 0.0), 0)
+        total = tl.sum(tl.where((t >= start)[:, None], angle, 0.0), 0)
         tl.store(restart_ptr + b * NSEG + seg, (start >= 0).to(tl.int32))
     else:
-        total = tl.sum(turn, 0)
+        total = tl.sum(angle, 0)
     tl.store(total_ptr + ((b * H + h) * NSEG + seg).to(tl.int64) * A + i, total, mask=i < A)
 
 
 @triton.jit
-def turn_carries(total_ptr, restart_ptr, initial_ptr, carry_ptr,
-                 H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr,
-                 PACKED: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
-    """θ before each segment, mod 2π, [B, H, NSEG, A]; programs (H, B). The sum runs in float64."""
+def angle_carries(total_ptr, restart_ptr, initial_ptr, carry_ptr,
+                  H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr,
+                  PACKED: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
+    """Compute θ before each segment, mod 2π, [B, H, NSEG, A]; programs (H, B). The sum runs in float64."""
     h, b = tl.program_id(0), tl.program_id(1)
     bh = b * H + h
     i = tl.arange(0, AP)
@@ -348,12 +349,11 @@ def turn_carries(total_ptr, restart_ptr, initial_ptr, carry_ptr,
 
 
 @triton.jit
-def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, carry_ptr,
-               la_ptr, w_ptr, gamma_ptr, turns_ptr, theta_ptr,
-               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, floor,
-               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
-               HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
-    """la, w, γ and the turns of a segment, and (FINAL) θ of the last token; programs (H, NSEG, B)."""
+def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, carry_ptr, la_ptr, w_ptr, gamma_ptr,
+               cos_sin_ptr, theta_ptr, s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, floor,
+               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, L: tl.constexpr, HEAVY: tl.constexpr,
+               PACKED: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
+    """Compute la, w, γ, the cosines and sines of a segment, and (FINAL) θ of the last token; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
     t = seg * T + tl.arange(0, T)
@@ -366,23 +366,23 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     rate, _ = _rate(u, HEAVY)
     decay = tl.maximum(rate, floor, propagate_nan=tl.PropagateNan.ALL) * delta * -LOG2E
     if PACKED:
-        decay += tl.where(_starts(seq_ptr, b, t, S), FORGET, 0.0)
+        decay += tl.where(_starts(seq_ptr, b, t, S), RESET, 0.0)
     la = tl.reshape(tl.cumsum(tl.reshape(decay, (T // L, L)), 1), (T,))
     tl.store(la_ptr + bh * SP + t, la)
     tl.store(w_ptr + bh * SP + t, own + pending)
     tl.store(gamma_ptr + bh * SP + t, own)
 
     i = tl.arange(0, AP)
-    turn = (delta * PI)[:, None] * _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
-    sums, restarted = _summed_turns(turn, seq_ptr, b, t, S, T, AP, PACKED)
+    angle = (delta * PI)[:, None] * _tanh_angles(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
+    sums, restarted = _summed_angles(angle, seq_ptr, b, t, S, T, AP, PACKED)
     carry = tl.load(carry_ptr + (bh * NSEG + seg) * A + i, mask=i < A, other=0.0)
     theta = tl.where(restarted > 0, sums, sums + carry[None, :])
     theta = theta - tl.floor(theta * (0.5 / PI)) * (2.0 * PI)
     cos, sin = _cos_sin(theta)
-    turns = tl.reshape(tl.join(cos, sin), (T, 2 * AP)).to(turns_ptr.dtype.element_ty)
+    cos_sin = tl.reshape(tl.join(cos, sin), (T, 2 * AP)).to(cos_sin_ptr.dtype.element_ty)
     j = tl.arange(0, 2 * AP)
-    out = turns_ptr + (bh * SP + t)[:, None] * (2 * A) + j[None, :]
-    tl.store(out, turns, mask=tl.broadcast_to((j < 2 * A)[None, :], (T, 2 * AP)))
+    out = cos_sin_ptr + (bh * SP + t)[:, None] * (2 * A) + j[None, :]
+    tl.store(out, cos_sin, mask=tl.broadcast_to((j < 2 * A)[None, :], (T, 2 * AP)))
     if FINAL:
         last = (i < A)[None, :] & (t == S - 1)[:, None]
         tl.store(theta_ptr + bh * A + tl.broadcast_to(i[None, :], (T, AP)), theta, mask=last)
@@ -393,24 +393,25 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 
 @triton.jit
 def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
-    """A chunk's decays: from its start to each token [M], each token's weight at the chunk's end [M], over all of it [1]."""
+    """Load a chunk's decays: from its start to each token [M], each token's weight at the chunk's end [M], over all of it
+    [1]."""
     la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
     last = tl.load(la_ptr + L - 1)
-    enter, leave, keep = exp2(la), exp2(last - la) * w, tl.exp2(last)
-    return enter, leave, keep
+    from_start, to_end, chunk_decay = exp2(la), exp2(last - la) * w, tl.exp2(last)
+    return from_start, to_end, chunk_decay
 
 
 @triton.jit
-def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_ptr, la_ptr, w_ptr,
-                 k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, sx_h, S, SP, NSEG,
-                 H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
-                 BACK: tl.constexpr):  # fmt: skip
-    """Keys and queries (B and C, biased and rotated), [B, H, SP / L, M, N]; also a segment's contribution to the state [P, N]
+def chunk_state_fwd(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_sin_ptr, la_ptr, w_ptr, k_ptr, q_ptr,
+                    state_ptr, decay_ptr, sx_s, sx_b, sx_h, S, SP, NSEG,
+                    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+                    L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
+                    BACKWARD: tl.constexpr):  # fmt: skip
+    """Rotate keys and queries (B and C, biased), [B, H, SP / L, M, N]; compute a segment's contribution to the state [P, N]
     and its decay of the state before it. Programs (H, NSEG, B).
 
-    BACK, for segments of one chunk at rank 1: the contribution to the gradient of the state before the segment, with ``x`` the
-    gradient of the scan's output, and keys and queries swapped."""
+    BACKWARD, for segments of one chunk at rank 1: the contribution to the gradient of the state before the segment, with ``x``
+    the gradient of the scan's output, and keys and queries swapped."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -424,30 +425,30 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
     tile = m[:, None] * N + n[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
-    turns_ptr += (bh * SP + t0) * (2 * A)
+    cos_sin_ptr += (bh * SP + t0) * (2 * A)
     x_ptr += (t0.to(tl.int64) * sx_s + b.to(tl.int64) * sx_b + h.to(tl.int64) * sx_h) * 8
     la_ptr += bh * SP + t0
     w_ptr += bh * SP + t0
     k_ptr += (bh * SP + t0) * (R * N)
     q_ptr += (bh * SP + t0) * (R * N)
     state = tl.zeros((P, N), tl.float32)
-    kept = 1.0
+    segment_decay = 1.0
     for _ in tl.range(CHUNKS):
-        cos, sin = _cos_sin_of(turns_ptr, 0, N, A, L)
-        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
+        cos, sin = _cos_sin_of(cos_sin_ptr, 0, N, A, L)
+        q = _rotated(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(q_ptr + tile, q.to(DT))
-        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N).to(DT)
+        k = _rotated(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N).to(DT)
         tl.store(k_ptr + tile, k)
-        enter, leave, keep = _decays(la_ptr, w_ptr, token, L)
+        from_start, to_end, chunk_decay = _decays(la_ptr, w_ptr, token, L)
         v = _tile(x_ptr + x_rows, (t0 + token < S)[:, None], EVEN)
         if MIMO:
             v = v * tl.load(mix).to(tl.float32)
-        v = v * (enter if BACK else leave)[:, None]
-        state = _dot(v.to(DT).T, k, state * keep)
-        kept = kept * keep
+        v = v * (from_start if BACKWARD else to_end)[:, None]
+        state = _dot(v.to(DT).T, k, state * chunk_decay)
+        segment_decay = segment_decay * chunk_decay
         t0 += L
         bc += L * N
-        turns_ptr += L * (2 * A)
+        cos_sin_ptr += L * (2 * A)
         x_ptr += L * (sx_s * 8)
         la_ptr += L
         w_ptr += L
@@ -455,14 +456,14 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
         q_ptr += M * N
     out = state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     tl.store(out, state.to(state_ptr.dtype.element_ty))
-    tl.store(keep_ptr + bh * NSEG + seg, kept)
+    tl.store(decay_ptr + bh * NSEG + seg, segment_decay)
 
 
 @triton.jit
-def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, turns_ptr, k_ptr, q_ptr, SP,
-         H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-         L: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """Keys and queries as in :func:`turn_and_add`. Programs (H, NSEG, B)."""
+def rotate_fwd(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_sin_ptr, k_ptr, q_ptr, SP,
+               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
+               CHUNKS: tl.constexpr):  # fmt: skip
+    """Rotate keys and queries as :func:`chunk_state_fwd` does. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = k_ptr.dtype.element_ty
@@ -476,20 +477,20 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, turns_ptr, k_ptr, q_ptr, SP,
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     table = bh * SP + t0
     for _ in tl.range(CHUNKS):
-        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), 0, N, A, L)
-        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
+        cos, sin = _cos_sin_of(cos_sin_ptr + table * (2 * A), 0, N, A, L)
+        q = _rotated(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(q_ptr + table * (R * N) + tile, q.to(DT))
-        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N)
+        k = _rotated(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(k_ptr + table * (R * N) + tile, k.to(DT))
         bc += L * N
         table += L
 
 
 @triton.jit
-def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
-                  H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """A segment's contribution to the gradient of the state before it [P, N], and its decay. Programs (H, NSEG, B)."""
+def chunk_state_bwd(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, decay_ptr, SP, NSEG,
+                    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+                    CHUNKS: tl.constexpr):  # fmt: skip
+    """Compute a segment's contribution to the gradient of the state before it [P, N], and its decay. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = q_ptr.dtype.element_ty
@@ -501,37 +502,37 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
     q_ptr += table * (R * N)
     do_ptr += table * (R * P)
     dstate = tl.zeros((P, N), tl.float32)
-    kept = 1.0
+    segment_decay = 1.0
     for chunk in tl.range(CHUNKS):
         q = tl.load(q_ptr + chunk * (M * N) + m[:, None] * N + n[None, :])
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         row = table + chunk * L
-        enter, _, keep = _decays(la_ptr + row, w_ptr + row, token, L)
-        q = (q.to(tl.float32) * (enter * kept)[:, None]).to(DT)
+        from_start, _, chunk_decay = _decays(la_ptr + row, w_ptr + row, token, L)
+        q = (q.to(tl.float32) * (from_start * segment_decay)[:, None]).to(DT)
         dstate = _dot(do.T, q, dstate)
-        kept = kept * keep
+        segment_decay = segment_decay * chunk_decay
     out = dstate_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     tl.store(out, dstate.to(dstate_ptr.dtype.element_ty))
-    tl.store(keep_ptr + bh * NSEG + seg, kept)
+    tl.store(decay_ptr + bh * NSEG + seg, segment_decay)
 
 
 @triton.jit
-def _four_segments(base, keeps, first, PN: tl.constexpr, NSEG: tl.constexpr, REVERSE: tl.constexpr):
-    """Contributions of four segments to the state, and their decays; the last segment repeats where there are fewer."""
+def _four_segments(base, decays, first, PN: tl.constexpr, NSEG: tl.constexpr, REVERSE: tl.constexpr):
+    """Load contributions of four segments to the state, and their decays; the last segment repeats where there are fewer."""
     added = ()
-    keep = ()
+    decay = ()
     for j in tl.static_range(4):
         s = min(first + j, NSEG - 1)
         s = NSEG - 1 - s if REVERSE else s
         added = added + (tl.load(base + s * PN),)  # noqa: RUF005
-        keep = keep + (tl.load(keeps + s),)  # noqa: RUF005
-    return added, keep
+        decay = decay + (tl.load(decays + s),)  # noqa: RUF005
+    return added, decay
 
 
 @triton.jit
-def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
-                H: tl.constexpr, PN: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
-                INITIAL: tl.constexpr):  # fmt: skip
+def state_passing(state_ptr, decay_ptr, initial_ptr, final_ptr,
+                  H: tl.constexpr, PN: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+                  INITIAL: tl.constexpr):  # fmt: skip
     """Scan the segments' contributions, in place, into the state before each segment; in reverse, from the last, into the
     gradient of the state after each one, shifted by one. ``final`` [B, H, PN] float32 is the result at the other end.
     Programs (PN / BLOCK, H, B)."""
@@ -542,24 +543,24 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
     else:
         carry = tl.zeros((BLOCK,), tl.float32)
     base = state_ptr + bh * (NSEG + 1) * PN + e
-    keeps = keep_ptr + bh * NSEG
+    decays = decay_ptr + bh * NSEG
     DT: tl.constexpr = state_ptr.dtype.element_ty
     if REVERSE:
         tl.store(base + NSEG * PN, carry.to(DT))
-    added, keep = _four_segments(base, keeps, 0, PN, NSEG, REVERSE)
+    added, decay = _four_segments(base, decays, 0, PN, NSEG, REVERSE)
     for first in range(0, NSEG, 4):
         # Prefetch the next four before storing: the compiler moves no load across a store.
-        added_next, keep_next = _four_segments(base, keeps, first + 4, PN, NSEG, REVERSE)
+        added_next, decay_next = _four_segments(base, decays, first + 4, PN, NSEG, REVERSE)
         for j in tl.static_range(4):
             if first + j < NSEG:
                 s = NSEG - 1 - first - j if REVERSE else first + j
                 if REVERSE:
-                    carry = carry * keep[j] + added[j].to(tl.float32)
+                    carry = carry * decay[j] + added[j].to(tl.float32)
                     tl.store(base + s * PN, carry.to(DT))
                 else:
                     tl.store(base + s * PN, carry.to(DT))
-                    carry = carry * keep[j] + added[j].to(tl.float32)
-        added, keep = added_next, keep_next
+                    carry = carry * decay[j] + added[j].to(tl.float32)
+        added, decay = added_next, decay_next
     if not REVERSE:
         tl.store(base + NSEG * PN, carry.to(DT))
     tl.store(final_ptr + bh * PN + e, carry)
@@ -570,7 +571,7 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
 
 @triton.jit
 def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
-    """Weight of a key's token for a query's: γ for the same token, the decayed w for an earlier one, 0 for a later one.
+    """Weight a key's token for a query's: γ for the same token, the decayed w for an earlier one, 0 for a later one.
 
     Arguments for queries and for keys broadcast against each other, so that this serves both orientations.
     """
@@ -579,7 +580,7 @@ def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
 
 @triton.jit
 def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
-    """Scores [M, M] times their tokens' weights, [M, M] or [M, L] (shared by all ranks of a column's token)."""
+    """Multiply scores [M, M] by their tokens' weights, [M, M] or [M, L] (shared by all ranks of a column's token)."""
     if weights.shape[1] == M:
         return scores * weights
     else:
@@ -590,17 +591,17 @@ def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr
 def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, SP,
                         M: tl.constexpr, P: tl.constexpr, L: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
                         QUERIES_DOWN: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr = True):  # fmt: skip
-    """For a chunk: the values [M, P] float32 if requested, the results of :func:`_decays`, and the weights [M, ACROSS] of
+    """Load a chunk's values [M, P] float32 if requested, the results of :func:`_decays`, and the weights [M, ACROSS] of
     queries by keys or keys by queries. ACROSS is M, or L (one weight per token): fewer registers, more instructions.
 
     The condition always holds. It keeps Triton from pipelining the loads under it, so that only descriptor loads are
     prefetched: for more there is neither the shared memory nor the registers.
     """
     v = tl.zeros((M, P), tl.float32)
-    enter, leave, keep = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
+    from_start, to_end, chunk_decay = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
     weights = tl.zeros((M, ACROSS), tl.float32)
     if SP > 0:
-        enter, leave, keep = _decays(la_ptr, w_ptr, token, L)
+        from_start, to_end, chunk_decay = _decays(la_ptr, w_ptr, token, L)
         if VALUES:
             v = _tile(x_ptr, inside, EVEN)
             if MIMO:
@@ -613,7 +614,7 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
         else:
             w, gamma = tl.load(w_ptr + token)[:, None], tl.load(gamma_ptr + token)[:, None]
             weights = _weights(across, down, w, gamma, one[None, :], token[:, None])
-    return v, enter, leave, keep, weights
+    return v, from_start, to_end, chunk_decay, weights
 
 
 @triton.jit
@@ -625,7 +626,7 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 
 @triton.jit
 def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr):
-    """x or z of a chunk, [L, P], from token ``start`` on. Padding repeats the last token, without effect."""
+    """Load x or z of a chunk, [L, P], from token ``start`` on. Padding repeats the last token, without effect."""
     one, p = tl.arange(0, L), tl.arange(0, P)
     if not EVEN:
         one = tl.minimum(one, S - 1 - start)
@@ -634,18 +635,18 @@ def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _for_ranks(x, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr):
-    """[L, P] to [M, P] float32, the same for every rank."""
+    """Repeat [L, P] for every rank, as [M, P] float32."""
     return tl.reshape(tl.broadcast_to(x.to(tl.float32)[None, :, :], (R, L, P)), (R * L, P))
 
 
 @triton.jit
-def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
-             y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B, eps,
-             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-             L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
-             EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """The output of a segment, given the state before it: GATED, y [S, B, H, P], with NORM normed; RAW, the gate's input for
-    every rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
+def chunk_scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_ptr, la_ptr, w_ptr, gamma_ptr,
+                   state_ptr, y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B, eps,
+                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+                   CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr,
+                   NORM: tl.constexpr):  # fmt: skip
+    """Compute the output of a segment, given the state before it: GATED, y [S, B, H, P], with NORM normed; RAW, the gate's
+    input for every rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ACROSS: tl.constexpr = L if N <= 64 else M
@@ -681,7 +682,7 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_p
         first = (row * R).to(tl.int32)
         k, q = k_desc.load([first, 0]), q_desc.load([first, 0])
         inside = (start + token < S)[:, None]
-        v, enter, leave, keep, weights = _values_and_weights(
+        v, from_start, to_end, chunk_decay, weights = _values_and_weights(
             x_ptr + chunk * L * (sx_s * 8) + x_rows, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside,
             SP, M, P, L, MIMO, EVEN, True, ACROSS, not AHEAD,
         )  # fmt: skip
@@ -689,10 +690,10 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_p
             v = _for_ranks(x, R, L, P)
             if MIMO:
                 v = v * tl.load(mx_ptr + mix).to(tl.float32)
-        held = state.to(DT)
-        state = _dot((v * leave[:, None]).to(DT).T, k, state * keep)
+        rounded = state.to(DT)
+        state = _dot((v * to_end[:, None]).to(DT).T, k, state * chunk_decay)
         v = v.to(DT)
-        o = _dot(q, held.T) * enter[:, None]
+        o = _dot(q, rounded.T) * from_start[:, None]
         scores = _dot(q, k.T)
         scores = _weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)
         o = _dot(scores.to(DT), v, o)
@@ -727,8 +728,9 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_p
 
 @triton.jit
 def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
-                 R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """z, dy and every rank's y of TOKENS tokens of a segment, [TOKENS, P]."""
+                 R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr,
+                 EVEN: tl.constexpr):  # fmt: skip
+    """Load z, dy and every rank's y of TOKENS tokens of a segment, [TOKENS, P]."""
     one, p = tl.arange(0, TOKENS), tl.arange(0, P)
     t = first + one[:, None]
     if EVEN:
@@ -745,22 +747,22 @@ def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
 
 
 @triton.jit
-def _opens(z, mz_ptr, R: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr):
-    """Every rank's sigmoid(z · mimo_z), [TOKENS, P]."""
-    opens = ()
+def _sigmoids(z, mz_ptr, R: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr):
+    """Compute every rank's sigmoid(z · mimo_z), [TOKENS, P]."""
+    sigmoids = ()
     for rank in tl.static_range(R):
         u = z
         if MIMO:
             u = z * tl.load(mz_ptr + rank * P).to(tl.float32)[None, :]
-        opens = opens + (_sigmoid(u),)  # noqa: RUF005
-    return opens
+        sigmoids = sigmoids + (_sigmoid(u),)  # noqa: RUF005
+    return sigmoids
 
 
 @triton.jit
 def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
              dnorm_ptr, sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, part_s, S, SP, NSEG, eps,
-             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
-             MIMO: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
+             EVEN: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
     """Backward of the gate, the rank mix and, with NORM, the norm: from the gate's input ``y`` [B, H, SP / L, M, P], of a RAW
     scan, to its gradient ``do``, which may overwrite it; dz; and one partial sum per segment of the gradients of mimo_z,
     mimo_o, D and the norm's weight. Programs (H, NSEG, B).
@@ -799,11 +801,11 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
         dz = tl.zeros((TOKENS, P), tl.float32)
         z, dy = z.to(tl.float32), dy.to(tl.float32)
         x = _tile(x_ptr + (first + one[:, None]) * (sx_s * 8) + p[None, :], (t0 + first + one < S)[:, None], EVEN)
-        opens = _opens(z, mz_ptr + mix, R, P, MIMO)
+        sigmoids = _sigmoids(z, mz_ptr + mix, R, P, MIMO)
         if NORM:
             out = tl.zeros((TOKENS, P), tl.float32)
             for rank in tl.static_range(R):
-                gated = ys[rank].to(tl.float32) * z * opens[rank]
+                gated = ys[rank].to(tl.float32) * z * sigmoids[rank]
                 if MIMO:
                     mz = tl.load(mz_ptr + mix + rank * P).to(tl.float32)
                     mo = tl.load(mo_ptr + mix + rank * P).to(tl.float32)
@@ -819,7 +821,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
         dos = ()
         for rank in tl.static_range(R):
             y = ys[rank].to(tl.float32)
-            s = opens[rank]
+            s = sigmoids[rank]
             if MIMO:
                 mx = tl.load(mx_ptr + mix + rank * P).to(tl.float32)[None, :]
                 mz = tl.load(mz_ptr + mix + rank * P).to(tl.float32)[None, :]
@@ -858,10 +860,11 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
 
 
 @triton.jit
-def scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dq_desc, sx_s, sx_b, S, SP, NSEG,
-                     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                     L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """The gradients of the queries [B, H, SP / L, M, N]; first token to last; programs (H, NSEG, B)."""
+def chunk_scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dq_desc, sx_s, sx_b, S,
+                           SP, NSEG,
+                           H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+                           CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Compute the gradients of the queries [B, H, SP / L, M, N]; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -881,24 +884,24 @@ def scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, s
         k, do = k_desc.load([first, 0]), do_desc.load([first, 0])
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
-        v, enter, leave, keep, weights = _values_and_weights(
+        v, from_start, to_end, chunk_decay, weights = _values_and_weights(
             x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, M
         )  # fmt: skip
-        held = state.to(DT)
-        state = _dot((v * leave[:, None]).to(DT).T, k, state * keep)
+        rounded = state.to(DT)
+        state = _dot((v * to_end[:, None]).to(DT).T, k, state * chunk_decay)
         dweights = _dot(do, v.to(DT).T)
         dweights = _weighted(dweights, weights, M, R, L).to(DT)
-        dq = _dot(do, held) * enter[:, None]
+        dq = _dot(do, rounded) * from_start[:, None]
         dq = _dot(dweights, k, dq)
         dq_desc.store([first, 0], dq.to(DT))
 
 
 @triton.jit
-def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dstate_ptr,
-                  dk_desc, dq_desc, dx_ptr, dmx_ptr, dgamma_ptr, sx_s, sx_b, sg_s, sg_b, part_s, S, SP, NSEG,
-                  H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
-                  KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
+def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dstate_ptr,
+                        dk_desc, dq_desc, dx_ptr, dmx_ptr, dgamma_ptr, sx_s, sx_b, sg_s, sg_b, part_s, S, SP, NSEG,
+                        H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+                        CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, KEYS: tl.constexpr,
+                        VALUES: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
     """KEYS: the gradients of the keys [B, H, SP / L, M, N]. VALUES: those of x, of mimo_x (a partial sum per segment) and of γ.
     One at a time where both do not fit in the registers. QUERIES, with KEYS and segments of one chunk: those of the queries,
     too, which may overwrite ``do``. Last token to first; programs (H, NSEG, B)."""
@@ -914,11 +917,11 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     dx_rows = one[:, None] * (sg_s * 8) + p[None, :]
     table = bh * SP + t0
-    border = (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
+    boundary = (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     dx_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
-    dstate = tl.load(dstate_ptr + border + P * N).to(tl.float32)
+    dstate = tl.load(dstate_ptr + boundary + P * N).to(tl.float32)
     dmx = tl.zeros((ROWS, P), tl.float32)
     for back in tl.range(CHUNKS):
         chunk = CHUNKS - 1 - back
@@ -928,20 +931,20 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
         k, q, do = k_desc.load([first, 0]), q_desc.load([first, 0]), do_desc.load([first, 0])
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
-        v, enter, leave, keep, weights = _values_and_weights(
+        v, from_start, to_end, chunk_decay, weights = _values_and_weights(
             x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, False, L
         )  # fmt: skip
         v = v.to(DT)
-        held = dstate.to(DT)
-        entering = (do.to(tl.float32) * enter[:, None]).to(DT)
-        dstate = _dot(entering.T, q, dstate * keep)
+        rounded = dstate.to(DT)
+        do_decayed = (do.to(tl.float32) * from_start[:, None]).to(DT)
+        dstate = _dot(do_decayed.T, q, dstate * chunk_decay)
         dweights = _dot(v, do.T)
         if VALUES:
             scores = _dot(k, q.T)
             dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
             tl.store(dgamma_ptr + row + one, _rows_over_ranks(dgamma, R, L))
             scores = (_weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
-            dv = _dot(k, held.T) * leave[:, None]
+            dv = _dot(k, rounded.T) * to_end[:, None]
             dv = _dot(scores, do, dv).to(DT).to(tl.float32)
             if MIMO:
                 # Reload x and mimo_x from the cache: there are no registers to hold them.
@@ -955,11 +958,11 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                 tl.store(out, dx, mask=(start + one < S)[:, None])
         if KEYS:
             dweights = _weighted(dweights, weights, M, R, L).to(DT)
-            dk = _dot(v, held) * leave[:, None]
+            dk = _dot(v, rounded) * to_end[:, None]
             dk = _dot(dweights, q, dk)
             dk_desc.store([first, 0], dk.to(DT))
             if QUERIES:
-                dq = _dot(do, tl.load(state_ptr + border)) * enter[:, None]
+                dq = _dot(do, tl.load(state_ptr + boundary)) * from_start[:, None]
                 dq = _dot(dweights.T, k, dq)
                 dq_desc.store([first, 0], dq.to(DT))
     if MIMO and VALUES:
@@ -969,27 +972,28 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
 
 
 @triton.jit
-def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, BORDERS,
-            H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr):  # fmt: skip
-    """Gradients with respect to the log decay, ``value`` [B, H, NSEG + 1], and θ's increment, ``turn`` [B, H, NSEG + 1, A], at
-    each border of segments, ends included: from the state there and its gradient. Programs (H, NSEG + 1, B)."""
-    at = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64) * BORDERS + tl.program_id(1)
+def boundary_gradients(state_ptr, dstate_ptr, value_ptr, angle_ptr, BOUNDARIES,
+                       H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr):  # fmt: skip
+    """Compute the gradients with respect to the log decay, ``value`` [B, H, NSEG + 1], and θ's increment, ``angle`` [B, H,
+    NSEG + 1, A], at each boundary of segments, ends included: from the state there and its gradient. Programs (H, NSEG + 1,
+    B)."""
+    at = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64) * BOUNDARIES + tl.program_id(1)
     n, p, i = tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
     tile = at * (P * N) + p[:, None] * N + n[None, :]
     first, second = tl.split(tl.reshape(tl.load(state_ptr + tile).to(tl.float32), (P, N // 2, 2)))
     d_first, d_second = tl.split(tl.reshape(tl.load(dstate_ptr + tile).to(tl.float32), (P, N // 2, 2)))
     tl.store(value_ptr + at, tl.sum(tl.sum(d_first * first + d_second * second, 1), 0))
-    tl.store(turn_ptr + at * A + i, tl.sum(d_first * second - d_second * first, 0), mask=i < A)
+    tl.store(angle_ptr + at * A + i, tl.sum(d_first * second - d_second * first, 0), mask=i < A)
 
 
 @triton.jit
-def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbias_ptr, value_ptr, dturn_ptr, SP, B,
-              H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-              L: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
-    """From the gradients of keys, then of queries, to those of normed B and C, summed over a program's share of a group's heads
-    [SHARES, 2, B, G, R, SP, N], of the biases (one partial sum per chunk, [2, B, SP / L, H, R, N]) and of θ [2, B, H, SP, A];
-    also each token's dot product of keys (queries) with their gradients, ``value`` [2, N / COLUMNS, B, H, SP], in parts by
-    columns. Programs (SP / L, SHARES · G · N / COLUMNS, 2·B)."""
+def rotate_bwd(normed_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_ptr, dbias_ptr, value_ptr, drotation_ptr, SP, B,
+               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
+               COLUMNS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
+    """Turn the gradients of keys, then of queries, into those of normed B and C, summed over a program's share of a group's
+    heads [SHARES, 2, B, G, R, SP, N], of the biases (one partial sum per chunk, [2, B, SP / L, H, R, N]) and of θ [2, B, H,
+    SP, A]; also store each token's dot product of keys (queries) with their gradients, ``value`` [2, N / COLUMNS, B, H,
+    SP], in parts by columns. Programs (SP / L, SHARES · G · N / COLUMNS, 2·B)."""
     chunk, table = tl.program_id(0), tl.program_id(2)
     PARTS: tl.constexpr = N // COLUMNS
     HEADS: tl.constexpr = H // G // SHARES
@@ -1004,7 +1008,7 @@ def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbia
     column = part * COLUMNS
     value_ptr += (which * PARTS + part) * (B * H * SP)
     dnormed_ptr += share.to(tl.int64) * (tl.num_programs(2) * G * R) * SP * N
-    dturn_ptr += which * (B * H * SP) * A
+    drotation_ptr += which * (B * H * SP) * A
     m, n, i = tl.arange(0, M), column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
     one, r = tl.arange(0, L), tl.arange(0, R)
     token, rank = m % L, m // L
@@ -1015,16 +1019,16 @@ def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbia
     for head in range(HEADS):
         h = place * HEADS + head
         row = (b * H + h).to(tl.int64) * SP + chunk * L
-        cos, sin = _cos_sin_of(turns_ptr + row * (2 * A), column, COLUMNS, A, L)
+        cos, sin = _cos_sin_of(cos_sin_ptr + row * (2 * A), column, COLUMNS, A, L)
         bias = (which * H + h) * (R * N) + rank[:, None] * N + n[None, :]
         first, second = _planes(tl.load(normed_ptr + rows) + tl.load(bias_ptr + bias), R, L, COLUMNS)
-        turned_first, turned_second = _planes(tl.load(drow_ptr + row * (R * N) + tile), R, L, COLUMNS)
-        d_first = turned_first * cos + turned_second * sin
-        d_second = turned_second * cos - turned_first * sin
+        rotated_first, rotated_second = _planes(tl.load(drow_ptr + row * (R * N) + tile), R, L, COLUMNS)
+        d_first = rotated_first * cos + rotated_second * sin
+        d_second = rotated_second * cos - rotated_first * sin
         # A rotation of both leaves the dot product of a plane's key and its gradient unchanged.
         tl.store(value_ptr + row + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
-        dturn = tl.sum(first * d_second - second * d_first, 0)
-        tl.store(dturn_ptr + row * A + one[:, None] * A + i[None, :], dturn, mask=shown)
+        drotation = tl.sum(first * d_second - second * d_first, 0)
+        tl.store(drotation_ptr + row * A + one[:, None] * A + i[None, :], drotation, mask=shown)
         back = tl.reshape(tl.join(d_first, d_second), (R, L, COLUMNS))
         dnormed += back
         at = ((table * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
@@ -1036,17 +1040,16 @@ def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbia
 
 
 @triton.jit
-def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, w_ptr, gamma_ptr,
-               value_ptr, dgamma_ptr, dturn_ptr, border_value_ptr, border_turn_ptr, dtheta_ptr,
-               ddd_dt_ptr, ddd_A_ptr, dtrap_ptr, dangle_ptr, ddt_bias_ptr, dinitial_ptr,
-               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, sg_s, sg_b, sgA_s, sgA_b, sgt_s, sgt_b, part_s, S, SP, NSEG, floor,
-               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr,
-               HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-               PARTS: tl.constexpr):  # fmt: skip
-    """From the gradients of the scan to those of its projections, [S, B, H]; programs (H, NSEG, B).
+def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, w_ptr, gamma_ptr, value_ptr, dgamma_ptr,
+               drotation_ptr, boundary_value_ptr, boundary_angle_ptr, dtheta_ptr, ddd_dt_ptr, ddd_A_ptr, dtrap_ptr,
+               dangle_ptr, ddt_bias_ptr, dinitial_ptr, s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, sg_s, sg_b, sgA_s,
+               sgA_b, sgt_s, sgt_b, part_s, S, SP, NSEG, floor,
+               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, HEAVY: tl.constexpr,
+               PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Turn the gradients of the scan into those of its projections, [S, B, H]; programs (H, NSEG, B).
 
-    The gradient of a_t is E_t, summed over the token pairs that span the border before token t. With X_t = C_t·dC_t and
-    Y_t = B_t·dB_t, E_t − E_{t+1} = X_t − Y_t, and E is known at the borders of segments. The same with the turned products
+    The gradient of a_t is E_t, summed over the token pairs that span the boundary before token t. With X_t = C_t·dC_t and
+    Y_t = B_t·dB_t, E_t − E_{t+1} = X_t − Y_t, and E is known at the boundaries of segments. The same with the rotated products
     gives the gradient of θ's increment. ``dangle`` [B, H, SP, A] is a head's Δ times it, still to be summed over the heads;
     ``ddt_bias`` a partial sum [H] per segment, with stride ``part_s``; ``dtheta`` [B, H, A] (FINAL) the incoming gradient of
     the last token's θ; ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first token.
@@ -1062,12 +1065,12 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     one_part = tl.num_programs(2).to(tl.int64) * H * SP
     k_value = _in_parts(value_ptr, at, t < SP, one_part, PARTS)
     value = _in_parts(value_ptr + PARTS * one_part, at, t < SP, one_part, PARTS) - k_value
-    # The values at the borders are exact; the running sum's rounding error is spread evenly between them.
+    # The values at the boundaries are exact; the running sum's rounding error is spread evenly between them.
     place = bh * (NSEG + 1) + seg
     way = tl.arange(0, T).to(tl.float32) / T
     summed = tl.cumsum(value, 0)
-    start = tl.load(border_value_ptr + place)
-    da = start - (summed - value) + way * (tl.load(border_value_ptr + place + 1) + tl.sum(value, 0) - start)
+    start = tl.load(boundary_value_ptr + place)
+    da = start - (summed - value) + way * (tl.load(boundary_value_ptr + place + 1) + tl.sum(value, 0) - start)
     dw = tl.where(w > 0, (k_value - gamma * dgamma) / tl.where(w > 0, w, 1.0), 0.0)
     # The previous token: its w contains this token's pending part.
     has_before = inside & (t > 0)
@@ -1083,11 +1086,15 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     down = dgamma + dw
 
     planes = (bh * SP + t)[:, None] * A + i[None, :]
-    dturn = tl.load(dturn_ptr + planes, mask=columns, other=0.0)
-    dturn += tl.load(dturn_ptr + one_part * A + planes, mask=columns, other=0.0)
-    start = tl.load(border_turn_ptr + place * A + i, mask=i < A, other=0.0)
-    end = tl.load(border_turn_ptr + (place + 1) * A + i, mask=i < A, other=0.0)
-    dtheta = start[None, :] - (tl.cumsum(dturn, 0) - dturn) + way[:, None] * (end + tl.sum(dturn, 0) - start)[None, :]
+    drotation = tl.load(drotation_ptr + planes, mask=columns, other=0.0)
+    drotation += tl.load(drotation_ptr + one_part * A + planes, mask=columns, other=0.0)
+    start = tl.load(boundary_angle_ptr + place * A + i, mask=i < A, other=0.0)
+    end = tl.load(boundary_angle_ptr + (place + 1) * A + i, mask=i < A, other=0.0)
+    dtheta = (
+        start[None, :]
+        - (tl.cumsum(drotation, 0) - drotation)
+        + way[:, None] * (end + tl.sum(drotation, 0) - start)[None, :]
+    )
     if PACKED:
         # Nothing crosses the start of a document.
         begins = _starts(seq_ptr, b, t, S)
@@ -1104,9 +1111,9 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     lam = _lambdas(trap_ptr, st_s, st_b, t, b, h, S)
     u = tl.load(dd_A_ptr + t.to(tl.int64) * sA_s + b.to(tl.int64) * sA_b + h, mask=inside, other=0.0).to(tl.float32)
     rate, slope = _rate(u, HEAVY)
-    turn = _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP) * PI
+    angle = _tanh_angles(angles_ptr, sa_s, sa_b, t, b, S, A, AP) * PI
     floored = tl.maximum(rate, floor, propagate_nan=tl.PropagateNan.ALL)
-    ddelta = lam * down + (1.0 - lam) * dpending - floored * da + tl.sum(dtheta * turn, 1)
+    ddelta = lam * down + (1.0 - lam) * dpending - floored * da + tl.sum(dtheta * angle, 1)
     v = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
     ddd_dt = tl.where(inside, ddelta * _sigmoid(v + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
     t, b = t.to(tl.int64), b.to(tl.int64)
@@ -1126,8 +1133,10 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 
 @triton.jit
 def angles_bwd(angles_ptr, dangle_ptr, out_ptr, sa_s, sa_b, sg_s, sg_b, S, SP,
-               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """The gradient of the angles' projection [S, B, A] from every head's part [B, H, SP, A]; programs (S / TOKENS, B)."""
+               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, TOKENS: tl.constexpr,
+               HEADS: tl.constexpr):  # fmt: skip
+    """Compute the gradient of the angles' projection [S, B, A] from every head's part [B, H, SP, A]; programs (S / TOKENS,
+    B)."""
     b = tl.program_id(1)
     t, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, AP)
     inside = (t < S)[:, None] & (i < A)[None, :]
@@ -1136,6 +1145,6 @@ def angles_bwd(angles_ptr, dangle_ptr, out_ptr, sa_s, sa_b, sg_s, sg_b, S, SP,
         h = first + tl.arange(0, HEADS)
         part = ((b * H + h).to(tl.int64) * SP)[:, None, None] + t[None, :, None]
         total += tl.sum(tl.load(dangle_ptr + part * A + i, mask=(h < H)[:, None, None] & inside[None], other=0.0), 0)
-    turn = _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
+    angle = _tanh_angles(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
     out = out_ptr + t.to(tl.int64)[:, None] * sg_s + b.to(tl.int64) * sg_b + i[None, :]
-    tl.store(out, (total * PI * (1.0 - turn * turn)).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, (total * PI * (1.0 - angle * angle)).to(out_ptr.dtype.element_ty), mask=inside)

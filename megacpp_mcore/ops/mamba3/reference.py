@@ -477,7 +477,7 @@ def _values(x_BSHP: torch.Tensor, mimo_x_HRP: torch.Tensor | None) -> torch.Tens
 def _initial_terms(
     x_BSHP: torch.Tensor, b_BSRHN: torch.Tensor, mimo_x_HRP: torch.Tensor | None, state: ScanState | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before the first token, and Σ_r V_r ⊗ B_r of the token before it, both [B, H, P, N]."""
+    """Compute the state before the first token, and Σ_r V_r ⊗ B_r of the token before it, both [B, H, P, N]."""
     if state is None:
         batch, _, heads, head_dim = x_BSHP.shape
         zero_BHPN = x_BSHP.new_zeros(batch, heads, head_dim, b_BSRHN.shape[-1])
@@ -559,7 +559,7 @@ def _skip_gate_mix(
 
 
 def _dims(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
-    """The shape of a tensor that must have one axis per letter, none of them empty."""
+    """Return the shape of a tensor that must have one axis per letter, none of them empty."""
     if tensor.dim() != len(axes) or 0 in tensor.shape:
         raise ModelError(
             f"{name} has shape {tuple(tensor.shape)}; expected {len(axes)} axes [{', '.join(axes)}], none empty."

@@ -55,10 +55,10 @@ SCRATCH_BYTES = 2**28
 """Most bytes of the keys in the backward pass, and of three more tensors each, unless one batch row needs more."""
 
 COLUMNS = 32
-"""Most columns of the state per program of ``turn_back``, whose sums over heads stay in registers."""
+"""Most columns of the state per program of ``rotate_bwd``, whose sums over heads stay in registers."""
 
 HEADS = 16
-"""Most heads of a group per program of ``turn_back``."""
+"""Most heads of a group per program of ``rotate_bwd``."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Plan:
         }
 
     @property
-    def keeps(self) -> bool:
+    def saves_tables(self) -> bool:
         """Whether the tables and the gate's input are saved for backward: at rank 1 they are no larger than the output."""
         return self.R == 1
 
@@ -149,18 +149,18 @@ class Plan:
 
     @cached_property
     def parts(self) -> int:
-        """Programs of ``turn_back`` that share the state axis of a chunk."""
+        """Programs of ``rotate_bwd`` that share the state axis of a chunk."""
         return -(-self.N // COLUMNS)
 
     @cached_property
     def shares(self) -> int:
-        """Programs of ``turn_back`` that share a group's heads, in equal parts."""
+        """Programs of ``rotate_bwd`` that share a group's heads, in equal parts."""
         heads = self.H // self.G
         return next(shares for shares in range(-(-heads // HEADS), heads + 1) if heads % shares == 0)
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
-        """The outputs of each launch of ``scan_bwd_keys``: with a state of 128, registers suffice for only half of them."""
+        """What each launch of ``chunk_scan_bwd_keys`` computes: at a state of 128, registers suffice for only half of it."""
         if self.N <= 64 or self.R == 1:
             return ({"KEYS": True, "VALUES": True, "QUERIES": self.R == 1},)
         return ({"KEYS": True, "VALUES": False, "QUERIES": False}, {"KEYS": False, "VALUES": True, "QUERIES": False})
@@ -168,18 +168,18 @@ class Plan:
     def options(self, kernel: str) -> dict[str, int]:
         """Launch options of a kernel."""
         options = {"num_warps": 4, "num_stages": 1}
-        if kernel == "turn_back":
+        if kernel == "rotate_bwd":
             options["num_warps"] = 1  # its sums stay in a warp
-        elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
+        elif kernel in ("angle_totals", "tables_fwd", "tables_bwd"):
             options["num_warps"] = max(1, self.segment // 32)  # one token per thread
-        elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
+        elif kernel == "chunk_state_fwd" and self.N > 64 and self.R > 1:
             options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd" and self.R != 2:
             options["maxnreg"] = 96 if self.norm else 80  # five programs per multiprocessor, or six
-        elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
+        elif kernel in ("chunk_scan_fwd", "chunk_scan_bwd_queries", "chunk_scan_bwd_keys"):
             options["num_stages"] = 2  # prefetch the next chunk's rows
-            if (kernel == "scan_bwd_keys" and self.R == 1) or (
-                kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4
+            if (kernel == "chunk_scan_bwd_keys" and self.R == 1) or (
+                kernel != "chunk_scan_bwd_keys" and self.N <= 64 and self.R == 4
             ):
                 options["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
         return options
@@ -221,7 +221,7 @@ class _Tables(NamedTuple):
     la: torch.Tensor
     w: torch.Tensor
     gamma: torch.Tensor
-    turns: torch.Tensor
+    cos_sin: torch.Tensor
     theta_BHA: torch.Tensor
 
 
@@ -253,7 +253,7 @@ def mamba3(
     initial_state: Mamba3State | None = None,
     return_final_state: bool = False,
 ) -> tuple[torch.Tensor, Mamba3State | None]:
-    """The reference's ``mamba3``, with its arguments and results; the kernels choose the chunk size.
+    """Compute as the reference's ``mamba3``, with its arguments and results; the kernels choose the chunk size.
 
     The first eight inputs have one dtype, bfloat16 or float16 (float32 in tests of the kernels), and may be strided views;
     sums, decays, angles and the state inside a segment are float32, operands of matrix products have the inputs' dtype.
@@ -279,7 +279,7 @@ def mamba3(
     _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
     starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if initial_state is not None:
-        starts = _entering(
+        starts = _initial_state(
             plan, initial_state, dd_dt_SBH[:1], dd_A_SBH[:1], trap_SBH[:1], dt_bias, mimo_x, activation
         )  # fmt: skip
     out_SBHP, h_BHPN, theta_BHA = _Scan.apply(
@@ -294,8 +294,8 @@ def mamba3(
     normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + eps) * b_norm_weight.float()
     keys_BRHN = (normed.repeat_interleave(H // G, dim=1) + b_bias.float()).transpose(1, 2)
     pairing: Pairing = "half" if plan.mimo else "interleaved"
-    turned = mamba3_rotate(keys_BRHN.unsqueeze(1), theta_BHA.unsqueeze(1), pairing=pairing).squeeze(1)
-    return out_SBHP, Mamba3State(_to_model(h_BHPN, plan), turned, x_SBHP[-1].float(), theta_BHA)
+    rotated = mamba3_rotate(keys_BRHN.unsqueeze(1), theta_BHA.unsqueeze(1), pairing=pairing).squeeze(1)
+    return out_SBHP, Mamba3State(_to_model(h_BHPN, plan), rotated, x_SBHP[-1].float(), theta_BHA)
 
 
 def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
@@ -334,7 +334,7 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
 
 
 def _per_token(tensor: torch.Tensor) -> tuple[int, int]:
-    """The strides of tokens and of rows of a batch."""
+    """Return the strides of tokens and of rows of a batch."""
     return tensor.stride(0), tensor.stride(1)
 
 
@@ -352,7 +352,7 @@ def _table_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-def _entering(
+def _initial_state(
     plan: Plan,
     state: Mamba3State,
     dd_dt: torch.Tensor,
@@ -362,7 +362,7 @@ def _entering(
     mimo_x: torch.Tensor | None,
     activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before the first token, including that token's trapezoid term, and θ before it; by autograd."""
+    """Compute the state before the first token, including that token's trapezoid term, and θ before it; by autograd."""
     B, H, R, P, N = plan.B, plan.H, plan.R, plan.P, plan.N
     shapes = {
         "h": ("BHPN", (B, H, P, N)),
@@ -425,34 +425,34 @@ def _tables(
     carries = torch.empty_like(totals)
     restarts = torch.empty(B, segments, device=device, dtype=torch.int32)
     plan.launch(
-        kernels.turn_totals, plan.grid, dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt),
+        kernels.angle_totals, plan.grid, dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt),
         *_per_token(angles), plan.S, segments,
     )  # fmt: skip
     plan.launch(
-        kernels.turn_carries, (H, B, 1), totals, restarts, totals if initial_theta is None else initial_theta, carries,
+        kernels.angle_carries, (H, B, 1), totals, restarts, totals if initial_theta is None else initial_theta, carries,
         BLOCK=32, INITIAL=initial_theta is not None,
     )  # fmt: skip
     la, w, gamma = torch.empty(3, B, H, SP, device=device).unbind()
-    turns = torch.empty(B, H, SP, 2 * A, device=device, dtype=dtype)
+    cos_sin = torch.empty(B, H, SP, 2 * A, device=device, dtype=dtype)
     theta = torch.empty(B, H, A, device=device)
     plan.launch(
-        kernels.tables_fwd, plan.grid, dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
+        kernels.tables_fwd, plan.grid, dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, cos_sin, theta,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments, plan.A_floor,
         FINAL=final,
     )  # fmt: skip
-    return _Tables(normed, la, w, gamma, turns, theta)
+    return _Tables(normed, la, w, gamma, cos_sin, theta)
 
 
-def _pass_states(
-    plan: Plan, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
+def _state_passing(
+    plan: Plan, states: torch.Tensor, decays: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
     """Scan states over segments, in place; returns the final one, [B, H, P, N] float32."""
     elements = plan.P * plan.N
     block = min(1024, elements)
     final = torch.empty(plan.B, plan.H, plan.P, plan.N, device=states.device)
     plan.launch(
-        kernels.pass_states, (elements // block, plan.H, plan.B), states, keeps, final if initial is None else initial, final,
-        BLOCK=block, REVERSE=reverse, INITIAL=initial is not None,
+        kernels.state_passing, (elements // block, plan.H, plan.B), states, decays, final if initial is None else initial,
+        final, BLOCK=block, REVERSE=reverse, INITIAL=initial is not None,
     )  # fmt: skip
     return final
 
@@ -474,19 +474,19 @@ class _Scan(torch.autograd.Function):
         tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
         keys, queries = _empty_rows(plan, x, plan.N), _empty_rows(plan, x, plan.N)
         states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
-        keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
-        _turn_and_add(plan, x, parameters, tables, keys, queries, states, keeps)
-        h = _pass_states(plan, states, keeps, h0, reverse=False)
+        decays = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
+        _chunk_state(plan, x, parameters, tables, keys, queries, states, decays)
+        h = _state_passing(plan, states, decays, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        ungated = _empty_rows(plan, x, plan.P) if plan.keeps else None
-        _scan(plan, x, z, keys, queries, parameters, tables, states, out, ungated)
+        ungated = _empty_rows(plan, x, plan.P) if plan.saves_tables else None
+        _chunk_scan(plan, x, z, keys, queries, parameters, tables, states, out, ungated)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if not final:
             ctx.mark_non_differentiable(h, tables.theta_BHA)
         ctx.save_for_backward(
             x, z, b, c, *gates, dt_bias, b_norm, c_norm, *parameters, seq_idx, theta0, states,
-            *((*tables, ungated) if plan.keeps else ()),
+            *((*tables, ungated) if plan.saves_tables else ()),
         )  # fmt: skip
         weights = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, out_norm)
         ctx.dtypes = [None if t is None else t.dtype for t in weights]
@@ -509,7 +509,7 @@ def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
     return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [ROWS, width])
 
 
-def _turn_and_add(
+def _chunk_state(
     plan: Plan,
     x: torch.Tensor,
     parameters: _Parameters,
@@ -517,7 +517,7 @@ def _turn_and_add(
     keys: torch.Tensor,
     queries: torch.Tensor,
     states: torch.Tensor,
-    keeps: torch.Tensor,
+    decays: torch.Tensor,
     *,
     back: bool = False,
 ) -> None:
@@ -528,12 +528,12 @@ def _turn_and_add(
     if back:
         normed, biases, rows = normed[::-1], biases[::-1], rows[::-1]
     plan.launch(
-        kernels.turn_and_add, plan.grid, x, *normed, *biases, parameters.mimo_x, tables.turns, tables.la, tables.w, *rows,
-        states, keeps, *eighths(x, 3), plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACK=back,
+        kernels.chunk_state_fwd, plan.grid, x, *normed, *biases, parameters.mimo_x, tables.cos_sin, tables.la, tables.w, *rows,
+        states, decays, *eighths(x, 3), plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACKWARD=back,
     )  # fmt: skip
 
 
-def _scan(
+def _chunk_scan(
     plan: Plan,
     x: torch.Tensor,
     z: torch.Tensor,
@@ -545,9 +545,9 @@ def _scan(
     gated: torch.Tensor | None,
     ungated: torch.Tensor | None,
 ) -> None:
-    """The scan's output after gate and norm, before them, or both: whichever has a tensor to write to."""
+    """Compute the scan's output after gate and norm, before them, or both: whichever has a tensor to write to."""
     plan.launch(
-        kernels.scan_fwd, plan.grid, x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z,
+        kernels.chunk_scan_fwd, plan.grid, x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z,
         parameters.mimo_o, parameters.D, parameters.out_norm, tables.la, tables.w, tables.gamma, states, gated,
         None if ungated is None else _chunks(ungated), *eighths(x), *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
         plan.eps, RAW=ungated is not None, GATED=gated is not None, NORM=plan.norm and gated is not None,
@@ -560,7 +560,7 @@ def _backward(
     plan: Plan = ctx.plan
     saved = ctx.saved_tensors  # read once: each access unpacks what a checkpoint or an offload has packed
     inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:17])
-    seq_idx, theta0, states, *kept = saved[17:]
+    seq_idx, theta0, states, *saved_tables = saved[17:]
     dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else aligned(dout, 2)
     gradients = empty_gradients(*inputs)
     if gradients[2].stride() != gradients[3].stride():
@@ -568,11 +568,13 @@ def _backward(
     found = []
     for rows in plan.batches:
         some = plan if rows.stop - rows.start == plan.B else replace(plan, B=rows.stop - rows.start)
-        of_rows: list[Any] = [inputs, gradients, dout, kept, seq_idx, theta0, states, dh, dtheta]
+        of_rows: list[Any] = [inputs, gradients, dout, saved_tables, seq_idx, theta0, states, dh, dtheta]
         if some is not plan:
             by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
-            of_kept = [kept[0][:, rows].contiguous(), *(t[rows] for t in kept[1:])] if kept else []
-            of_rows = [*by_token, of_kept, *(None if t is None else t[rows] for t in of_rows[4:])]
+            of_tables = (
+                [saved_tables[0][:, rows].contiguous(), *(t[rows] for t in saved_tables[1:])] if saved_tables else []
+            )
+            of_rows = [*by_token, of_tables, *(None if t is None else t[rows] for t in of_rows[4:])]
         found.append(_backward_of_rows(some, parameters, dt_bias, norms, *of_rows))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
@@ -594,7 +596,7 @@ def _backward_of_rows(
     inputs: list[torch.Tensor],
     gradients: list[torch.Tensor],
     dout: torch.Tensor,
-    kept: list[torch.Tensor],
+    saved_tables: list[torch.Tensor],
     seq_idx: torch.Tensor | None,
     theta0: torch.Tensor | None,
     states: Any,
@@ -611,59 +613,63 @@ def _backward_of_rows(
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
     seq_idx, theta0, dh, dtheta = (None if t is None else t.contiguous() for t in (seq_idx, theta0, dh, dtheta))
-    if kept:
-        tables, ungated = _Tables(*kept[:-1]), kept[-1]
+    if saved_tables:
+        tables, ungated = _Tables(*saved_tables[:-1]), saved_tables[-1]
     else:
         tables = _tables(plan, b, c, gates, dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, dmimo_x, dmimo_z, dmimo_o, dout_norm = parts.split(plan.part_sizes, dim=1)
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
-    if not kept:
-        plan.launch(kernels.turn, plan.grid, *tables.normed, *parameters.biases, tables.turns, keys, queries, SP)
+    if not saved_tables:
+        plan.launch(
+            kernels.rotate_fwd, plan.grid, *tables.normed, *parameters.biases, tables.cos_sin, keys, queries, SP
+        )
         ungated = do  # a tile is read before its gradient is written
-        _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
+        _chunk_scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
     plan.launch(
         kernels.gate_bwd, plan.grid, x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.out_norm,
         ungated, do, dz, dmimo_z, dmimo_o, dD, dout_norm, *eighths(x), *eighths(z), *eighths(dout), *eighths(dz),
         parts.stride(0), S, SP, segments, plan.eps,
     )  # fmt: skip
     dstates = torch.empty_like(states)
-    keeps = torch.empty(B, H, segments, device=device)
-    if kept:
+    decays = torch.empty(B, H, segments, device=device)
+    if saved_tables:
         by_token = do.view(B, H, SP, P).permute(2, 0, 1, 3)
-        _turn_and_add(plan, by_token, parameters, tables, keys, queries, dstates, keeps, back=True)
+        _chunk_state(plan, by_token, parameters, tables, keys, queries, dstates, decays, back=True)
     else:
-        plan.launch(kernels.add_gradients, plan.grid, queries, do, tables.la, tables.w, dstates, keeps, SP, segments)
-    dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
+        plan.launch(kernels.chunk_state_bwd, plan.grid, queries, do, tables.la, tables.w, dstates, decays, SP, segments)
+    dh0 = _state_passing(plan, dstates, decays, dh, reverse=True)
 
     chunks_of = [_chunks(t) for t in (keys, queries, do)]
     dkeys = _empty_rows(plan, x, N)
-    border_value = torch.empty(B, H, segments + 1, device=device)
-    border_turn = torch.empty(B, H, segments + 1, A, device=device)
+    boundary_value = torch.empty(B, H, segments + 1, device=device)
+    boundary_angle = torch.empty(B, H, segments + 1, A, device=device)
     dgamma = torch.empty(B, H, SP, device=device)
     # The last kernel that reads ``do`` overwrites it, each chunk after reading it.
     dqueries = do if N == P else _empty_rows(plan, x, N)
     for part in plan.key_parts:
         plan.launch(
-            kernels.scan_bwd_keys, plan.grid, x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma,
-            states, dstates, _chunks(dkeys), _chunks(dqueries) if part["QUERIES"] else None, dx, dmimo_x, dgamma, *eighths(x),
-            *eighths(dx), parts.stride(0), S, SP, segments, **part,
+            kernels.chunk_scan_bwd_keys, plan.grid, x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w,
+            tables.gamma, states, dstates, _chunks(dkeys), _chunks(dqueries) if part["QUERIES"] else None, dx, dmimo_x, dgamma,
+            *eighths(x), *eighths(dx), parts.stride(0), S, SP, segments, **part,
         )  # fmt: skip
     if plan.R > 1:
         plan.launch(
-            kernels.scan_bwd_queries, plan.grid, x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w,
+            kernels.chunk_scan_bwd_queries, plan.grid, x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w,
             tables.gamma, states, _chunks(dqueries), *eighths(x), S, SP, segments,
         )  # fmt: skip
-    plan.launch(kernels.borders, (H, segments + 1, B), states, dstates, border_value, border_turn, segments + 1)
+    plan.launch(
+        kernels.boundary_gradients, (H, segments + 1, B), states, dstates, boundary_value, boundary_angle, segments + 1
+    )
     del do, chunks_of, keys, queries
 
     dnormed = torch.empty(plan.shares, 2, B, G, R, SP, N, device=device)
     dbiases = torch.empty(2, B * (SP // plan.chunk), H, R, N, device=device)
-    values, dturns = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
+    values, drotations = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
     plan.launch(
-        kernels.turn_back, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B), tables.normed, parameters.biases, dkeys,
-        dqueries, tables.turns, dnormed, dbiases, values, dturns, SP, B,
+        kernels.rotate_bwd, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B), tables.normed, parameters.biases, dkeys,
+        dqueries, tables.cos_sin, dnormed, dbiases, values, drotations, SP, B,
     )  # fmt: skip
     del dkeys, dqueries
     tiles = triton.cdiv(SP, 32)
@@ -674,18 +680,18 @@ def _backward_of_rows(
     )  # fmt: skip
 
     if dh is not None:
-        # The last state's readers are not rotated with the tokens: subtract their part of the last border's gradient.
-        dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
-    dturned = torch.empty(B, H, SP, A, device=device)
+        # The last state's readers are not rotated with the tokens: subtract their part of the last boundary's gradient.
+        dtheta = (0.0 if dtheta is None else dtheta) - boundary_angle[:, :, -1]
+    dangle_heads = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
     plan.launch(
         kernels.tables_bwd, plan.grid, dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, values, dgamma,
-        dturns, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias,
-        dtheta0, *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), parts.stride(0), S, SP,
-        segments, plan.A_floor, FINAL=dtheta is not None, INITIAL=theta0 is not None,
+        drotations, boundary_value, boundary_angle, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap,
+        dangle_heads, ddt_bias, dtheta0, *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)),
+        parts.stride(0), S, SP, segments, plan.A_floor, FINAL=dtheta is not None, INITIAL=theta0 is not None,
     )  # fmt: skip
     plan.launch(
-        kernels.angles_bwd, (triton.cdiv(S, 8), B, 1), angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S,
-        SP, TOKENS=8, HEADS=16,
+        kernels.angles_bwd, (triton.cdiv(S, 8), B, 1), angles, dangle_heads, dangles, *_per_token(angles), *_per_token(dangles),
+        S, SP, TOKENS=8, HEADS=16,
     )  # fmt: skip
     return parts.sum(0), _to_model(dbiases.sum(1), plan), dnorms.sum(1), dh0, dtheta0

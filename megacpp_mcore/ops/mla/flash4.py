@@ -82,13 +82,13 @@ def attend(
 
 @functools.cache
 def probe() -> ProbeResult:
-    """Whether one causal call at NAM56R's widths agrees with plain PyTorch: run and compared once per process."""
+    """Return whether one causal call at NAM56R's widths agrees with plain PyTorch: run and compared once per process."""
     found = vendors.installed("flash4")
     return found if not found.ok else tried("a causal call of FlashAttention-4", attend)
 
 
 def probe_engine() -> ProbeResult:
-    """The same for Transformer Engine's attention, which uses FlashAttention-4 on its own where that is installed.
+    """Probe Transformer Engine's attention likewise, which uses FlashAttention-4 on its own where that is installed.
 
     2.20.2 passes it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
     """

@@ -154,7 +154,8 @@ def sdpa_attention(
 
 
 def _flash_takes(k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> bool:
-    """Whether flash's variable-length kernel has these widths: values are padded to the width of the keys, keys never."""
+    """Return whether flash's variable-length kernel has these widths: values are padded to the width of the keys, keys
+    never."""
     return k_TBHK.shape[-1] % 8 == 0 and v_TBHV.shape[-1] <= k_TBHK.shape[-1]
 
 
@@ -195,7 +196,7 @@ def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cudnn_is_right(num_queries: int, num_keys: int, causal: bool) -> bool:
-    """Whether cuDNN's gradients can be relied on at these lengths, without a mask.
+    """Return whether cuDNN's gradients can be relied on at these lengths, without a mask.
 
     Where scores are very negative, a tile that the sequence does not fill makes them NaN: seen with a mask
     (pytorch/pytorch#196678) and with one query (NVIDIA/cudnn-frontend#1072), not with causal attention.

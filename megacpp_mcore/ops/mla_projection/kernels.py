@@ -49,7 +49,7 @@ def _angles(rotation_ptr, s, mask, R: tl.constexpr):
 
 @triton.jit
 def _matrix(w_ptr, h, w_h, w_row, C: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The matrix [C, K] of head ``h``, whose rows (TRANSPOSED: columns) are contiguous and lie ``w_row`` apart."""
+    """Load the matrix [C, K] of head ``h``, whose rows (TRANSPOSED: columns) are contiguous and lie ``w_row`` apart."""
     w_ptr += h * (w_h * 8)
     if TRANSPOSED:
         return tl.trans(tl.load(w_ptr + tl.arange(0, K)[:, None] * (w_row * 8) + tl.arange(0, C)[None, :]))

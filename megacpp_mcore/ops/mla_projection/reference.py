@@ -35,7 +35,7 @@ def latents(
     kv_norm_L: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normed latents of queries and of keys and values, and the keys' rotary part.
+    """Compute the normed latents of queries and of keys and values, and the keys' rotary part.
 
     Args:
         hidden_SBD: the layer's input, normed.
@@ -136,7 +136,7 @@ def indexer_inputs(
     scale: float,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs of a DSA indexer's scores, heads rotated whole: queries, keys after a LayerNorm, and head weights.
+    """Compute inputs of a DSA indexer's scores, heads rotated whole: queries, keys after a LayerNorm, and head weights.
 
     Args:
         hidden_SBD, latent_SBQ: the layer's input, normed, and the normed latents of its queries. Neither gets a gradient.

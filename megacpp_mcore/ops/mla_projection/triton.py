@@ -53,7 +53,7 @@ def latents(
     kv_norm_L: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The reference's function of this name, with one product for both projections.
+    """Compute as the reference's function of this name does, with one product for both projections.
 
     Raises:
         ModelError: as the reference, and as :func:`project`.
@@ -73,7 +73,8 @@ def project(
     rotation_SR: torch.Tensor | None = None,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """The reference's function of this name. Saved for backward: the weight and rotation, and x only if there is a weight.
+    """Compute as the reference's function of this name does. Saved for backward: the weight and rotation, and x only if
+    there is a weight.
 
     Raises:
         ModelError: as the reference; or a dtype not in :data:`DTYPES`, or a width not in :data:`WIDTHS`.
@@ -95,7 +96,7 @@ def keys_and_values(
     value_dim: int,
     interleaved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's function of this name. Only the rotations are saved for backward.
+    """Compute as the reference's function of this name does. Only the rotations are saved for backward.
 
     Raises:
         ModelError: as the reference, and as :func:`project`.
@@ -120,7 +121,7 @@ def indexer_inputs(
     scale: float,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The reference's function of this name, with one product for keys and head weights.
+    """Compute as the reference's function of this name does, with one product for keys and head weights.
 
     Raises:
         ModelError: as the reference, and as :func:`project`.
@@ -222,7 +223,7 @@ def _projected_back(
     dy_SBHX: torch.Tensor,
     how: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of x, and partial sums of the weight's."""
+    """Compute the gradient of x, and partial sums of the weight's."""
     S, B, H, _ = dy_SBHX.shape
     C, K = how["C"], how["K"]
     tiles = 1 if weight is None else TILES
@@ -331,7 +332,7 @@ def _product(x_SBD: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
 
 
 def _matrices(weight_HCK: torch.Tensor | None) -> tuple[torch.Tensor | None, dict[str, bool]]:
-    """The matrices in a layout that the kernels read, and whether their columns (not rows) are contiguous."""
+    """Return the matrices in a layout that the kernels read, and whether their columns (not rows) are contiguous."""
     if weight_HCK is None:
         return None, {"TRANSPOSED": False}
     by_columns = weight_HCK.stride(1) == 1 and weight_HCK.stride(2) != 1

@@ -62,7 +62,7 @@ def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None
 def seq_idx_from_cu_seqlens(
     cu_seqlens: torch.Tensor, num_rows: int, of_keys: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Number the documents of a packed batch: int32 ``[1, num_rows]``.
+    """Assign a document number to each token of a packed batch: int32 ``[1, num_rows]``.
 
     Rows after the last sequence (padding) are a document of their own.
 
@@ -123,7 +123,7 @@ def _abridged(cu_seqlens: torch.Tensor) -> str:
 
 
 def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: int) -> torch.Tensor:
-    """The documents of a micro-batch packed into one row, in a vector whose length depends on no data.
+    """Join the documents of a micro-batch into one row, in a vector whose length depends on no data.
 
     Args:
         cu_seqlens_BN: of each of B samples, padded with ``rows``, as Megatron's GPTDataset returns it; on the CPU.
@@ -169,7 +169,7 @@ def check_masked_count(attention_mask: torch.Tensor, max_documents: int) -> None
 
 
 def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
-    """Number the documents that Megatron's mask keeps apart: int32 ``[B, S]``.
+    """Assign numbers to the documents that Megatron's mask keeps apart: int32 ``[B, S]``.
 
     The mask is what ``--reset-attention-mask`` makes: row i sees row j ≤ i if both are in one document. It is checked to be
     exactly that.
@@ -238,7 +238,7 @@ def check_seq_idx(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> None:
 
 
 def other_documents(seq_idx_BS: torch.Tensor) -> torch.Tensor:
-    """The mask, True = masked, that hides other documents: bool ``[B, 1, S, S]``; not causal by itself."""
+    """Return the mask, True = masked, that hides other documents: bool ``[B, 1, S, S]``; not causal by itself."""
     return (seq_idx_BS[:, :, None] != seq_idx_BS[:, None, :])[:, None]
 
 
@@ -296,7 +296,7 @@ def roll_left(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def segmented_cumsum(values: torch.Tensor, starts_BS: torch.Tensor) -> torch.Tensor:
-    """Running sum over axis 1 of ``[B, S, …]`` that is reset at every start.
+    """Sum over axis 1 of ``[B, S, …]``, token by token, from 0 again at every start.
 
     By doubling, log₂ S additions: nothing of one document is ever added to another's sum and subtracted later.
     """

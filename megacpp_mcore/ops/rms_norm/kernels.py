@@ -52,7 +52,7 @@ def backward(x_TD, weight_D, scale_T, dy_TD, dresidual_TD, dx_TD, dweight_PD, T,
 
 @triton.jit(do_not_specialize=["P"])
 def add_parts(dweight_PD, dweight_D, P, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of all programs' partial sums, in a fixed order."""
+    """Add all programs' partial sums, in a fixed order."""
     d, p = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)[:, None]
     parts_PD = dweight_PD + p * D + d[None, :]
     sum_PD = tl.zeros([PARTS, COLUMNS], tl.float32)

@@ -35,7 +35,7 @@ ADD_PARTS: dict[str, int] = {"PARTS": 32, "COLUMNS": 32, "num_warps": 4}
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's function of this name, for rows of at most :data:`LARGEST` values.
+    """Compute as the reference's function of this name does, for rows of at most :data:`LARGEST` values.
 
     Raises:
         ModelError: as the reference, or the rows are longer, or their dtype is not in :data:`DTYPES`.

@@ -90,7 +90,7 @@ def route_backward(
     TINY: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The gradient of the logits; a gradient that is None is zero."""
+    """Compute the gradient of the logits; a gradient that is None is zero."""
     p, b = tl.program_id(0), tl.program_id(1)
     s, e = p * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     rows = (s.to(tl.int64) * B + b)[:, None] * E + e[None, :]

@@ -26,7 +26,7 @@ WARPS = 4
 
 
 def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, batch: int) -> Routed:
-    """The reference's function of this name, in float32.
+    """Compute as the reference's function of this name does, in float32.
 
     Raises:
         ModelError: as the reference, or the logits are not float32.
@@ -47,7 +47,7 @@ class Route(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, topk: int, batch: int
     ) -> tuple[torch.Tensor, ...]:
-        """The fields of :class:`Routed`."""
+        """Return the fields of :class:`Routed`."""
         T, E = logits_TE.shape
         score_TE, probs_TE = torch.sigmoid(logits_TE), torch.empty_like(logits_TE)
         routing_TE = torch.empty_like(logits_TE, dtype=torch.bool)
@@ -72,7 +72,7 @@ class Route(torch.autograd.Function):
     def backward(
         ctx: Any, dprobs_TE: torch.Tensor | None, *others: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
-        """The gradient of the logits."""
+        """Compute the gradient of the logits."""
         logits_TE, score_TE, routing_TE = ctx.saved_tensors
         dscore_BE, dsquared = others[-2:]
         given = [None if one is None else one.contiguous() for one in (dprobs_TE, dscore_BE, dsquared)]
@@ -87,7 +87,7 @@ class Route(torch.autograd.Function):
 
 
 def _launch(T: int, E: int, batch: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and the compile-time arguments of both kernels."""
+    """Return the grid, and the compile-time arguments of both kernels."""
     tokens = max(1, TOKENS * 16 // max(16, triton.next_power_of_2(E)))
     shape = {"E": E, "EXPERTS": triton.next_power_of_2(E), "TINY": TINY, "TOKENS": tokens, "num_warps": WARPS}
     return (triton.cdiv(T // batch, tokens), batch), shape

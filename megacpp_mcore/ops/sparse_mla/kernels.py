@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _here(x):
-    """The integer ``x``, opaque to the compiler, so that it does not hoist dependent computations above a loop."""
+    """Return the integer ``x``, opaque to the compiler, so that it does not hoist dependent computations above a loop."""
     if INTERPRETED:
         return x
     else:
@@ -39,14 +39,14 @@ def _here(x):
 
 @triton.jit
 def _load_halves(rows, mask, V: tl.constexpr, R: tl.constexpr):
-    """The latent and the rotary part of the rows that begin at ``rows`` [X, 1]; zeros where masked."""
+    """Load the latent and the rotary part of the rows that begin at ``rows`` [X, 1]; zeros where masked."""
     v, r = tl.arange(0, V)[None, :], tl.arange(0, R)[None, :]
     return tl.load(rows + v, mask=mask, other=0.0), tl.load(rows + V + r, mask=mask, other=0.0)
 
 
 @triton.jit
 def _halves(g):
-    """The left and the right half of the columns."""
+    """Return the left and the right half of the columns."""
     return tl.split(tl.permute(tl.reshape(g, (g.shape[0], 2, g.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -114,7 +114,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 
 @triton.jit
 def log2_scores(q_l, k_l, q_r, k_r, scale):
-    """The scores [M, KEYS] in units of log 2.
+    """Compute the scores [M, KEYS] in units of log 2.
 
     The two products are scaled separately and then added: if the second accumulated onto the first, Triton would have both
     halves of a program's warps compute all of the first.
@@ -162,7 +162,8 @@ def sums(q_ptr, kv_ptr, index_ptr, sum_ptr, scale, S, H, N, P, first, q_s, q_b, 
 def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
           S, H, P, first, q_s, q_b, q_h, kv_t, kv_b, do_s, do_b, do_h,
           M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid and heads as forward.
+    """Compute the mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid and heads as
+    forward.
 
     Mathematically it is do·o. With few keys, where the mean cancels most of the gradient, the rounding of o is large beside
     what is left: there the mean is recomputed.

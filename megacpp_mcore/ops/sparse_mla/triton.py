@@ -69,7 +69,7 @@ def attend(
     sink: TargetSum | None = None,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
-    """The reference's function of this name, in bfloat16 or float16.
+    """Compute as the reference's function of this name does, in bfloat16 or float16.
 
     Probabilities and the gradients of scores are rounded to the inputs' dtype before they are multiplied by keys and queries;
     all accumulators are float32. Saved for backward: the inputs (or their copies), the output, and one number per query and
@@ -93,7 +93,8 @@ def attend(
 def summed_probabilities(
     q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, *, softmax_scale: float, value_dim: int
 ) -> torch.Tensor:
-    """The attention probabilities of :func:`attend`, summed over heads: float32 ``[B, S, N]``, 0 where no key is selected.
+    """Compute the attention probabilities of :func:`attend`, summed over heads: float32 ``[B, S, N]``, 0 where no key is
+    selected.
 
     Arguments and errors as there. The same inputs give the same bits.
     """
@@ -143,7 +144,7 @@ class SparseMLAKernels(torch.autograd.Function):
         value_dim: int,
         sink: TargetSum | None,
     ) -> torch.Tensor:
-        """The output, contiguous."""
+        """Compute the output, contiguous."""
         (S, B, H, K), V = q_SBHK.shape, value_dim
         q_SBHK, kv_TBK, index_BSP = aligned(q_SBHK), aligned(kv_TBK), _padded(index_BSN)
         o_SBHV, lse_BSH = q_SBHK.new_empty(S, B, H, V), q_SBHK.new_empty(B, S, H, dtype=torch.float32)
@@ -160,7 +161,7 @@ class SparseMLAKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of q and kv; adds the probabilities, summed over heads, to the sink."""
+        """Compute the gradients of q and kv; adds the probabilities, summed over heads, to the sink."""
         q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH = ctx.saved_tensors
         do_SBHV = aligned(do_SBHV)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -234,7 +235,7 @@ def _backward(
 
 
 def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
-    """The index padded to whole tiles of columns by -1."""
+    """Pad the index to whole tiles of columns by -1."""
     missing = -index_BSN.shape[2] % kernels.KEYS
     return torch.nn.functional.pad(index_BSN, (0, missing), value=-1) if missing else index_BSN.contiguous()
 
@@ -252,7 +253,7 @@ def _all_rows(heads: int) -> int:
 def _integer_scale(
     q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """The integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
+    """Return the integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
 
     Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are some 2^30
     below the bound, and then still have 30 bits, more than float32.

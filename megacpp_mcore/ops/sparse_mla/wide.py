@@ -100,7 +100,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 
 @triton.jit
 def _products(q_l, q_r, do, lse, seen, k_l, k_r, scale):
-    """The probabilities [M, KEYS], and do·v."""
+    """Compute the probabilities [M, KEYS], and do·v."""
     x = log2_scores(q_l, k_l, q_r, k_r, scale)
     return tl.where(seen[None, :], exp2(x - lse[:, None]), 0.0), tl.dot(do, tl.trans(k_l))
 

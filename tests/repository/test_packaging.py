@@ -130,23 +130,19 @@ def test_editable(clone: Path, tmp_path: Path) -> None:
     assert shown(Path(site), tmp_path) == clone / "megacpp_mcore" / "__init__.py"
 
 
-def test_git_archive_and_bare_pythonpath(clone: Path, tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    shutil.copytree(clone, repository, symlinks=True, ignore=LEFT_OUT)
-    git = (
-        "git",
-        "-c",
-        "user.name=t",
-        "-c",
-        "user.email=t@example.org",
-        "-c",
-        "commit.gpgsign=false",
-        "-c",
-        "core.hooksPath=",
-    )
-    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "-m", "t")):
-        call(*git, *command, cwd=repository)
-    call(*git, "archive", "--output", str(tmp_path / "tree.tar"), "HEAD", cwd=repository)
+@pytest.fixture
+def repository(clone: Path, tmp_path: Path) -> Path:
+    """A git repository with one commit of the tree."""
+    target = tmp_path / "repository"
+    shutil.copytree(clone, target, symlinks=True)
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "all")):
+        named = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+        call("git", *named, *words, cwd=target, GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_SYSTEM=os.devnull)
+    return target
+
+
+def test_git_archive_and_bare_pythonpath(repository: Path, tmp_path: Path) -> None:
+    call("git", "archive", "--output", str(tmp_path / "tree.tar"), "HEAD", cwd=repository)
     unpacked = tmp_path / "unpacked"
     with tarfile.open(tmp_path / "tree.tar") as archive:
         links = {member.name: member.linkname for member in archive.getmembers() if member.issym()}
@@ -154,6 +150,24 @@ def test_git_archive_and_bare_pythonpath(clone: Path, tmp_path: Path) -> None:
     assert links == {f"megacpp_mcore/{name}": f"../{name}" for name in MOUNTED}
     printed = call(sys.executable, "-c", SHOW, cwd=tmp_path, PYTHONPATH=str(unpacked))
     assert Path(printed.strip()) == unpacked / "megacpp_mcore" / "__init__.py"
+
+
+def test_a_clone_without_symbolic_links_is_refused_by_name_and_mended_as_said(repository: Path) -> None:
+    """Where git writes no links, each is a file of one line; a wheel without three folders would be made of them."""
+    call("git", "config", "core.symlinks", "false", cwd=repository)
+    links = [repository / "megacpp_mcore" / name for name in MOUNTED]
+    for link in links:
+        link.unlink()
+    call("git", "checkout", "--", "megacpp_mcore", cwd=repository)
+    assert all(link.is_file() and not link.is_symlink() for link in links)
+    version = [sys.executable, "setup.py", "--version"]
+    done = subprocess.run(version, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for name in MOUNTED:
+        assert f"megacpp_mcore/{name}" in done.stderr
+    remedy = done.stderr.partition("`")[2].partition("`")[0]
+    call("bash", "-c", remedy, cwd=repository)
+    assert call(*version, cwd=repository).strip().endswith(megacpp_mcore.__version__)
 
 
 def lines(name: str) -> list[str]:
@@ -226,27 +240,3 @@ def test_a_missing_python_is_said_plainly() -> None:
     )
     assert done.returncode != 0
     assert "Python 3.12 or later was not found as 'no-such-python'" in done.stderr
-
-
-def test_a_clone_without_symbolic_links_is_refused_by_name_and_mended_as_said(tmp_path: Path) -> None:
-    """Where git writes no links, each is a file of one line; a wheel without three folders would be made of them."""
-    clone = tmp_path / "clone"
-    shutil.copytree(ROOT, clone, symlinks=True, ignore=LEFT_OUT)
-    git = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "core.symlinks=false")
-    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "all")):
-        call(*git, *words, cwd=clone, GIT_CONFIG_GLOBAL=os.devnull)
-    call("git", "config", "core.symlinks", "false", cwd=clone)
-    links = [clone / "megacpp_mcore" / name for name in MOUNTED]
-    for link in links:
-        link.unlink()
-    call("git", "checkout", "--", "megacpp_mcore", cwd=clone)
-    assert all(link.is_file() and not link.is_symlink() for link in links)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--version"], cwd=clone, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    for name in MOUNTED:
-        assert f"megacpp_mcore/{name}" in done.stderr
-    remedy = done.stderr.partition("`")[2].partition("`")[0]
-    call("bash", "-c", remedy, cwd=clone)
-    assert call(sys.executable, "setup.py", "--version", cwd=clone).strip().endswith(megacpp_mcore.__version__)

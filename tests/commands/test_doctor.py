@@ -138,8 +138,7 @@ def test_resiliency(folder: Path, version: str, state: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "state"),
-    [("0.19.1+abc1234", WORKS), ("0.18.4", BROKEN), ("0.20.0rc1", BROKEN), ("local", BROKEN)],
+    ("version", "state"), [("0.19.1+abc1234", WORKS), ("0.18.4", BROKEN), ("0.20.0rc1", BROKEN), ("local", BROKEN)]
 )
 def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state: str) -> None:
     core = package(folder, "fakemegatron.core")

@@ -359,11 +359,7 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "values"),
     [
-        (
-            "lines",
-            b'{"text": "one"}\n{"text": "two"}\n',
-            ["offset 0", "'text'", ".jsonl"],
-        ),
+        ("lines", b'{"text": "one"}\n{"text": "two"}\n', ["offset 0", "'text'", ".jsonl"]),
         ("lines.txt", b'\n{"text": "one"}\n', ["'text'", ".jsonl"]),
         ("lines.jsonl.gz", b"\x1f\x8b\x08", ["0x8b", "unpack"]),
         ("lines.PARQUET", b"PAR1\x15\x80", ["0x80", "unpack"]),

@@ -156,15 +156,7 @@ def _order(request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("_order")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("S", "topk", "H"),
-    [
-        (1000, 256, 32),
-        (333, 300, 32),
-        (333, 64, 5),
-        (400, 100, 64),
-        (333, 600, 16),
-        (50, 1, 32),
-    ],
+    ("S", "topk", "H"), [(1000, 256, 32), (333, 300, 32), (333, 64, 5), (400, 100, 64), (333, 600, 16), (50, 1, 32)]
 )
 def test_gradient(S: int, topk: int, H: int, dtype: torch.dtype) -> None:
     inputs = draw(S, H=H, dtype=dtype, device="cuda")

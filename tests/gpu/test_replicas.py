@@ -21,7 +21,7 @@ SCALARS = ("lm loss", "mtp_1 loss", "seq_load_balancing_loss", "z_loss", "grad n
 pytestmark = [
     pytest.mark.skipif(
         torch.cuda.device_count() < 2, reason=f"two GPUs are needed, and {torch.cuda.device_count()} seen"
-    ),
+    )
 ]
 
 

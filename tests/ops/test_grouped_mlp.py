@@ -194,19 +194,10 @@ def test_the_kernels_refuse(kernels: Any) -> None:
     x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
     counts, none = torch.tensor([25] * 8), torch.zeros(257, dtype=torch.int32)
     for call, message in (
-        (
-            lambda: routed(x.float(), routing, probs, w1.float(), w2.float(), topk=3),
-            r"float32, .*torch\.bfloat16",
-        ),
+        (lambda: routed(x.float(), routing, probs, w1.float(), w2.float(), topk=3), r"float32, .*torch\.bfloat16"),
         (lambda: grouped(x, counts, w1.half(), w2, None), r"torch\.bfloat16, torch\.float16"),
-        (
-            lambda: routed(x, routing, probs, w1[:, :90], w2[..., :90], topk=3),
-            r"\[90, 64\].* 8",
-        ),
-        (
-            lambda: grouped(x, none, w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None),
-            "257 experts.* 256",
-        ),
+        (lambda: routed(x, routing, probs, w1[:, :90], w2[..., :90], topk=3), r"\[90, 64\].* 8"),
+        (lambda: grouped(x, none, w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None), "257 experts.* 256"),
         (lambda: grouped(x, counts + 1, w1, w2, None), "sum to T = 200"),
         (lambda: routed(x, routing.T, probs, w1, w2, topk=3), r"\[T, E\]"),
         (lambda: routed(x, routing, probs, w1, w2, topk=3, activation="relu"), "gelu_tanh"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import random
 import re
 import signal
@@ -104,11 +105,6 @@ def check_self_contained(text: str) -> Reader:
     return found
 
 
-def backend_rows(found: Reader) -> list[Row]:
-    """The rows about backends: op or part, layers, requested, observed, why."""
-    return [row for row in found.rows if row.part == "backends" and row.cells]
-
-
 # --- Real runs --------------------------------------------------------------------------------------------------------
 
 
@@ -117,28 +113,22 @@ def backend_rows(found: Reader) -> list[Row]:
 def test_the_page_of_a_killed_run_with_a_fall_back(killed: Path) -> None:
     found = check_self_contained(page.html(killed))
     assert set(PARTS) | {"disqualifiers", "receipts"} <= found.parts()
-    receipt = receipts.read(killed)
-    for expected in (
-        "Do not use this run's speed",
-        "fall-back: op mamba3 in layers 3, 7, 11",
-        "head_dim 16 is not a multiple of 1024",
-        "slower: reference",
-        "resumed at 3",
-        "restarted from step 3",
-        "self CPU time of operators of steps 5 to 6",
-        f"{receipt['throughput']['tokens_per_s']:,.0f}tokens/s",
-        f"{100 * receipt['goodput']['goodput']:.1f} %goodput",
-        *(f"[{name}]" for name in goodput.CLASSES if name not in ("down", "evaluation")),
-    ):
-        assert expected in found.text, expected
+    assert {"resumed at 3", "restarted from step 3"} <= set(found.text.split("\n"))
+    shown = [name for name in goodput.CLASSES if f"[{name}]" in found.text]
+    assert set(shown) >= {*goodput.CLASSES} - {"down", "evaluation"}
 
 
-def test_a_receipt_alone() -> None:
-    found = check_self_contained(page.html(RECEIPTS / "nam56r_quarter_h200_bf16.json"))
-    assert found.text.count("Not here: only the receipt is here, not the folder of the run.") == 4
-    assert "receipt put together 20" in found.text
-    assert "started" not in found.text
+def test_a_receipt_alone_has_what_needs_no_folder_and_backends_that_deviate_first(tmp_path: Path) -> None:
+    receipt = receipts.read(RECEIPTS / "nam56r_quarter_h200_bf16.json")
+    slow = receipt["backends"][-1] | {"op": "mla", "requested": "sdpa", "observed": "reference", "reason": "why"}
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(receipt | {"backends": [*receipt["backends"], slow]}))
+    found = check_self_contained(page.html(file))
     assert {"backends", "shares", "memory", "figures"} <= found.parts()
+    assert not {"loss-plot", "time-plot", "goodput-bar"} & found.parts()
+    first, *others = [row for row in found.rows if row.part == "backends" and row.cells]
+    assert (first.off, first.cells) == (True, ["mla", slow["layers"], "sdpa", "≠ reference", "why"])
+    assert not [row for row in others if row.off or row.cells[3].startswith(("≠", "slower"))]
 
 
 # --- In a browser -----------------------------------------------------------------------------------------------------
@@ -227,24 +217,15 @@ def test_a_page_of_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["report", "html", str(run_of(tmp_path)), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"page: {output}\n"
     found = check_self_contained(output.read_text(encoding="utf-8"))
-    assert "started 2023-11-14T22:13:20+00:00 · receipt put together 20" in found.text
+    assert "2023-11-14T22:13:20+00:00" in found.text
     assert {"loss-plot", "time-plot", "goodput-bar"} <= found.parts()
-    for words in (
-        "between steps [idle]",
-        "lost steps (done again, or interrupted) [lost_steps]",
-        "waiting for data [data]",
-    ):
-        assert words in found.text
 
 
-def test_a_restart_is_marked_and_what_it_did_again_is_said(tmp_path: Path) -> None:
+def test_a_restart_is_marked(tmp_path: Path) -> None:
     steps = [with_loss(stepped(4, 2, resumed_at=1)), with_loss(stepped(7, 3, resumed_at=1))]
     write_start(tmp_path, 1, 0, *steps, at(10))
     write_start(tmp_path, 2, 0, with_loss(stepped(24, 3, resumed_at=2)), at(25, {}, how="ValueError"), began=20)
-    text = Reader(page.html(tmp_path)).text
-    assert "resumed at 2" in text
-    assert "restarted from step 2" in text
-    assert "1 step was done again after a restart (faint)." in text
+    assert {"resumed at 2", "restarted from step 2"} <= set(Reader(page.html(tmp_path)).text.split("\n"))
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------
@@ -286,16 +267,12 @@ def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(page, "can_draw", lambda: False)
     text = page.html(run_of(tmp_path))
     assert "<svg" not in text
-    assert check_self_contained(text).text.count("Not here: matplotlib is not installed") == 3
+    assert {"figures", "goodput-bar"} <= check_self_contained(text).parts()
 
 
 def test_every_class_of_time_has_a_colour_and_a_word() -> None:
     template = Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
     assert all(f"--{name}: #" in template and f'"{name}": "' in template for name in goodput.CLASSES)
-
-
-def test_layers_as_ranges() -> None:
-    assert fields.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1-3, 7, 9-10, mtp"
 
 
 def test_short_numbers() -> None:

@@ -194,11 +194,6 @@ def of_rank(starts: Sequence[Start]) -> Goodput:
     return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, lost)
 
 
-def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:
-    """Return the goodput of every rank."""
-    return {rank: of_rank(starts) for rank, starts in ranks.items()}
-
-
 def slowest_first(ranks: Mapping[int, Goodput]) -> list[int]:
     """Return the ranks by goodput, lowest first: the other ranks' steps include the time in which they wait for it.
 

@@ -158,7 +158,12 @@ class Live(Listener):
         if self._before is not None and in_steps > self._before[1]:
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
-        mfu, reason = _mfu(self._facts, rate)
+        mfu, reason = None, "no step before it to measure from"
+        if (counted := self._facts.values.get("flops")) is None:
+            reason = self._facts.unknown.get("flops", "the work of a step is not known")
+        elif rate is not None:
+            used = utilisation(self._facts.values, counted["tokens"] / rate)
+            mfu, reason = used.mfu, used.reason or ""
         return {
             "step": step.step,
             "resumed_at": step.resumed_at,
@@ -173,16 +178,6 @@ class Live(Listener):
             **self._routes.latest,
             **self._indices.latest(),
         }
-
-
-def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
-    """Return the model FLOPs utilisation at a rate, or why it is not known."""
-    if (counted := facts.values.get("flops")) is None:
-        return None, facts.unknown.get("flops", "the work of a step is not known")
-    if tokens_per_s is None:
-        return None, "no step before it to measure from"
-    used = utilisation(facts.values, counted["tokens"] / tokens_per_s)
-    return used.mfu, used.reason or ""
 
 
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[dict[str, Any]]:

@@ -45,26 +45,24 @@ def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwarg
 
 
 def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Notify of the step; log and clear the indexer's loss, which Bridge only accumulates."""
+    """Notify of the step; log and clear the indexer's loss, which Bridge only accumulates.
+
+    Stock's ``training_log`` does that after the losses of MTP (megatron-core 0.19.2); every rank must.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
     model, state = given["config"].model, given["global_state"]
     number = state.train_state.step
     notifier.scalars.values = {}
     result = stock(*args, **kwargs)
     if model.dsa_indexer_loss_coeff:
-        _track_indexer(number, notifier.scalars.tap(state.tensorboard_logger), state.wandb_logger)
+        writers = {"writer": notifier.scalars.tap(state.tensorboard_logger), "wandb_writer": state.wandb_logger}
+        scale = 1 / get_num_microbatches()
+        DSAIndexerLossLoggingHelper.track_indexer_metrics(loss_scale=scale, iteration=number, **writers)
     notifier.notify_step(given, number, state.train_state.consumed_train_samples * model.seq_length)
     return result
-
-
-def _track_indexer(step: int, writer: Any, wandb: Any) -> None:
-    """Do what stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); every rank must call it."""
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    DSAIndexerLossLoggingHelper.track_indexer_metrics(
-        loss_scale=1 / get_num_microbatches(), iteration=step, writer=writer, wandb_writer=wandb
-    )
 
 
 SEAMS = (

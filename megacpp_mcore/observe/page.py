@@ -51,18 +51,12 @@ def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
     """
     run = read(path)
     run.addition = addition
-    labels = fields.labelled(run.values)
-    return _template().render(run=run, fields=labels, classes=CLASSES, in_words=fields.in_words)
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    """Return the page's template, read from this package's folder, never from a run's."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"clock": clock, "size": fields.size, "short": short, "utc": fields.utc}
-    return environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return template.render(run=run, fields=fields.labelled(run.values), classes=CLASSES, in_words=fields.in_words)
 
 
 # --- A run ------------------------------------------------------------------------------------------------------------

@@ -97,21 +97,17 @@ class _Router:
     def count(self, module: Any, _: Any, output: tuple[Any, Any]) -> None:
         """Forward hook: add the assignments of one micro-batch; a slot that pads an expert to its capacity has no weight."""
         import torch
+        from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        if not (module.training and torch.is_grad_enabled()) or _is_warming_up(module.config):
+        # Transformer Engine puts no buffer back after a pass that warms up its graph.
+        warms_up = module.config.cuda_graph_impl == "transformer_engine" and is_graph_capturing() and not is_capturing()
+        if not (module.training and torch.is_grad_enabled()) or warms_up:
             return
         probs_TE, map_TE = output
         padded = module.config.moe_pad_expert_input_to_capacity
         kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if padded else map_TE
         self.tokens_E += kept_TE.sum(dim=0, dtype=torch.int64)
         self.asked += map_TE.shape[0] * module.topk
-
-
-def _is_warming_up(config: Any) -> bool:
-    """Return whether this pass warms up a graph of Transformer Engine's, which puts no buffer back."""
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    return config.cuda_graph_impl == "transformer_engine" and is_graph_capturing() and not is_capturing()
 
 
 def is_capturing() -> bool:

@@ -56,11 +56,11 @@ def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, 
     process.send_signal(signal.SIGKILL)
     died_ns = time.time_ns()
     process.wait()
-    before = goodput.of_starts(events.read(observed))[0]
+    before = goodput.of_rank(events.read(observed)[0])
     again = start(bridge_python, corpus, tmp_path)
     assert again.wait() == 0, (tmp_path / "log").read_text()[-4000:]
 
-    found = goodput.of_starts(events.read(observed))[0]
+    found = goodput.of_rank(events.read(observed)[0])
     first, second = events.read(observed)[0]
     assert sum(found.nanoseconds.values()) == found.wall_ns == second.ended_ns - first.began_ns
     assert (found.starts, found.steps, found.steps_lost) == (2, STEPS, before.steps - SAVED)

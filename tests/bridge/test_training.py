@@ -103,7 +103,7 @@ def test_the_receipts_of_both_entry_points_differ_on_no_line(trained: tuple[Path
 
 def test_the_goodput_of_a_bridge_run_sums_to_its_wall_time(trained: tuple[Path, str]) -> None:
     run_folder = trained[0] / "saved" / "observe"
-    found = goodput.of_starts(events.read(run_folder))[0]
+    found = goodput.of_rank(events.read(run_folder)[0])
     (start,) = events.read(run_folder)[0]
     assert found.wall_ns == sum(found.nanoseconds.values()) == start.ended_ns - start.began_ns
     assert (found.starts, found.steps, found.steps_lost, start.how) == (1, STEPS, 0, "finished")
@@ -154,7 +154,7 @@ def test_two_pipeline_stages_go_on_as_one_process_does(
     receipt = receipts.read(tmp_path / "observed")
     assert receipt["ranks"] == {"expected": 2, "found": [0, 1]}
     assert (receipt["parallelism"]["pipeline"], receipt["parallelism"]["data"]) == (2, 1)
-    assert goodput.of_starts(events.read(tmp_path / "observed"))[1].nanoseconds["checkpoint_load"] > 0
+    assert goodput.of_rank(events.read(tmp_path / "observed")[1]).nanoseconds["checkpoint_load"] > 0
 
 
 def check_equal(log: str, expected: list[dict[str, float]]) -> None:

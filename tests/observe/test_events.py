@@ -71,7 +71,7 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
         assert len(steps) - 1 <= reported[-1] <= len(steps)
         assert start.how is None
         assert abs(killed_ns - start.ended_ns) < SECOND
-    assert goodput.of_starts(events.read(tmp_path))[0].starts == 20
+    assert goodput.of_rank(events.read(tmp_path)[0]).starts == 20
     assert events.overlap(events.read(tmp_path)) == ""
 
 

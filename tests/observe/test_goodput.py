@@ -109,7 +109,7 @@ def test_a_death_and_a_restart(tmp_path: Path) -> None:
         at(131, facts={}),
         began=120,
     )  # fmt: skip
-    found = goodput.of_starts(events.read(tmp_path))[0]
+    found = goodput.of_rank(events.read(tmp_path)[0])
     assert seconds_of(found) == {
         "startup": 5, PRODUCTIVE: 2 + 1 + 2 + 2, "data": 1, "checkpoint_save": 1, LOST: 2 + 2 + 2.5 + 0.25, DOWN: 3.5,
         RECOVERY: 2, "checkpoint_load": 1, "idle": 0.75,
@@ -147,7 +147,7 @@ def test_the_recorder_writes_what_is_read_and_shows_the_same_so_far(tmp_path: Pa
         (2, 7, None),
     ):
         shown = record(tmp_path, time, steps, resumed_at, how)
-        found = goodput.of_starts(events.read(tmp_path))[3]
+        found = goodput.of_rank(events.read(tmp_path)[3])
         assert shown is None or shown.nanoseconds == found.nanoseconds
     assert (found.starts, found.steps, found.steps_lost) == (5, 9, 5)
     assert found.nanoseconds[PRODUCTIVE] == 9 * SECOND
@@ -161,7 +161,7 @@ def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None
             tmp_path, 1, rank, stepped(10, 1, 10 - waited, data=waited), at(10, {}, how="finished"), world_size=11
         )
     write_start(tmp_path, 1, 4, world_size=11)
-    ranks = goodput.of_starts(events.read(tmp_path))
+    ranks = {rank: goodput.of_rank(starts) for rank, starts in events.read(tmp_path).items()}
     assert goodput.slowest_first(ranks) == [1, 10, 0, 4]
     assert [ranks[rank].share for rank in (0, 1, 4, 10)] == [1.0, 0.8, 0.0, 0.9]
 
@@ -236,7 +236,8 @@ def test_every_second_is_in_the_class_that_a_model_of_single_seconds_puts_it_in(
     with tempfile.TemporaryDirectory() as folder:
         for number, start in enumerate(model.starts, 1):
             write_start(Path(folder), number, 0, *start["lines"], began=start["began"])
-        found, starts = goodput.of_starts(events.read(folder))[0], events.read(folder)[0]
+        starts = events.read(folder)[0]
+    found = goodput.of_rank(starts)
     spans = list(goodput.timeline(starts))
     assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
     expected = model.classes()

@@ -40,12 +40,12 @@ def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
     os.killpg(running.process.pid, signal.SIGKILL)  # with Megatron's checkpoint worker, which would outlive it
     died_ns = time.time_ns()
     running.finish(-signal.SIGKILL)
-    before = goodput.of_starts(events.read(run))[0]
+    before = goodput.of_rank(events.read(run)[0])
     assert before.steps == len(read_steps(run))
 
     time.sleep(PAUSE_S)
     start(tmp_path, stalls_at=-1).finish()
-    found = goodput.of_starts(events.read(run))[0]
+    found = goodput.of_rank(events.read(run)[0])
     seconds = {name: spent / 1e9 for name, spent in found.nanoseconds.items()}
 
     first, second = events.read(run)[0]

@@ -179,7 +179,7 @@ def _check_rates(run: Path, metrics: Sequence[dict[str, Any]], recorded: dict[in
     """Against what the last rank noted between two steps: their time without evaluation and checkpoints."""
     spent = {span.step: span.phases for span in events.read(run)[0][0].spans if span.step is not None}
     assert spent[4]["evaluation"] > 0  # after step 3
-    assert goodput.of_starts(events.read(run))[0].nanoseconds["evaluation"] >= spent[4]["evaluation"]
+    assert goodput.of_rank(events.read(run)[0]).nanoseconds["evaluation"] >= spent[4]["evaluation"]
     for before, one in itertools.pairwise(metrics):
         in_step = sum(spent[one["step"]].get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
         tokens = recorded[one["step"]].tokens - recorded[before["step"]].tokens

@@ -88,6 +88,17 @@ class Ranges(threading.local):
 @contextlib.contextmanager
 def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[None]:
     """Until the context ends, open ``ranges`` for all parts of a step of these model chunks and this optimizer."""
+
+    def forward_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Name one micro-batch's stages: data until the model is called; the last stage lasts until after the loss."""
+        ranges.in_forward_step = True
+        ranges.open(DATA)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            ranges.close_stages()
+            ranges.in_forward_step = False
+
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
             _name_chunk(stack, ranges, chunk)
@@ -102,7 +113,7 @@ def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[Non
         for name in ("step", "zero_grad"):
             _range_around(stack, ranges, optimizer, name, OPTIMIZER)
         _range_around(stack, ranges, P2PCommunicator, "_communicate", PIPELINE)
-        _name_forward_step(stack, ranges)
+        stack.enter_context(stand_in(schedules, "forward_step", forward_step))
         yield
 
 
@@ -168,21 +179,6 @@ def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenP
     for module in block.modules():
         if isinstance(module, MultiTokenPredictionLayer):
             _hook(stack, module, enter, lambda: ranges.close(f"{MTP}/{depth}"))
-
-
-def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
-    """Name one micro-batch's stages: data until the model is called; the last stage lasts until after the loss."""
-
-    def forward_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ranges.in_forward_step = True
-        ranges.open(DATA)
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            ranges.close_stages()
-            ranges.in_forward_step = False
-
-    stack.enter_context(stand_in(schedules, "forward_step", forward_step))
 
 
 def _name_module(stack: contextlib.ExitStack, ranges: Ranges, module: torch.nn.Module, label: str) -> None:

@@ -133,18 +133,16 @@ def table(trace: Trace) -> dict[str, Any]:
         ``no_operator_ns``, the part of the window outside of operators: Python, and waiting. Unknown values are None.
     """
     found, rows = Attribution(trace), _Rows(_Row)
-    times = _of_device(trace.kernels, found, rows) if trace.kernels else _of_host(found, rows)
-    for (place, _), (ns, _) in found.self_time.items():
-        rows[_label(place)].host_ns += ns
-    return times | _record(rows)
-
-
-def _of_host(found: Attribution, rows: _Rows) -> dict[str, Any]:
     for (place, name), (ns, calls) in found.self_time.items():
-        rows[_label(place)].add(place.phase, name, ns, calls)
-    window_ns = Cover(found.steps).total
-    in_operators_ns = sum(ns for ns, _ in found.self_time.values())
-    return _times(HOST_TIME, window_ns) | {"no_operator_ns": max(0, window_ns - in_operators_ns)}
+        rows[_label(place)].host_ns += ns
+        if not trace.kernels:
+            rows[_label(place)].add(place.phase, name, ns, calls)
+    if trace.kernels:
+        times = _of_device(trace.kernels, found, rows)
+    else:
+        window_ns, in_operators_ns = Cover(found.steps).total, sum(ns for ns, _ in found.self_time.values())
+        times = _times(HOST_TIME, window_ns) | {"no_operator_ns": max(0, window_ns - in_operators_ns)}
+    return times | _record(rows)
 
 
 def _times(unit: str, window_ns: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A: multi-head latent attention, full or sparse, up to its core attention; and the ModuleSpecs of both.
 
 Projections and norms are stock modules (megatron-core 0.19): full MLA extends ``MLASelfAttention``, sparse MLA extends
-``AbsorbedMLASelfAttention``. The code between them is ours: RoPE, documents and latents (whose op may run in place of the
+``AbsorbedMLASelfAttention``. The code between them is ours: RoPE, documents and latents (whose op may run instead of the
 modules, on their weights) in this file, the core attention in :mod:`megacpp_mcore.layer_specs.core_attention`.
 
 Shape legend: S rows, B batch, H heads (of this rank), D hidden, Q and L ranks of the query and key latents, R rotary head dim,
@@ -54,7 +54,7 @@ class _WholeRows:
 
     The rotary part of the key is shared by the heads of all tensor-parallel ranks, so its gradient has to be summed over them.
     Megatron-Core 0.19 does so for an output with all columns, but not for a sharded one that it gathers itself
-    (``multi_latent_attention.py``, ``absorbed_mla.py``): each rank would train its rows of the weight for its own heads alone.
+    (``multi_latent_attention.py``, ``absorbed_mla.py``): each rank would train its rows of the weight for only its own heads.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """As the stock method: query, key, value, and the normed query latents, which stock passes to DSA alone."""
+        """As the stock method: query, key, value, and the normed query latents, which stock passes only to DSA."""
         if self.cache_mla_latents:  # dynamic batching only
             stock: tuple[torch.Tensor | None, ...] = super().get_query_key_value_tensors(
                 hidden_states, *args, inference_context=inference_context, **kwargs

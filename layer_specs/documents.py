@@ -2,7 +2,7 @@
 
 Megatron (0.19) has two ways to mark documents. ``--dataloader-inter-document-masking`` packs: every layer of every stage gets
 ``packed_seq_params`` with the first row of each document, and multi-token prediction shifts tokens inside documents.
-``--reset-attention-mask`` passes a mask to the layers of the first and the last stage alone, and nothing to multi-token
+``--reset-attention-mask`` passes a mask to the layers of only the first and the last stage, and nothing to multi-token
 prediction, which then embeds and predicts tokens of the next document; it is refused where that makes a difference.
 
 Either is read once per micro-batch and chunk, by the first layer that needs it; the others get the same tensor
@@ -196,7 +196,7 @@ def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None
 
 
 def _check_masked_documents(config: TransformerConfig) -> None:
-    """Raise ModelError where documents separated by the attention mask alone would still mix."""
+    """Raise ModelError where documents separated only by the attention mask would still mix."""
     if config.mtp_num_layers:
         raise ModelError(
             "the attention mask keeps documents apart, and multi-token prediction does not read it: Megatron shifts its tokens "
@@ -206,7 +206,7 @@ def _check_masked_documents(config: TransformerConfig) -> None:
     chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     if chunks > 2:
         raise ModelError(
-            f"the attention mask keeps documents apart, and of {chunks} pipeline chunks Megatron gives it to the first and the "
-            f"last alone; {_ADVICE}, or use at most 2 chunks",
+            f"the attention mask keeps documents apart, and of {chunks} pipeline chunks Megatron gives it only to the first "
+            f"and the last; {_ADVICE}, or use at most 2 chunks",
             code="chunks",
         )

@@ -239,7 +239,7 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         (
             settings is not None and settings.fp8.recipe not in (None, *IN_GRAPHS),
             f"fp8: {{recipe: {settings and settings.fp8.recipe}}} has not been captured (after a replay Megatron updates the "
-            f"maxima of delayed under its own FP8 alone); use {' or '.join(IN_GRAPHS)}, or leave --cuda-graph-impl out",
+            f"maxima of delayed only under its own FP8); use {' or '.join(IN_GRAPHS)}, or leave --cuda-graph-impl out",
         ),
     ):
         if wrong:

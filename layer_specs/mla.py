@@ -35,7 +35,7 @@ def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
 
 
 def replaces_modules(backend: Resolution | None, *modules: torch.nn.Module) -> bool:
-    """Return whether ``backend`` runs in place of ``modules``, on their weights; if so, waits until these are gathered.
+    """Return whether ``backend`` runs instead of ``modules``, on their weights; if so, waits until these are gathered.
 
     Without a backend, or with the reference, the modules are called.
     """

@@ -58,7 +58,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with (
                 environment(_PLAIN_DATA),
-                # For this load alone: another one, of a teacher, has iterations of its own.
+                # For this load only: another one, of a teacher, has iterations of its own.
                 mock.patch.multiple(args, create=True, ckpt_step=of_load[1], exit_on_missing_checkpoint=False),
                 stand_in(checkpointing, "_get_non_persistent_iteration", check_first),
                 stand_in(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
@@ -161,7 +161,7 @@ PATCH = Patch(
     ),
     source=(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and megatron/core/dist_checkpointing (--verify-integrity, by "
-        "which rank 0 alone hashes all files after a save and before a load)"
+        "which only rank 0 hashes all files after a save and before a load)"
     ),
     megatron_versions=">=0.19,<0.20",
     edits=(

@@ -133,7 +133,7 @@ PATCH = Patch(
     ),
     seam=(
         "compile_helpers is the one place that runs make; _compile_dependencies is the one that every rank passes, "
-        "before rank 0 alone calls it"
+        "before only rank 0 calls it"
     ),
     leaves_alone="make itself, wherever there is a Makefile and no compiled helper, or one older than its source",
     retire_when="the wheel's start-up no longer runs make, or upstream first looks for the compiled helper",

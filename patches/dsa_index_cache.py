@@ -4,7 +4,7 @@ Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model 
     ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, without these, by ``dsa_index_cache`` in the file
     named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}``.
 Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's, as are DSA layers
-    elsewhere (HybridModel). The logged indexer loss becomes the mean over the layers that have one, for every model.
+    elsewhere (HybridModel). The logged indexer loss becomes the mean over the layers that have one, forevery model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
 
 Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute passes a layer copies of
@@ -80,7 +80,7 @@ def _asked(config: Any) -> plugin_config.IndexSchedule | None:
 
 
 def _trunk_roles(config: Any) -> str | None:
-    """``F`` or ``S`` for every layer of a DSA model's decoder; None without a schedule, and for other models."""
+    """``F`` or ``S`` forevery layer of a DSA model's decoder; None without a schedule, and for other models."""
     if getattr(config, "experimental_attention_variant", None) != "dsa":
         return None
     schedule = _asked(config)
@@ -97,11 +97,11 @@ def _refuse_split(config: Any, roles: str) -> None:
     schedule, promoted = promoted_schedule(tuple(roles), chunks)
     if promoted:
         spans = ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in chunks if len(chunk))
-        instead = f" in place of --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}" if _periodic(config) else ""
+        instead = f" instead of --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}" if _periodic(config) else ""
         raise ModelError(
             f"DSA schedule {roles!r}: with model chunks {spans}, a chunk would begin with a Shared layer: "
             f"layer{'s' if len(promoted) > 1 else ''} {', '.join(map(str, promoted))}. Indices do not travel between "
-            f"chunks; adopt the promoted schedule (it is part of the model, for every layout): set dsa_index_cache: "
+            f"chunks; adopt the promoted schedule (it is part of the model, forevery layout): set dsa_index_cache: "
             f"{{schedule: {schedule}}} in the file {plugin_config.VARIABLE} names{instead}, or choose another layout"
         )
 
@@ -179,7 +179,10 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         shared = block.roles[layer - 1] == SHARED_INDEX
         if shared:
-            bound.arguments["submodules"] = _without_indexer(bound.arguments["submodules"])
+            from megatron.core.transformer.identity_op import IdentityOp
+
+            without = dataclasses.replace(bound.arguments["submodules"], indexer=IdentityOp)  # draws no random numbers
+            bound.arguments["submodules"] = without
         original(*bound.args, **bound.kwargs)
         if shared and self.indexer is not None:
             del self.indexer
@@ -190,13 +193,6 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
         setattr(self, _CACHE, block.cache)
 
     return __init__
-
-
-def _without_indexer(submodules: Any) -> Any:
-    """Return the submodules with the indexer replaced by a placeholder that consumes no random numbers."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    return dataclasses.replace(submodules, indexer=IdentityOp)
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:

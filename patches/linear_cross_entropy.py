@@ -204,7 +204,8 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         _note(self, _OP, "the patch linear-cross-entropy")
         mask = arguments.get("loss_mask")
-        of_main = mask if _stock_script_runs() else None
+        global_vars = sys.modules.get("megatron.training.global_vars")
+        of_main = None if global_vars is None or global_vars._GLOBAL_ARGS is None else mask  # stock's script passes it
         if mask is None and self.config.mtp_num_layers:
             # Bridge passes none. The same as MTP's own, which could not be followed.
             arguments["loss_mask"] = mask = torch.ones_like(arguments["labels"], dtype=torch.float32)
@@ -215,11 +216,6 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             _running.reset(token)
 
     return forward
-
-
-def _stock_script_runs() -> bool:
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    return global_vars is not None and global_vars._GLOBAL_ARGS is not None
 
 
 def _note(model: Any, observed: str, reason: str) -> None:
@@ -383,8 +379,8 @@ PATCH = Patch(
     ),
     seam=(
         "both models, and MTP through process_mtp_loss, hand what the output layer returns to "
-        "compute_language_model_loss: one pair of places for every head, whoever wraps the loss in between; the two "
-        "forward methods alone know whether labels are given and who else wants logits, and in a hooked checkout each is "
+        "compute_language_model_loss: one pair of places forevery head, whoever wraps the loss in between; the two "
+        "only the forward methods know whether labels are given and who else wants logits, and in a hooked checkout each is "
         "replaced when its module is imported, whether or not the other one's ever is; a depth's loss mask exists nowhere but "
         "between roll_tensor and the product with the losses"
     ),

@@ -131,7 +131,7 @@ def _say_once(level: int, message: str) -> None:
 
 
 def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
-    """Return the function to run in place of ``core``, returning ``[S, B, H, V]`` or why it cannot; None if ``core`` is not
+    """Return the function to run instead of ``core``, returning ``[S, B, H, V]`` or why it cannot; None if ``core`` is not
     stock."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -178,7 +178,7 @@ def _common_obstacle(call: Call, extra_kwargs: Mapping[str, Any]) -> str | None:
 def _packed_obstacle(call: Call, packed: Any) -> str | None:
     """Why stock has to run packed sequences; None if they are causal and ``cu_seqlens_q`` fully describes them."""
     if packed.qkv_format != "thd" or call.attention_mask is not None:
-        return f"the sequences are packed as {packed.qkv_format}, or have a mask besides"
+        return f"the sequences are packed as {packed.qkv_format}, or also have a mask"
     starts, padded = packed.cu_seqlens_q, (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
     if starts is None or packed.cu_seqlens_kv is not starts:
         return "cu_seqlens_kv differs from cu_seqlens_q"
@@ -242,7 +242,7 @@ def _te_obstacle(call: Call) -> str | None:
     if call.packed is None and call.mask_type not in ("causal", "no_mask"):
         return f"the mask is of type {call.mask_type}"
     if call.mask_type != "no_mask" and len(call.query) != len(call.key):
-        return "causal attention has not as many queries as keys"
+        return "causal attention has different numbers of queries and keys"
     if config.attention_backend != AttnBackend.auto or os.environ.get("NVTE_FUSED_ATTN", "1") == "0":
         return "the run requests a backend (--attention-backend, NVTE_FUSED_ATTN)"
     if core.qkv_format != "sbhd" or not core.te_forward_mask_type:
@@ -377,7 +377,7 @@ def _instead_of_local(call: Call) -> torch.Tensor | Kept:
     causal = mask is None and core.attn_mask_type.name == "causal" and len(call.query) > 1
     causal = causal or call.packed is not None
     if causal and len(call.query) != len(call.key):
-        return Kept("causal attention has not as many queries as keys")
+        return Kept("causal attention has different numbers of queries and keys")
     # With apply_query_key_layer_scaling stock divides the one factor by the layer's number and multiplies the other by it.
     scale = core.softmax_scale * (core.scale_mask_softmax.scale or 1)
     documents, deterministic = call.documents(), core.config.deterministic_mode
@@ -420,7 +420,7 @@ PATCH = Patch(
     ),
     seam=(
         "the one place from which full MLA, recomputed or not, calls either core attention; TEDotProductAttention.forward "
-        "would be narrower, but is no symbol where Transformer Engine is not installed, and the local half must apply there"
+        "would be narrower, but is not a symbol where Transformer Engine is not installed, and the local half must apply there"
     ),
     leaves_alone=(
         "attention that is not latent, absorbed MLA and DSA, dynamic-batching inference, core attention modules that are "

@@ -6,7 +6,7 @@ with its neighbours' numbers. Here each rank saves and loads its own part of a p
 boxes. Names, shapes and values in the checkpoint are upstream's of a single bucket; what upstream saved so is loaded, and what
 it saved wrongly is refused where that shows: fp32 main parameters do not round to 16-bit weights.
 
-What is no tensor differs between layouts: with tensor or expert parallelism the experts have an optimizer of their own, and a
+What is not a tensor differs between layouts: with tensor or expert parallelism the experts have their own optimizer, and a
 distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
 groups of the checkpoint that are its own.
 
@@ -118,7 +118,7 @@ def _boxes_of(entry: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterat
         prefix: of the keys.
 
     Raises:
-        ModelError: a piece is no contiguous part of the parameter.
+        ModelError: a piece is not a contiguous part of the parameter.
     """
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -134,7 +134,7 @@ def _boxes_of(entry: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterat
     for piece in pieces:
         if not (piece.data is blank or piece.data._base is blank) or not piece.data.is_contiguous():
             raise ModelError(
-                f"{piece.key} is no contiguous part of its parameter, of which a rank may hold any range of numbers; train "
+                f"{piece.key} is not a contiguous part of its parameter, of which a rank may hold any range of numbers; train "
                 "without --dist-ckpt-optim-fully-reshardable"
             )
         shape, at = (1,) * piece.prepend_axis_num + piece.local_shape, piece.data.storage_offset()

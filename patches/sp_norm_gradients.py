@@ -82,7 +82,8 @@ def _run_and_sum(
         reduce = importlib.import_module(_FINALIZE)._allreduce_non_tensor_model_parallel_grads
         reduce([chunk if hasattr(chunk, "ddp_config") else _Undistributed(chunk) for chunk in chunks], config, group)
     finally:
-        _put_back(before)
+        for parameter, earlier in before:
+            _gradient(parameter).add_(earlier)
     _COMPLETE.update([_innermost(chunk) for chunk in chunks])
     return result
 
@@ -149,12 +150,6 @@ def _set_aside(chunks: Sequence[Any]) -> list[tuple[Any, Any]]:
     return before
 
 
-def _put_back(before: Sequence[tuple[Any, Any]]) -> None:
-    """Add the gradients removed by :func:`_set_aside` to those accumulated since."""
-    for parameter, earlier in before:
-        _gradient(parameter).add_(earlier)
-
-
 def _refuse_mixed(chunks: Sequence[Any]) -> None:
     """Refuse to finalize gradients that contain sums of an earlier call.
 
@@ -209,7 +204,7 @@ PATCH = Patch(
     ),
     leaves_alone=(
         "loops with finalize_model_grads_func (megatron.training always has one); data parallelism, shared embeddings, expert "
-        "bias and per-token scaling, which finalize_model_grads alone does; DistributedDataParallel with overlapped "
+        "bias and per-token scaling, which only finalize_model_grads does; DistributedDataParallel with overlapped "
         "reduction and Megatron-FSDP, whose gradients are under way when a schedule ends; pipelines of several models; "
         "a loop that calls backward itself, or sums these gradients by hand: do not apply it there"
     ),

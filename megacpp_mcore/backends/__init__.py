@@ -9,7 +9,7 @@ module                 content
 :mod:`~.candidate`     one implementation of one op
 :mod:`~.dispatcher`    chooses among candidates and records the choices
 :mod:`~.candidates`    the implementations in this package, and those of the layers' linears, norms and experts
-:mod:`~.observed`      what patches actually ran in place of stock
+:mod:`~.observed`      what patches actually ran instead of stock
 :mod:`~.table`         all of it as a table (``megacpp-mcore doctor --backends``)
 =====================  ===============================================================================================
 

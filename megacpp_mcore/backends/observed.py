@@ -1,4 +1,4 @@
-"""Registry of ops that patches ran in place of stock, for receipts. No torch.
+"""Registry of ops that patches ran instead of stock, for receipts. No torch.
 
 A patch decides call by call, and stock has no place to record the decision, so only this note does. A note costs a few
 microseconds; repeated notes are stored once.

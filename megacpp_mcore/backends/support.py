@@ -32,7 +32,7 @@ class Dim:
         """Why ``size`` is not supported, or None."""
         if self.one_of and size not in self.one_of:
             known, fitting = ", ".join(map(str, self.one_of)), nearest_number(size, self.one_of)
-            return f"{name} {size} is none of {known}; the nearest is {fitting}"
+            return f"{name} {size} is not one of {known}; the nearest is {fitting}"
         if size % self.multiple_of:
             return f"{name} {size} is not a multiple of {self.multiple_of}"
         return f"{name} {size} > {self.largest}" if self.largest is not None and size > self.largest else None
@@ -100,7 +100,7 @@ class Support:
             return None if self.is_for(value) else f"it runs on {' or '.join(self.devices)}, not on {value}"
         if name == "dtype":
             dtype = str(value).removeprefix("torch.")
-            return None if dtype in self.dtypes else f"dtype {dtype} is none of {', '.join(self.dtypes)}"
+            return None if dtype in self.dtypes else f"dtype {dtype} is not one of {', '.join(self.dtypes)}"
         if name in _OPTIONS:
             return _OPTIONS[name] if value and not getattr(self, name) else None
         if isinstance(value, int) and not isinstance(value, bool):

@@ -21,7 +21,7 @@ from megacpp_mcore.util.files import is_remote
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = "training.lock"
 RELEASE = "release"
-"""What a tracker file says in place of a number, of a checkpoint without optimizer state."""
+"""What a tracker file says instead of a number, of a checkpoint without optimizer state."""
 
 load_newest_whole = False
 """Whether the newest whole checkpoint replaces a damaged one; set by the spec, from the file of ``MEGACPP_CONFIG``."""
@@ -177,7 +177,7 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
     if whole is None:
         anew = "; to start from scratch, remove all of them" if is_lost else ""
         raise CheckpointError(
-            f"{problem}; no whole checkpoint is there: restore the file from a copy{anew}", code="none-whole"
+            f"{problem}; no whole checkpoint exists: restore the file from a copy{anew}", code="none-whole"
         )
     raise CheckpointError(
         f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} "

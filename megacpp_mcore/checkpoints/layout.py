@@ -28,7 +28,7 @@ FULLY, FLAT = "fully_reshardable", "dp_reshardable"
 UNSHARDED = "megacpp_unsharded_optimizer"
 """Key there under which that patch notes that the checkpoint's optimizer was not distributed."""
 RESAVE = (
-    "load it once as it was saved, and save it for every layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
+    "load it once as it was saved, and save it forevery layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
     "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
 )
 """What to do with a checkpoint that is cut as its run was."""

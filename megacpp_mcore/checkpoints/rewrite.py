@@ -56,7 +56,7 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
     unfinished = new.with_name(f"{new.name}.partial")
     for path in (new, unfinished):
         if path.exists():
-            raise CheckpointError(f"{path} is there already; name a folder that is not, or remove it")
+            raise CheckpointError(f"{path} already exists; name a new folder, or delete it")
     target = unfinished / folder.name
     try:
         # Without modes: what cannot be written in the old folder can be in the new one.
@@ -88,7 +88,7 @@ def _iteration_folder(old: Path) -> Path:
     named = read_tracker(old)
     if named is None:
         raise CheckpointError(
-            f"{old} is no checkpoint: it has neither {METADATA} nor {TRACKER}; name the folder of --save, or one iter_… in it"
+            f"{old} is not a checkpoint: it has no {METADATA} and no {TRACKER}; name the folder of --save, or one iter_… in it"
         )
     folder = iteration_folder(old, named)
     if any(folder.glob("mp_rank_*")):

@@ -56,7 +56,7 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
                 f"layer {number} of {model.name} is {role!r} in the schedule {model.dsa.schedule} and {one!r} in {schedule}; F "
                 "and S can take each other's place, and nothing else"
             )
-    has, wants = (_full(roles) for roles in (before, after))
+    has, wants = ({n for n, role in enumerate(roles, start=1) if role == FULL_INDEX} for roles in (before, after))
     shared = tuple(sorted(has - wants))
     full = {layer: max(number for number in has if number < layer) for layer in sorted(wants - has)}
 
@@ -66,7 +66,7 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
         if present != has:
             raise CheckpointError(
                 f"{folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "
-                f"{model.dsa.schedule} in {sorted(has)}; name the model that was trained, by MEGACPP_CONFIG if it is no preset"
+                f"{model.dsa.schedule} in {sorted(has)}; name the model that was trained, by MEGACPP_CONFIG if not a preset"
             )
         changes: dict[str, list[str]] = {}
         for match in found:
@@ -77,7 +77,3 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
         return changes
 
     return Rescheduled(rewrite(old, new, plan), shared, full)
-
-
-def _full(roles: Sequence[str | None]) -> set[int]:
-    return {number for number, role in enumerate(roles, start=1) if role == FULL_INDEX}

@@ -39,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
     runner.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on cuda, float32 on cpu")
     runner.add_argument("--output", type=Path, metavar="FILE", help="add the rows to this CSV file")
     runner.add_argument("--against", type=Path, metavar="FILE", help="fail where a row is slower than in this CSV file")
-    runner.add_argument("--tolerance", type=float, default=0.1, help="how much slower is no regression (default: 0.1)")
+    runner.add_argument(
+        "--tolerance", type=float, default=0.1, help="the slowdown that is not a regression (default: 0.1)"
+    )
     runner.add_argument("--without", nargs="+", default=[], metavar="PEER", help="skip peers whose names contain this")
     runner.add_argument("--seconds", type=float, default=1.0, help="for one figure (default: 1)")
 

@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> None:
     schedule = actions.add_parser("schedule", help=words, description=words)
     old = "the folder of --save, for its latest checkpoint, or one iter_… in it"
     schedule.add_argument("old", metavar="OLD", help=old)
-    schedule.add_argument("new", metavar="NEW", help="a folder that is not there yet, for --load")
+    schedule.add_argument("new", metavar="NEW", help="a folder that does not exist yet, for --load")
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
     schedule.add_argument("--schedule", required=True, help="one of - F S for each A layer, tiled: -FSFF")
 

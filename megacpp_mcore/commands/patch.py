@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
             action.add_argument("--checkout", metavar="DIR", help="the root of a Megatron-LM checkout")
         if name == "apply":
             action.add_argument(
-                "--allow-dirty", action="store_true", help="go on although files below megatron/ were modified"
+                "--allow-dirty", action="store_true", help="continue although files below megatron/ were modified"
             )
 
 

@@ -57,7 +57,7 @@ _OF_RUN: dict[str, Mapping[str, Any]] = {
     "via": {
         "choices": WAYS,
         "help": "launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
-                "policy; wheel: the same without a script; bare: the script alone, under torchrun",
+                "policy; wheel: the same without a script; bare: only the script, under torchrun",
     },
     "nodes": {**_NUMBER, "help": "hosts (default: 1)"},
     "gpus-per-node": {**_NUMBER, "help": "default: what the layout needs, spread over the nodes"},
@@ -88,7 +88,7 @@ def add_parser(subparsers: Any) -> None:
         dest="form",
         choices=(*_FORMS, "slurm"),
         default="cli",
-        help="a shell command, a YAML file, an sbatch script, or the arguments alone, one word a line",
+        help="a shell command, a YAML file, an sbatch script, or only the arguments, one word a line",
     )
     _add_set(emit, "values of the model and of the run")
     of_training = {name: options for name, (_, options) in _OF_TRAINING.items()}

@@ -95,7 +95,7 @@ def _found(word: str, *, whole: bool = False) -> Path:
             {file.parents[1] for depth in ("*", "*/*") for file in place.glob(f"{depth}/start_*/rank_*.jsonl")}
         )
         meant = f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
-        raise DataError(f"{word} is no recorded run; expected {expected}{meant}")
+        raise DataError(f"{word} is not a recorded run; expected {expected}{meant}")
     return place
 
 

@@ -24,10 +24,10 @@ DATA_FLAGS = ("--data-path", *SPLIT_FLAGS)
 _FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-data-args-path",))
 """The ways to name datasets, of which Megatron accepts one: the first two are split by ``--split``, the others already are."""
 
-_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's, with --data-path alone
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's, with only --data-path
 _SHARES = ("training", "validation", "test")
 
-_UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
+_UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded only by the manifest
 
 
 class Blend(NamedTuple):
@@ -59,12 +59,12 @@ class Blend(NamedTuple):
         for word, number, prefix in zip(weights, numbers, prefixes, strict=True):
             if number is None:
                 raise DataError(
-                    f"{self.where}: {word!r} stands where other datasets have their weight; expected "
-                    "WEIGHT PREFIX WEIGHT PREFIX …, or prefixes alone"
+                    f"{self.where}: found {word!r} where a weight is expected; expected "
+                    "WEIGHT PREFIX WEIGHT PREFIX …, or only prefixes"
                 )
             if not 0 < number < math.inf and len(prefixes) > 1:  # with a single dataset, its weight means nothing
                 raise DataError(
-                    f"{self.where}: the weight {word!r} of {prefix!r} is no positive number; expected the share of each "
+                    f"{self.where}: the weight {word!r} of {prefix!r} is not a positive number; expected the share of each "
                     "dataset, such as 0.7, and only datasets that are to be seen"
                 )
         return list(zip(prefixes, numbers, strict=True))
@@ -173,16 +173,12 @@ def _check_forms(given: flags.Flags) -> None:
         raise DataError(f"--split {split} was given with {forms[0]}, whose datasets are split already; leave it out")
     if split is None and named[1]:
         raise DataError("--data-args-path names datasets to be split, without --split; expected one, such as 98,2,0")
-    if split is not None and not _is_split(split):
+    shares = [] if split is None else _shares(split)
+    if split is not None and (len(shares) > 3 or None in shares or not any(shares)):
         raise DataError(
             f"--split is {split!r}; expected up to three shares (training, validation, test) of 0 or more, not all 0, "
             "separated by commas, such as 98,2,0"
         )
-
-
-def _is_split(text: str) -> bool:
-    shares = _shares(text)
-    return len(shares) <= 3 and None not in shares and any(shares)
 
 
 def _shares(text: str) -> list[float | None]:
@@ -190,7 +186,7 @@ def _shares(text: str) -> list[float | None]:
 
 
 def _check_shares(datasets: Sequence[tuple[str, float | None]], split: str) -> None:
-    """Refuse a share of a split that gets no document: Megatron would count epochs of nothing for ever.
+    """Refuse a share of a split that gets no document: Megatron would count epochs of nothing forever.
 
     Bounds are rounded as in megatron-core 0.19.2, ``core/datasets/blended_megatron_dataset_builder.py``. In a blend without
     weights, of which Megatron counts no epochs, a dataset may lack a share that another one has.
@@ -204,7 +200,7 @@ def _check_shares(datasets: Sequence[tuple[str, float | None]], split: str) -> N
         if empty and (is_needed or len(empty) == len(documents)):
             raise DataError(
                 f"{empty[0]} has {documents[empty[0]]} documents, of which --split {split} leaves none for {name}; expected "
-                f"at least one, or Megatron waits for ever: set that share to 0, such as --split 100,0,0, enlarge it, or "
+                f"at least one, or Megatron waits forever: set that share to 0, such as --split 100,0,0, enlarge it, or "
                 f"name the datasets of each share ({', '.join(SPLIT_FLAGS)})"
             )
 

@@ -43,7 +43,7 @@ def find_stdlib_sources() -> list[Source]:
 def prepare_stdlib_corpus(output_prefix: str, *, workers: int = 1, overwrite: bool = False) -> tuple[str, str]:
     """Prepare the standard library as byte datasets, split by file, and return the train and held-out prefixes.
 
-    A corpus that is there already, whole and of this Python, stays.
+    An existing corpus that is whole and of this Python stays.
 
     Raises:
         DataError: as :func:`megacpp_mcore.data.prepare.prepare` does.

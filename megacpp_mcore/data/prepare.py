@@ -1,7 +1,7 @@
 """Converts text files to Megatron's indexed datasets, built in a temporary folder and moved into place when complete.
 
 The sources, sorted by relative path, are tokenized in pieces, by several worker processes if requested, and passed in order to
-Megatron's own ``IndexedDatasetBuilder``. The output depends on the sources and the settings alone. It is built in the
+Megatron's own ``IndexedDatasetBuilder``. The output depends only on the sources and the settings. It is built in the
 folder ``PREFIX.unfinished``, which a killed run leaves behind: the same call removes it and starts over. A run that is killed
 while it moves files into place may leave a dataset without a manifest, which only ``overwrite`` replaces.
 """
@@ -217,7 +217,7 @@ def _refuse_existing(plan: Plan) -> None:
     for prefix in plan.prefixes:
         if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(
-                f"{cached.parent} holds sample indices of the dataset to be replaced, which Megatron would go on using; "
+                f"{cached.parent} holds sample indices of the dataset to be replaced, which Megatron would keep using; "
                 "expected none: remove that folder, or choose another --output"
             )
 
@@ -333,7 +333,7 @@ def _without_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _ignored_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, which Python handles in its main thread alone: for a moment after which all is done."""
+    """Ignore SIGINT, which Python handles only in its main thread: for a moment after which all is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
 """Bits per byte: a baseline to beat, and a model's running score.
 
-What is counted. The text's bytes are the unit: a dataset's end-of-document tokens are no bytes. A byte model predicts a
+What is counted. The text's bytes are the unit: a dataset's end-of-document tokens are not bytes. A byte model predicts a
 stream ``bytes of document 1, eod, bytes of document 2, eod, …``. Its loss covers the end-of-document tokens, which say
 where a document ends; their nats are charged to the bytes, but they do not add to the number of bytes. So the ends never
 flatter a model's bits per byte, while the unigram score leaves them out altogether, which makes it easier to reach.

@@ -70,14 +70,14 @@ def make_source(path: Path, relative: str) -> Source:
     """Return the source for the file at ``path``.
 
     Raises:
-        DataError: it cannot be examined, or is no regular file.
+        DataError: it cannot be examined, or is not a regular file.
     """
     try:
         status = os.stat(path)
     except OSError as error:
         raise DataError(
             f"input {path}: {error.strerror}; expected a text file or a folder of text files that can be read, or a link to "
-            "one: mend it, or remove it from the input"
+            "one: fix it, or remove it from the input"
         ) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
@@ -243,7 +243,7 @@ def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | N
         expected = "JSON objects, one a line" if source.are_lines else "UTF-8 text"
         raise DataError(
             f"{source.path}, byte offset {offset}: {reason}; expected {expected}. Repair the file, leave it out, or "
-            "pass --errors skip to list it in the manifest and go on"
+            "pass --errors skip to list it in the manifest and continue"
         )
     skipped.append({"relative": source.relative, "offset": offset, "reason": reason})
 
@@ -269,7 +269,7 @@ def parse_split(text: str) -> dict[str, float]:
 
 
 def choose_split(key: str, shares: Iterable[float]) -> int:
-    """Return the index of the share of ``shares`` in which the document called ``key`` falls; depends on these two alone."""
+    """Return the index of the share of ``shares`` in which the document called ``key`` falls; depends on nothing else."""
     position = int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2.0**64
     bounds = list(itertools.accumulate(shares))
     return min(bisect_right(bounds, position), len(bounds) - 1)

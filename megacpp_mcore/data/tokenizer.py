@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         eod = self.token_id(name) if isinstance(name, str) else None
         if eod is None:
             raise DataError(
-                f"{config}: eos_token is {token!r}, which is no token of tokenizer.json; set eos_token to the token "
+                f"{config}: eos_token is {token!r}, which is not a token of tokenizer.json; set eos_token to the token "
                 "that is to end every document"
             )
         return eod
@@ -105,7 +105,7 @@ class HuggingFaceTokenizer:
         return np.asarray(self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids, dtype=np.int64)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of ``token``; None where it is no token of the vocabulary."""
+        """Return the id of ``token``; None if it is not a token of the vocabulary."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
@@ -146,7 +146,7 @@ def _load(path: Path) -> Any:
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for every malformed file
+    except Exception as error:  # the package raises bare Exception forevery malformed file
         raise DataError(
             f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
         ) from error

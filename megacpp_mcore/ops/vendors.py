@@ -8,7 +8,7 @@ extra          package                  what excludes it
 =============  =======================  ====================================================================================
 ``flash4``     flash-attn-4 4.0.0b36    needs apache-tvm-ffi ≥ 0.1.11: not in one environment with ``ssm`` (tilelang: ≤ 0.1.9)
 ``quack``      quack-kernels 0.6.5      runs with either, but brings NVIDIA's CuTe DSL; resolved together with ``flash4``
-``liger``      liger-kernel 0.8.5       nothing: Triton alone
+``liger``      liger-kernel 0.8.5       nothing: only Triton
 =============  =======================  ====================================================================================
 """
 

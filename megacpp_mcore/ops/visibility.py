@@ -57,7 +57,7 @@ def check_square(num_queries: int, num_keys: int) -> None:
     """Raise ModelError unless S == T, the only case in which a causal mask has one meaning."""
     if num_queries != num_keys:
         raise ModelError(
-            f"causal attention got {num_queries} queries and {num_keys} keys, expected as many of each (aligning them "
+            f"causal attention got {num_queries} queries and {num_keys} keys, expected equally many of each (aligning them "
             "at the start or at the end would both be a guess); pass the whole sequence, or, for partial queries, call "
             "mla_attention with causal=False and an explicit attention_mask"
         )

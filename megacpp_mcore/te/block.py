@@ -35,7 +35,7 @@ class Block(torch.nn.Module):
 
     Raises:
         ModelError: the sizes do not fit.
-        BackendError: the feature is off, or Transformer Engine is not there.
+        BackendError: the feature is off, or Transformer Engine is not installed.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from megacpp_mcore.util import te_imports
 
 CANNOT: Mapping[str, str] = MappingProxyType(
     {
-        "attention_mask": "a mask of its own shape, which leaves its unfused kernel alone",
+        "attention_mask": "a mask of its own shape: only its unfused kernel takes one",
         "seq_idx": "documents as a number of each row: it takes packed rows with cumulative lengths",
         "window": "the local window of sparse layers, a mask that depends on the selection",
         "selected": "keys that a router or an indexer has selected",
@@ -36,7 +36,7 @@ def lacking(**needs: Any) -> str | None:
     """
     for name in needs:
         if name not in CANNOT:
-            raise ModelError(f"{name} is no need that attention of Transformer Engine knows; of {', '.join(CANNOT)}")
+            raise ModelError(f"unknown need {name!r} of Transformer Engine's attention; known: {', '.join(CANNOT)}")
     asked = [f"{name}: {CANNOT[name]}" for name, value in needs.items() if _is_needed(value)]
     return "; ".join(asked) or None
 
@@ -69,7 +69,7 @@ def attend(
 
     Raises:
         ModelError: the shapes do not fit.
-        BackendError: a need is not covered, or Transformer Engine is not there.
+        BackendError: a need is not covered, or Transformer Engine is not installed.
     """
     return _run(q_SBHK, k_TBGK, v_TBGV, "sbhd", softmax_scale, causal, needs)
 
@@ -92,7 +92,7 @@ def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, scale: float, causal: bool, needs: dict[str, Any]
 ) -> torch.Tensor:
     if why := lacking(**needs):
-        raise BackendError(f"attention of Transformer Engine cannot do {why}; name another backend, or auto")
+        raise BackendError(f"Transformer Engine's attention does not support {why}; choose another backend, or auto")
     shapes, rows = [tuple(one.shape) for one in (q, k, v)], layout.index("s")
     fits = all(len(shape) == 4 for shape in shapes) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     if not fits or q.shape[1 - rows] != k.shape[1 - rows] or q.shape[2] % k.shape[2]:
@@ -101,7 +101,7 @@ def _run(
             "width, and heads of q that are a multiple of the groups of k and v"
         )
     if causal and q.shape[rows] != k.shape[rows]:
-        raise ModelError(f"{q.shape[rows]} causal queries and {k.shape[rows]} keys; expected as many")
+        raise ModelError(f"{q.shape[rows]} causal queries and {k.shape[rows]} keys; expected equally many")
     attention = _module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], layout, scale, causal)
     output: torch.Tensor = attention(q, k, v)
     return output.view(*q.shape[:3], v.shape[3])
@@ -109,7 +109,7 @@ def _run(
 
 @functools.cache
 def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool) -> Any:
-    """One module without parameters for every call with these sizes."""
+    """One module without parameters forevery call with these sizes."""
     return te_imports.entry("DotProductAttention")(
         num_attention_heads=heads,
         kv_channels=qk if qk == v else (qk, v),

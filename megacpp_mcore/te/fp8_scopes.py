@@ -93,7 +93,7 @@ def check_machine(recipe: str) -> None:
 
     Raises:
         ModelError: the recipe is unknown, or is not for this GPU.
-        BackendError: Transformer Engine is not there, or has no such recipe.
+        BackendError: Transformer Engine is not installed, or has no such recipe.
     """
     import torch
 
@@ -154,7 +154,7 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
          f"{ALIGNMENT}: change sequence length, micro-batch or tensor parallelism"),
     ):  # fmt: skip
         if found:
-            raise ModelError(f"fp8: {{recipe: {fp8.recipe}}} cannot be, for {what}; {remedy}")
+            raise ModelError(f"fp8: {{recipe: {fp8.recipe}}} is not possible: {what}; {remedy}")
 
 
 class Scopes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,9 @@ class Decision:
 
 def plan(model: torch.nn.Module) -> list[Decision]:
     """List what :func:`replace` would do with each linear layer of ``model``, in the order of its modules. Changes nothing."""
-    tied = _tied(model)
+    tied: dict[int, list[str]] = defaultdict(list)  # the names under which each parameter is found, by identity
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied[id(parameter)].append(name)
     return [
         Decision(name, type(module).__name__, _why_not(model, name, module, tied))
         for name, module in model.named_modules()
@@ -68,7 +70,7 @@ def replace(model: torch.nn.Module) -> list[Decision]:
         The plan that was carried out.
 
     Raises:
-        BackendError: the feature is off, or Transformer Engine is not there; nothing was changed.
+        BackendError: the feature is off, or Transformer Engine is not installed; nothing was changed.
     """
     if not (found := te_imports.feature("linear")).ok:
         raise BackendError(f"linear layers cannot be replaced by Transformer Engine's: {found.reason}")
@@ -90,21 +92,14 @@ def report(decisions: Sequence[Decision]) -> str:
     return "; ".join([f"{swapped} of {len(decisions)} replaced", *(f"{', '.join(v)}: {k}" for k, v in left.items())])
 
 
-def _tied(model: torch.nn.Module) -> dict[int, list[str]]:
-    """List the names under which each parameter is found, by identity."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return names
-
-
 def _why_not(model: torch.nn.Module, name: str, module: Any, tied: dict[int, list[str]]) -> str:
     for pattern, role in EXCLUDED:
         if re.search(pattern, name, re.IGNORECASE):
             return role
     if not name:
         return "the model itself"
-    owners = (type(one).__name__ for one in _parents(model, name))
+    parts = name.split(".")[:-1]
+    owners = (type(model.get_submodule(".".join(parts[:length]))).__name__ for length in range(len(parts) + 1))
     if owner := next((one for one in owners if any(part in one for part in _OWNERS)), None):
         return f"owned by {owner}"
     if type(module).forward not in (torch.nn.Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward):
@@ -124,12 +119,6 @@ def _why_not(model: torch.nn.Module, name: str, module: Any, tied: dict[int, lis
     if getattr(module, "disable_grad_reduce", False):
         return "its input gradient is summed elsewhere, and Transformer Engine's sums it"
     return ""
-
-
-def _parents(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
-    parts = name.split(".")[:-1]
-    for length in range(len(parts) + 1):
-        yield model.get_submodule(".".join(parts[:length]))
 
 
 def _made(module: Any) -> Any:

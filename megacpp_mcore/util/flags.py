@@ -1,4 +1,4 @@
-"""Reads a command line of ``--flag value …`` words like Megatron's own parser, as far as possible from the words alone."""
+"""Reads a command line of ``--flag value …`` words like Megatron's own parser, as far as possible from its words only."""
 
 from __future__ import annotations
 

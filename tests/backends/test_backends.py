@@ -93,7 +93,7 @@ def test_auto_takes_another_package_only_at_sizes_of_rows() -> None:
     )
     answer = made.request("mla", head_dim=32)
     assert (answer.observed, answer.slower_than_best) == ("ours", False)
-    assert answer.reason == "theirs was not measured to be faster here: head_dim 32 is none of 64; the nearest is 64"
+    assert answer.reason == "theirs was not measured to be faster here: head_dim 32 is not one of 64; the nearest is 64"
     assert made.request("mla", "theirs", head_dim=32).observed == "theirs"
     probed = Counted()
     theirs = dataclasses.replace(probed.candidate("theirs", Speed.KERNEL), auto=row)
@@ -244,13 +244,13 @@ def test_apex_parts_are_probed_and_an_impostor_is_not_imported(tmp_path: Path) -
     ("support", "needs", "reason"),
     [
         (Support(devices=("cuda",)), {"device": "cpu"}, "it runs on cuda, not on cpu"),
-        (Support(dtypes=("bfloat16",)), {"dtype": "torch.float32"}, "dtype float32 is none of bfloat16"),
+        (Support(dtypes=("bfloat16",)), {"dtype": "torch.float32"}, "dtype float32 is not one of bfloat16"),
         (Support(dims={"v_dim": Dim(multiple_of=8)}), {"v_dim": 12}, "v_dim 12 is not a multiple of 8"),
         (Support(dims={"v_dim": Dim(largest=64)}), {"v_dim": 72}, "v_dim 72 > 64"),
         (
             Support(dims={"state": Dim(one_of=(64, 128))}),
             {"state": 96},
-            "state 96 is none of 64, 128; the nearest is 128",
+            "state 96 is not one of 64, 128; the nearest is 128",
         ),
         (
             Support(combinations=({"a": 1, "b": 2}, {"a": 3, "b": 4})),
@@ -289,7 +289,7 @@ def test_support_of_several_needs_and_of_one_that_is_none() -> None:
             {"device": "cuda", "qk_dim": 24, "v_dim": 12},
             "sdpa does not support this call: v_dim 12 is not a multiple of 8",
         ),
-        ({"device": "cuda", "dtype": "torch.float32"}, "sdpa does not support this call: dtype float32 is none of"),
+        ({"device": "cuda", "dtype": "torch.float32"}, "sdpa does not support this call: dtype float32 is not one of"),
         ({"device": "cuda", "deterministic": True}, "sdpa does not support this call: its gradients can differ"),
     ],
 )

@@ -324,11 +324,14 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
         ({}, ""),
         ({"heads": 128, "S": 4096, "topk": 2048}, ""),
         ({"topk": 9999}, ""),  # all 64 keys
-        ({"heads": 56}, "heads 56 is none of 64, 128; the nearest is 64"),
-        ({"latent": 64}, "qk_dim 128 is none of 576; the nearest is 576; v_dim 64 is none of 512; the nearest is 512"),
+        ({"heads": 56}, "heads 56 is not one of 64, 128; the nearest is 64"),
+        (
+            {"latent": 64},
+            "qk_dim 128 is not one of 576; the nearest is 576; v_dim 64 is not one of 512; the nearest is 512",
+        ),
         ({"topk": 63}, "selected 63 is not a multiple of 64"),
         ({"S": 65, "topk": 9999}, "selected 65 is not a multiple of 64"),
-        ({"dtype": "float32"}, "dtype float32 is none of bfloat16"),
+        ({"dtype": "float32"}, "dtype float32 is not one of bfloat16"),
         ({"device": "cpu"}, "it runs on cuda, not on cpu"),
     ],
 )

@@ -104,7 +104,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = tmp_path / "old"
-    assert f"{old} is no checkpoint" in refused(tmp_path, capsys)
+    assert f"{old} is not a checkpoint" in refused(tmp_path, capsys)
     old.mkdir()
     (old / "latest_checkpointed_iteration.txt").write_text("7")
     assert f"{old}/iter_0000007" in refused(tmp_path, capsys)

@@ -32,7 +32,7 @@ def test_a_folder_without_a_run_names_the_one_that_was_meant(
 ) -> None:
     assert cli.main(["report", action, str(checkpoints)]) == 2
     error = capsys.readouterr().err
-    assert f"{checkpoints} is no recorded run; expected the folder of a run that was observed" in error
+    assert f"{checkpoints} is not a recorded run; expected the folder of a run that was observed" in error
     assert f"did you mean {checkpoints / 'observe'}?" in error
     assert cli.main(["report", action, str(checkpoints.parent)]) == 2
     assert f"did you mean {checkpoints / 'observe'}?" in capsys.readouterr().err

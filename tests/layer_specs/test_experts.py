@@ -175,7 +175,7 @@ def test_what_stock_alone_can_do_is_stocks_and_the_reason(config: Any, field: st
     [
         ("num_moe_experts", 512, "experts 512 > 256"),
         ("moe_ffn_hidden_size", 900, "ffn 900 is not a multiple of 8"),
-        ("params_dtype", torch.float32, "dtype float32 is none of bfloat16"),
+        ("params_dtype", torch.float32, "dtype float32 is not one of bfloat16"),
     ],
 )
 def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(

@@ -528,7 +528,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
         (
             None,
             {**PERIODIC, "pipeline_model_parallel_size": 3},
-            ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}", "in place of --dsa-indexer-topk-freq 3"],
+            ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}", "--dsa-indexer-topk-freq 3"],
         ),
         (
             None,

@@ -1,4 +1,4 @@
-"""Routed experts by Transformer Engine: its permutation, and GroupedLinear with the experts' matrices in place of its own.
+"""Routed experts by Transformer Engine: its permutation, and GroupedLinear with the experts' matrices instead of its own.
 
 Used only where it is named: the host waits for the number of rows of each expert, and float32 is multiplied in TF32.
 Intermediate results are rounded to the dtype of x. In an FP8 scope operands are quantised, and each expert's rows padded.
@@ -44,7 +44,7 @@ def grouped_mlp(
     Raises:
         ModelError: as the reference, or the scope uses delayed scaling, which keeps a layer's maxima in its module: here
             layers of equal sizes share one module.
-        BackendError: the feature is off, or Transformer Engine is not there.
+        BackendError: the feature is off, or Transformer Engine is not installed.
     """
     _require("experts")
     check_activation(activation)
@@ -79,7 +79,7 @@ def routed_mlp(
 
     Raises:
         ModelError: as the reference, or there is no token.
-        BackendError: a feature is off, or Transformer Engine is not there.
+        BackendError: a feature is off, or Transformer Engine is not installed.
     """
     _require("experts", "permute")
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)

@@ -24,7 +24,7 @@ from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 from megacpp_mcore.ops.triton_launch import launch
 
 DTYPES = (torch.bfloat16,)
-"""Of tokens and weights. PyTorch's grouped product has a kernel for this dtype alone; for others it loops over counts, for
+"""Of tokens and weights. PyTorch's grouped product has a kernel only for this dtype; for others it loops over counts, for
 which the host waits."""
 
 EXPERTS = 256

@@ -172,7 +172,7 @@ class IndexCache:
 class Recomputed:
     """A function under activation checkpointing, whose sparse layers select and read on each run what they did on the first.
 
-    Pass it to the checkpoint in place of ``function``. It must be a new one for each checkpoint call, and it keeps the
+    Pass it to the checkpoint instead of ``function``. It must be a new one for each checkpoint call, and it keeps the
     indices alive as long as the autograd graph keeps it: until the backward pass of the micro-batch is done.
     """
 

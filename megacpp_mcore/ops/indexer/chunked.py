@@ -485,7 +485,7 @@ def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, i
 
 
 Targets = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""Of a chunk's queries: the selected keys that count, -1 in place of others, the target at them, and their bias."""
+"""Of a chunk's queries: the selected keys that count, -1 instead of others, the target at them, and their bias."""
 
 
 def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tuple[Targets, int]:

@@ -4,7 +4,7 @@ Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N se
 W columns of a chunk's rows of scores.
 
 Between the two kernels of the selection, scores are float32: −∞ for keys that a query may not select, the highest finite number
-in place of NaN, and lower finite numbers otherwise. No score is +∞, since the search compares by the sign of a difference, and
+instead of NaN, and lower finite numbers otherwise. No score is +∞, since the search compares by the sign of a difference, and
 that of ∞ − ∞ depends on the processor. For other callers :func:`score_keys` also writes plain scores of all keys.
 """
 
@@ -82,7 +82,7 @@ def score_keys(
     """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
 
     With CAUSAL, tiles whose keys are all later than their queries are not written, W is a multiple of KEYS, S counts the keys,
-    too, and ``score_b`` is None, since the batch's rows follow each other. Without it there are W keys, each scored for every
+    too, and ``score_b`` is None, since the batch's rows follow each other. Without it there are W keys, each scored forevery
     query, ``seq_BS`` is None, and a score is the sum as it comes, NaN and infinities included. ``x_s`` and the like are
     strides. No score is −0, since accumulators start at +0.
     """

@@ -1,5 +1,5 @@
 """The DSA indexer's ops by Triton kernels on a GPU: :func:`~megacpp_mcore.ops.indexer.reference.select` and
-:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`; and the scores alone (:func:`score_all`), for ``chunked.py``.
+:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`; and only the scores (:func:`score_all`), for ``chunked.py``.
 
 Legend: S queries, R queries of a chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys of a query.
 

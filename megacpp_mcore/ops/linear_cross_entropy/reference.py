@@ -65,7 +65,7 @@ def linear_cross_entropy(
     The weights do not enter the losses; they announce the gradient. Megatron multiplies each loss by the loss mask (for an MTP
     depth, the rolled one) and the sum by numbers that are the same for all tokens, so that the incoming gradient is
     ``s · token_weight`` with one ``s`` for all. An implementation may rely on that: it can compute the gradients of hidden and
-    weight for ``s = 1`` from the logits of the forward pass, three products in place of four, and multiply them by s in the
+    weight for ``s = 1`` from the logits of the forward pass, three products instead of four, and multiply them by s in the
     backward pass. A token of weight 0 has its usual loss and no gradient, whatever the incoming one.
 
     Args:

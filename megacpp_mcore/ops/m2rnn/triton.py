@@ -26,7 +26,7 @@ from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.util.nearest import nearest_number
 
 KEY_DIMS = (16, 32, 64)
-"""Whole row blocks of the recurrence, and a power of two for the convolution. The dispatcher takes the kernels for 64 alone."""
+"""Whole row blocks of the recurrence, and a power of two for the convolution. The dispatcher takes the kernels only for 64."""
 
 ROW_LOOPS = 528
 """Programs of the gate's backward, which loop over the rows: four for each multiprocessor of an H200."""
@@ -77,7 +77,7 @@ def m2rnn(
     if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
         raise ModelError(
             f"M²RNN's kernels were given key dim {key_dim} and value dim {value_dim}; they take key dims {KEY_DIMS}, of which "
-            f"the dispatcher gives them 64 alone, and value dim {recurrence.COLUMNS}; the nearest are "
+            f"the dispatcher gives them only 64, and value dim {recurrence.COLUMNS}; the nearest are "
             f"{nearest_number(key_dim, KEY_DIMS)} and {recurrence.COLUMNS}: use these, or the reference"
         )
     if qk_conv_weight.shape[1] != v_conv_weight.shape[1]:

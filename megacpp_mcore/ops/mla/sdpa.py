@@ -5,7 +5,7 @@ Megatron-Core's layout; the kernels are given permuted views of it, never copies
 the width innermost, and PyTorch lays its output and gradients out as the query, key and value are.
 
 Documents are given as ``seq_idx``. In 16 bits they use flash's variable-length kernel, with values padded to the width of the
-keys: forward and backward take 2.0 ms with room for 64 documents and 4.9 ms for 256, in place of 13.1 (4096 rows, 56 heads,
+keys: forward and backward take 2.0 ms with room for 64 documents and 4.9 ms for 256, instead of 13.1 (4096 rows, 56 heads,
 128/64, an H200). In other dtypes they use the memory-efficient kernel with a mask of B · S² elements, built once per
 micro-batch and shared by all layers.
 """

@@ -217,7 +217,9 @@ def check_indexer_inputs(
     if len(dtypes) > 1:
         raise ModelError(f"an indexer's inputs and weights are of {sorted(map(str, dtypes))}; expected one dtype")
     if _check_rotation(rotation_SR, S, R) != R:
-        raise ModelError(f"an indexer's keys have {R} values and the table {rotation_SR.shape[1]}; expected as many")
+        raise ModelError(
+            f"an indexer's keys have {R} values and the table {rotation_SR.shape[1]}; expected equally many"
+        )
 
 
 def check_projection(x_SBHX: torch.Tensor, weight_HCK: torch.Tensor | None, rotation_SR: torch.Tensor | None) -> None:
@@ -248,7 +250,7 @@ def check_keys(kv_SBHX: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: tor
         raise ModelError(f"value_dim is {value_dim}, expected 0..{kv[3] - 1}: less than a head of kv has")
     if _check_rotation(rotation_SR, kv[0], rotary[2]) != rotary[2]:
         raise ModelError(
-            f"the rotary part has {rotary[2]} values and the table {rotation_SR.shape[1]}; expected as many"
+            f"the rotary part has {rotary[2]} values and the table {rotation_SR.shape[1]}; expected equally many"
         )
 
 

@@ -33,7 +33,7 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
     its own.
 
     Args:
-        tensor: one that Megatron creates for every micro-batch, or derived from one.
+        tensor: one that Megatron creates forevery micro-batch, or derived from one.
         form: key of the result, with everything else that it depends on.
         make: its result must not hold memory of ``tensor`` itself, which would then never be freed.
     """
@@ -72,8 +72,8 @@ def seq_idx_from_cu_seqlens(
         of_keys: the same for the keys, where queries and keys have separate ones.
 
     Raises:
-        ModelError: ``cu_seqlens`` or ``of_keys`` is no vector of two or more integers, or they differ in length; on a CPU also:
-            their numbers differ, do not begin with 0, decrease, or end behind the last row.
+        ModelError: ``cu_seqlens`` or ``of_keys`` is not a vector of two or more integers, or they differ in length; on a CPU
+            also: their numbers differ, do not begin with 0, decrease, or end behind the last row.
     """
     _check_cu_seqlens(cu_seqlens, num_rows)
     if of_keys is not None and of_keys is not cu_seqlens:
@@ -109,7 +109,7 @@ def _check_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> None:
 
 
 def check_same_sequences(queries: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ModelError unless the two ``cu_seqlens`` are of as many sequences; the numbers are not read."""
+    """Raise ModelError unless the two ``cu_seqlens`` have equally many sequences; the numbers are not read."""
     if queries.shape != keys.shape:
         raise ModelError(
             f"{queries.numel() - 1} packed sequences of queries and {keys.numel() - 1} of keys; expected the same, as in "
@@ -222,7 +222,7 @@ def document_starts(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> torch
     """Which rows begin a document, except the first: bool ``[B, S]``, False in the first row.
 
     Raises:
-        ModelError: ``seq_idx_BS`` is no int32 tensor ``[B, S]``.
+        ModelError: ``seq_idx_BS`` is not an int32 tensor ``[B, S]``.
     """
     check_seq_idx(seq_idx_BS, batch=batch, rows=rows)
     return torch.nn.functional.pad(seq_idx_BS[:, 1:] != seq_idx_BS[:, :-1], (1, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_the_environment_names_the_file(file: Path, monkeypatch: pytest.MonkeyPa
     assert loaded is not None
     assert loaded.model == preset("nam52")
     monkeypatch.setenv(plugin_config.VARIABLE, str(file) + ".not")
-    with pytest.raises(ConfigFileError, match="has to name a YAML file"):
+    with pytest.raises(ConfigFileError, match="MEGACPP_CONFIG"):
         plugin_config.from_environment()
 
 
@@ -148,7 +147,7 @@ def test_a_schedule_for_a_deeper_model(file: Path) -> None:
     schedule = plugin_config.load_index_schedule(file)
     assert schedule is not None
     assert schedule.roles(7)
-    with pytest.raises(ConfigFileError, match=re.escape("(FSSFSSF) names 7 layers, the model has 6")) as raised:
+    with pytest.raises(ConfigFileError, match=r"\(FSSFSSF\) .* 7 .* 6") as raised:
         schedule.roles(6)
     assert str(file) in str(raised.value)
 
@@ -185,7 +184,7 @@ def test_a_file_is_about_one_kind_of_model(file: Path) -> None:
     file.write_text("model: nam56r\n")
     assert plugin_config.load_index_schedule(file) is None
     file.write_text("dsa_index_cache: {schedule: FS}\n")
-    with pytest.raises(ConfigFileError, match="stands alone in its file"):
+    with pytest.raises(ConfigFileError, match="alone"):
         plugin_config.load(file)
 
 

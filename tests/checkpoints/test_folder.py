@@ -196,7 +196,7 @@ def test_checkpoints_without_a_manifest_still_load(saved: Path, capsys: pytest.C
     for name, damage in (("metadata.json", "emptied"), (SHARD, "cut"), (SHARD, "deleted"), (".metadata", "a bit at 7")):
         before = (saved / NEWEST / name).read_bytes()
         DAMAGES[damage](saved / NEWEST / name)
-        with pytest.raises(CheckpointError, match=f"{name}.*the newest whole checkpoint is {saved / OLDER}"):
+        with pytest.raises(CheckpointError, match=f"{name}.*{saved / OLDER}"):
             choose(saved, None)
         (saved / NEWEST / name).write_bytes(before)
 
@@ -402,7 +402,7 @@ def test_metadata_of_the_wrong_kind_is_a_damage(saved: Path) -> None:
 
 def test_a_folder_that_cannot_be_saved_in_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/link is a link to nowhere, which does not exist"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/link .*nowhere"):
         claim(str(tmp_path / "link"), None, None, finetune=False)
     (tmp_path / "file").write_text("")
     with raises(CheckpointError, f"--save {tmp_path / 'file'}"):

@@ -119,9 +119,7 @@ def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[An
         assert metadata == {**groups, **marks, "megacpp_experts": "megacpp_mcore"}
         model.sharded_state_dict(metadata={**metadata, "megacpp_loaded_from": "/now"})
         other = {**metadata, "megacpp_model": {"mamba3.a_floor": 0.01}, "megacpp_loaded_from": "/other"}
-        with pytest.raises(
-            CheckpointError, match=r"/other is of a model whose mamba3\.a_floor is 0\.01, and the run's is 0\.0001"
-        ):
+        with pytest.raises(CheckpointError, match=r"/other .*mamba3\.a_floor is 0\.01.* 0\.0001"):
             model.sharded_state_dict(metadata=other)
         with pytest.raises(CheckpointError, match="/old has megacpp_layout None, expected 2"):
             model.sharded_state_dict(metadata={**groups, "megacpp_loaded_from": "/old"})
@@ -131,7 +129,7 @@ def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[An
         mixers = [name for name, entry in state._metadata.items() if entry.get("version") == 2 and name]
         assert len(mixers) == sum(layer in "MR" for layer in SMALL.layers)
         state._metadata[mixers[0]]["version"] = 1
-        with pytest.raises(CheckpointError, match="in layout 1, expected 2"):
+        with pytest.raises(CheckpointError, match=r"layout 1.* 2"):
             model.load_state_dict(state)
 
 
@@ -172,12 +170,12 @@ def test_another_mtp_block_is_refused(process: Path) -> None:
     from megacpp_mcore.layer_specs.hybrid import SharedMTPLayer
 
     config = stock.model_config(stock.words(SMALL)).transformer
-    with pytest.raises(ModelError, match=r"the MTP pattern is 'D-'; NAM56R's is '\+-'"):
+    with pytest.raises(ModelError, match=r"'D-'.*'\+-'"):
         SharedMTPLayer(config, mtp_layer_pattern="D-")
 
 
 def test_cuda_graphs_are_refused(process: Path) -> None:
-    with pytest.raises(ModelError, match="no layer of HybridModel has been captured yet; leave --cuda-graph-impl out"):
+    with pytest.raises(ModelError, match=r"HybridModel .*--cuda-graph-impl"):
         build(process, "--cuda-graph-impl", "local", "--te-rng-tracker")
 
 

@@ -70,7 +70,7 @@ def test_tokens_that_are_no_bytes_are_not_printed_as_text(
     kind, eod = tokens
     args = SimpleNamespace(tokenizer_type=kind, tokenizer_model="a folder", null_tokenizer_eod_id=eod)
     monkeypatch.setattr("megatron.training.arguments.parse_and_validate_args", lambda *_, **__: args)
-    with pytest.raises(DataError, match=f"--tokenizer-type {kind} --tokenizer-model a folder; expected a byte model's"):
+    with pytest.raises(DataError, match=f"--tokenizer-type {kind} --tokenizer-model a folder"):
         sample.main()
 
 

@@ -64,7 +64,7 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     arms = yaml.safe_load((ROOT / "experiments/gpus.yaml").read_text())["arms"].values()
     assert sorted(seen) == sorted((str(arm["training"]["processes"]), arm["training"]["processes"]) for arm in arms)
     assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file, beside each other, before the one of 8
-    with pytest.raises(SystemExit, match="an arm takes 8 GPUs"):
+    with pytest.raises(SystemExit, match="8 GPUs"):
         train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match=r"no arm 'fuor'.*four"):
         train.main([*words, "--arms", "one", "fuor"])

@@ -264,7 +264,7 @@ def test_another_owner_of_the_recompute_is_refused(process: None) -> None:
     model, x = dense()
     fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5).install(model, 3)
     regions._recompute(model, "forward")  # Megatron's, around the scope
-    with pytest.raises(ModelError, match="entered by a recompute, under delayed scaling"):
+    with pytest.raises(ModelError, match="te_checkpoint"):
         gradients(model, x)
 
 
@@ -283,7 +283,7 @@ def test_experts_in_a_scope_take_padded_rows() -> None:
 def test_experts_have_no_history_of_maxima() -> None:
     case = Case(T=32, D=256, F=128, topk=1)
     scopes = fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5)
-    with scopes.group((3,)), pytest.raises(ModelError, match="delayed scaling, whose maxima layers of equal sizes"):
+    with scopes.group((3,)), pytest.raises(ModelError, match=r"delayed .*block or current"):
         outcome(experts.routed_mlp, case, draw(case, "cuda"))
 
 

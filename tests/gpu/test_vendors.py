@@ -153,7 +153,7 @@ def test_quack_experts_by_name_and_by_auto() -> None:
     assert automatic.request("routed_mlp", ffn=896, **whole).observed == "quack"
     assert automatic.request("routed_mlp", ffn=896, **whole | {"expert_ranks": 2, "experts": 8}).observed == "triton"
     assert automatic.request("routed_mlp", ffn=1024, **whole).observed == "triton"
-    with pytest.raises(BackendError, match="ffn 900 is not a multiple of 8"):
+    with pytest.raises(BackendError, match=r"ffn 900 .* 8"):
         dispatcher.request("routed_mlp", ffn=900, **sizes, **needs)
 
 

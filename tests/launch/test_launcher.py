@@ -101,7 +101,7 @@ def test_missing_script_says_where_and_how(tmp_path: Path, monkeypatch: pytest.M
 def test_a_checkout_that_is_not_there_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()
-    with pytest.raises(CheckoutError, match="MEGATRON_LM is '/no', which is no folder"):
+    with pytest.raises(CheckoutError, match="MEGATRON_LM is '/no'"):
         launch_plan.find_script("pretrain_gpt.py", {"MEGATRON_LM": "/no"})
 
 
@@ -262,7 +262,7 @@ def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     words = lower(preset("nam56r"), Layout(), Training(data=("--data-path", "there is none")))
-    with pytest.raises(LaunchError, match=r"^nam56r has 81.0 GB .* fits on 2 GPUs, replicas"):
+    with pytest.raises(LaunchError, match=r"^nam56r .* 81.0 GB .* 2 GPUs, "):
         launcher.launch(words, device="cuda")
 
 

@@ -171,7 +171,7 @@ def test_a_region_counts_its_graphs_and_has_room_for_more_than_dynamo_gives(
         other(torch.ones(2))
         assert region.graphs == graphs.count == most
         assert other.graphs == 1
-        with pytest.raises(ModelError, match=rf"region test has {most} compiled graphs"):
+        with pytest.raises(ModelError, match=rf"region test .* {most} "):
             region(torch.ones(2 + most))
         assert torch.equal(region(torch.ones(2)), torch.full((2,), 2.0))  # those it has still run
 

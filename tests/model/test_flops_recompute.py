@@ -149,18 +149,18 @@ def test_the_default_of_selective_is_the_core() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"granularity": "some"}, "granularity is 'some'; expected full"),
-        ({"granularity": "full", "num_layers": 1}, "method of full recompute is None; expected uniform or block"),
-        ({"granularity": "full", "method": "block"}, "full recompute of None layers; expected"),
-        ({"granularity": "full", "method": "block", "num_layers": 0}, "full recompute of 0 layers; expected"),
+        ({"granularity": "some"}, "granularity is 'some'"),
+        ({"granularity": "full", "num_layers": 1}, "is None.*uniform or block"),
+        ({"granularity": "full", "method": "block"}, "None layers"),
+        ({"granularity": "full", "method": "block", "num_layers": 0}, "0 layers"),
         (
             {"granularity": "full", "method": "block", "num_layers": 1, "own": Recompute(m=True)},
-            "asks for m, and --recompute-granularity full recomputes whole layers",
+            "for m.*--recompute-granularity full",
         ),
-        ({"granularity": "selective", "modules": ("gdn_norm_out",)}, "gdn_norm_out are not known; known: core_attn"),
+        ({"granularity": "selective", "modules": ("gdn_norm_out",)}, "gdn_norm_out .*core_attn"),
         (
             {"granularity": "selective", "modules": ("core_attn",), "own": Recompute(a=True)},
-            "asks for a, and --recompute-modules core_attn",
+            "for a.*--recompute-modules core_attn",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_settings_that_no_run_can_have(settings: dict[str, Any], says: str) -> N
 
 def test_units_of_several_layers_do_not_go_with_mtp() -> None:
     how = Recomputation(granularity="full", method="uniform", num_layers=4)
-    with pytest.raises(ModelError, match="units of 4 layers with multi-token prediction; Megatron takes 1"):
+    with pytest.raises(ModelError, match=r"units of 4 .* 1 "):
         recomputed(SMALL, STEP, how)
     plain = with_overrides(SMALL, {"mtp": {"depth": 0}})
     step = flops.step(plain, BATCH)

@@ -139,10 +139,10 @@ def test_whose_host_a_spec_is_for(words: list[str] | None, host: str | None) -> 
 @pytest.mark.parametrize(
     ("script", "spec", "pattern", "says"),
     [
-        ("pretrain_gpt.py", "nam56r_hybrid", True, r"for pretrain_hybrid\.py, and the script is pretrain_gpt\.py"),
-        ("pretrain_hybrid.py", "nam56r", False, r"for pretrain_gpt\.py, and the script is pretrain_hybrid\.py"),
-        (None, "nam56r_hybrid", False, "needs --hybrid-layer-pattern"),
-        (None, "nam56r", True, "takes no --hybrid-layer-pattern"),
+        ("pretrain_gpt.py", "nam56r_hybrid", True, r"nam56r_hybrid .*pretrain_hybrid\.py.* pretrain_gpt\.py"),
+        ("pretrain_hybrid.py", "nam56r", False, r"nam56r .*pretrain_gpt\.py.* pretrain_hybrid\.py"),
+        (None, "nam56r_hybrid", False, "nam56r_hybrid .*--hybrid-layer-pattern"),
+        (None, "nam56r", True, "nam56r .*--hybrid-layer-pattern"),
     ],
 )
 def test_a_spec_for_another_host_is_refused(

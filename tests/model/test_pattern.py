@@ -54,7 +54,7 @@ def test_every_text_parses_or_is_refused(text: str) -> None:
     if is_legal:
         assert str(parse(text)) == text
     else:
-        with pytest.raises(PatternError, match=r"at position \d+|the pattern is empty"):
+        with pytest.raises(PatternError, match=r"position \d+|empty"):
             parse(text)
 
 
@@ -93,7 +93,7 @@ def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
     assert staged.staged
     assert staged.layers(len(whole)) == whole
     if depth != len(whole):
-        with pytest.raises(PatternError, match=rf"holds {len(whole)} layers, the depth is {depth}"):
+        with pytest.raises(PatternError, match=f"{len(whole)} layers.* {depth}"):
             staged.layers(depth)
 
 
@@ -120,16 +120,16 @@ def test_dsa_and_index_cache_of_nam56r(roles: tuple[str | None, ...]) -> None:
 
 @pytest.mark.parametrize(("schedule", "layer"), [("S", 1), ("-S", 5), ("--SF", 9)])
 def test_a_shared_layer_needs_a_full_one_below(schedule: str, layer: int) -> None:
-    with pytest.raises(PatternError, match=rf"layer {layer} is Shared \('S'\) with no Full"):
+    with pytest.raises(PatternError, match=rf"layer {layer} .*\('F'\)"):
         attention_roles(parse(NAM56R).layers(52), schedule)
     with pytest.raises(PatternError, match="layer 2 is Shared"):
         source_layers((None, "S"))
 
 
 def test_schedules_that_do_not_fit() -> None:
-    with pytest.raises(PatternError, match="the DSA schedule is empty"):
+    with pytest.raises(PatternError, match="empty"):
         attention_roles("AA", "")
-    with pytest.raises(PatternError, match="has 3 entries, but the pattern has 2 A layers"):
+    with pytest.raises(PatternError, match=r"3 entries.* 2 A"):
         attention_roles("AEA", "-FS")
     assert attention_roles("EMER", "-FS") == (None,) * 4
 
@@ -179,7 +179,7 @@ def test_promotion_for_pipeline_layouts(
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 60))
 def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, depth: int) -> None:
     if depth % (pipeline * virtual):
-        with pytest.raises(ModelError, match=f"{depth} layers do not split evenly"):
+        with pytest.raises(ModelError, match=f"^{depth} layers .* {pipeline} .* {virtual} "):
             uniform_chunks(depth, pipeline, virtual)
         return
     chunks = uniform_chunks(depth, pipeline, virtual)

@@ -48,8 +48,8 @@ def test_the_precision_adds_the_file_and_leaves_out_graphs(host: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_where_there_is_no_transformer_engine(device: str) -> None:
-    says = "and the CPU lane has none" if device == "cpu" else "and transformer_impl local has none; use bf16"
-    with pytest.raises(ModelError, match=f"by Transformer Engine's grouped GEMM, {says}"):
+    value = "CPU" if device == "cpu" else "transformer_impl local"
+    with pytest.raises(ModelError, match=f"bf16_te_fp8_experts .*{value}"):
         Training(precision="bf16_te_fp8_experts", transformer_impl="local", device=device)
 
 
@@ -60,7 +60,7 @@ def test_where_there_is_no_transformer_engine(device: str) -> None:
         ({"pattern": "AAME", "depth": 4}, "has no E layer between its first and last"),
         (
             {"moe": {"ffn_hidden_size": 120}},
-            "moe.ffn_hidden_size of nam56r_tiny is 120, and an FP8 GEMM needs a multiple of 16",
+            "moe.ffn_hidden_size of nam56r_tiny is 120.*multiple of 16",
         ),
     ],
 )

@@ -127,20 +127,18 @@ def test_processes_follow_the_layout_and_replicas_are_welcome(
             run.check_processes(chosen, layout)
             continue
         assert started not in fitting
-        with pytest.raises(
-            LaunchError, match=rf"is for {needed} processes, and {started} w.*--nproc-per-node {needed} "
-        ):
+        with pytest.raises(LaunchError, match=rf" {needed} .* {started} .*--nproc-per-node {needed} "):
             run.check_processes(chosen, layout)
 
 
 def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
     eight = RECIPES[EIGHT]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(LaunchError, match=f"recipe {EIGHT} is for 8 processes, and 4 were started"):
+    with pytest.raises(LaunchError, match=f"recipe {EIGHT} .* 8 .* 4"):
         run.check_processes(eight, eight.layout)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(LaunchError, match=f"recipe {EIGHT} needs 4 GPUs on this host, and torch sees 2"):
+    with pytest.raises(LaunchError, match=f"recipe {EIGHT} .* 4 GPUs .* 2"):
         run.check_processes(eight, Layout(expert=4))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     run.check_processes(eight, Layout(expert=4))

@@ -170,7 +170,7 @@ def test_a_line_that_is_damaged_is_named_with_its_number(tmp_path: Path, line: A
     path = write_start(tmp_path, 1, 0, with_loss(stepped(1, 1)))
     path.write_text(path.read_text() + (line if isinstance(line, str) else json.dumps(line)) + "\n")
     append(path, stepped(3, 3))
-    with pytest.raises(DataError, match=rf"{path}, line 3: no line that a run writes \({named}.*restore the file"):
+    with pytest.raises(DataError, match=rf"{path}, line 3: .*\({named}"):
         events.read(tmp_path)
 
 

@@ -23,9 +23,9 @@ along with the labels; for the main head, under a stock script, the model's own,
 by. Any other caller of the model may weight its losses freely, so the op gets no mask: through Bridge the main head takes a
 fourth product. The op's assertion stops a stock script whose loss function multiplies by anything else.
 
-Each head is a separate call. A single call for all heads was measured (``bench run linear_cross_entropy_heads``): 1 % faster,
-0.5 of 2.3 GB less. But it must know the ratio of the main loss to a depth's before the loss function runs, and abort the run if
-that turns out different; a call per head needs only its mask.
+Each head is a separate call. A single call for all heads was measured (rows ``linear_cross_entropy_heads`` of
+``experiments/results/bench_h200.csv``): 1 % faster, 0.5 of 2.3 GB less. But it must know the ratio of the main loss to a
+depth's before the loss function runs, and abort the run if that turns out different; a call per head needs only its mask.
 
 Shape legend: S sequence, B batch, H hidden width, V vocabulary of this rank.
 """

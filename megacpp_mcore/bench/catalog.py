@@ -92,7 +92,6 @@ def _sizes(model: Model) -> dict[str, int]:
         "rnn_heads": model.recurrent_heads, "key_dim": rnn.key_dim, "value_dim": rnn.value_dim,
         "checkpoint_every": rnn.checkpoint_every, "experts": moe.experts, "routed": moe.topk,
         "expert_width": moe.ffn_hidden_size, "hidden": model.hidden_size, "vocab": model.vocab_size_padded(1),
-        "mtp_heads": model.mtp.depth,
     }  # fmt: skip
 
 
@@ -149,13 +148,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                    "experts routed hidden expert_width", "grouped_mlp:routed_problem"),
         _benchmark("rms_norm", OP, "rms_norm", "the norm that a layer begins with, and its residual", "hidden"),
         _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
-        _benchmark("grouped_fp8", OP, "grouped_fp8", "grouped product of FP8 operands with block scales, forward",
-                   "experts routed hidden expert_width"),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
                    "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
-        _benchmark("linear_cross_entropy_heads", OP, "linear_cross_entropy",
-                   "the main head and every MTP depth: a call for each, and one for all", "hidden vocab mtp_heads",
-                   "linear_cross_entropy:heads_problem"),
         _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
         _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
         _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megacpp_mcore import backends
-from megacpp_mcore.backends.candidates import grouped_fp8_candidates
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
@@ -178,8 +177,7 @@ class Variant:
         Raises:
             BenchmarkError: no backend of that op is known.
         """
-        every = (*backends.own_candidates(), *grouped_fp8_candidates())
-        known = [one for one in every if one.op == op and one.name != backends.STOCK]
+        known = [one for one in backends.own_candidates() if one.op == op and one.name != backends.STOCK]
         if not known:
             raise BenchmarkError(f"op {op!r} has no backend; name what is measured in the benchmark itself")
         for candidate in known:

@@ -6,7 +6,7 @@ floor of everything that forms the logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -50,6 +50,7 @@ def problem(options: Options) -> Problem:
         fixed={"label": draw.integers(vocab, tokens), "share": share_N},
     )
     variants = [
+        *_stock(hidden, vocab),
         *_reduced(options, inputs),
         _variant("reference", OURS, _called(reference.linear_cross_entropy)),
         _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
@@ -57,39 +58,11 @@ def problem(options: Options) -> Problem:
         _into("known weights, main_grad", weight_VH),
         Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
     ]
-    # Hidden and weight are read in both passes, and their gradients written.
-    return _problem(options, inputs, 3 * (hidden_NH.nbytes + weight_VH.nbytes), variants)
-
-
-def heads_problem(options: Options) -> Problem:
-    """Compare the main head and the MTP depths on one weight: one call for each, or one call for all with weighted tokens.
-
-    A depth's losses weigh less than the main head's, and are masked where a sequence ends: each head has one weight, and
-    one token in sixteen has weight zero.
-    """
-    hidden, vocab, depths = options.sizes("hidden", "vocab", "mtp_heads")
-    tokens, heads, draw = options.shape["B"] * options.shape["S"], 1 + depths, Draw(options)
-    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
-    share_N = torch.ones(heads, tokens, device=options.device)
-    share_N[1:] = 0.3 / depths
-    share_N[:, ::16] = 0.0
-    inputs = Inputs(
-        leaves=draw.leaves(hidden=draw.normal(heads * tokens, hidden), weight=weight_VH),
-        cotangents={"loss": share_N.flatten() * 0.37},
-        fixed={"label": draw.integers(vocab, heads * tokens), "share": share_N.flatten()},
-    )
-    names = {"a call for each head, main_grad": heads, "one call, main_grad": 1}
-    moved = 2 * inputs.leaves["hidden"].nbytes + 2 * weight_VH.nbytes + 8 * weight_VH.numel()
-    return _problem(options, inputs, moved, [_into(name, weight_VH, calls) for name, calls in names.items()])
-
-
-def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Variant]) -> Problem:
-    """Make the problem of ``variants`` and stock's."""
-    hidden, vocab = options.sizes("hidden", "vocab")
-    operations = product(inputs.leaves["hidden"].numel() * vocab).training
+    moved = 3 * (hidden_NH.nbytes + weight_VH.nbytes)  # both are read in both passes, and their gradients written
+    operations = product(tokens * hidden * vocab).training
     return Problem(
         inputs=inputs,
-        variants=[*_stock(hidden, vocab), *variants],
+        variants=variants,
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
         check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
@@ -136,25 +109,21 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     yield _variant("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
 
 
-def _into(name: str, weight_VH: torch.Tensor, calls: int = 1, *, are_weights_known: bool = True) -> Variant:
+def _into(name: str, weight_VH: torch.Tensor, *, are_weights_known: bool = True) -> Variant:
     """Accumulate as with fusion: the weight's gradient is added to an existing float32 buffer.
 
-    All forward passes, then all backward passes, in the order of a training step. The first run, which checks parity, starts
-    with a zero buffer. Known weights are the gradients of the losses themselves.
+    The first run, which checks parity, starts with a zero buffer. Known weights are the gradients of the losses themselves.
     """
     buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run(inputs: Inputs) -> Tensors:
-        main_grad, losses = MainGrad(buffer_VH, lambda: None), []
-        leaves = list(inputs.leaves.values())
-        rows = (leaves[0], inputs.fixed["label"], inputs.fixed["share"])
-        for hidden_CH, label_C, share_C in zip(*(row.chunk(calls) for row in rows), strict=True):
-            known = share_C if are_weights_known else None
-            made = chunked.linear_cross_entropy(hidden_CH, leaves[1], label_C, main_grad=main_grad, token_weight=known)
-            losses.append(made.loss)
-        loss = torch.cat(losses)
-        grad_hidden, _ = torch.autograd.grad(loss, leaves, inputs.cotangents["loss"], allow_unused=True)
-        return [loss.detach(), grad_hidden, buffer_VH]
+        main_grad, leaves = MainGrad(buffer_VH, lambda: None), list(inputs.leaves.values())
+        known = inputs.fixed["share"] if are_weights_known else None
+        hidden_NH, weight_VH = leaves
+        label_N = inputs.fixed["label"]
+        made = chunked.linear_cross_entropy(hidden_NH, weight_VH, label_N, main_grad=main_grad, token_weight=known)
+        grad_hidden, _ = torch.autograd.grad(made.loss, leaves, inputs.cotangents["loss"], allow_unused=True)
+        return [made.loss.detach(), grad_hidden, buffer_VH]
 
     return Variant(name=name, side=OURS, runs={BOTH: run})
 

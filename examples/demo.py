@@ -36,7 +36,8 @@ from megacpp_mcore.arguments.lowering import lower  # noqa: E402
 from megacpp_mcore.data.manifest import load_manifest  # noqa: E402
 from megacpp_mcore.data.tokenizer import tokenizer_words  # noqa: E402
 from megacpp_mcore.errors import DataError, MegacppError  # noqa: E402
-from megacpp_mcore.model import Layout, preset  # noqa: E402
+from megacpp_mcore.model import preset  # noqa: E402
+from megacpp_mcore.model.run import Run  # noqa: E402
 from megacpp_mcore.model.training import Training  # noqa: E402
 from megacpp_mcore.observe import page, steps  # noqa: E402
 
@@ -117,7 +118,7 @@ def command(
         extra=tuple(extra),
     )
     launch = [sys.executable, "-m", "megacpp_mcore", "launch", "--verbose", "--device", plan.device, *options, "--"]
-    return [*launch, *([script] if script else []), *lower(MODEL, Layout(), training)]
+    return [*launch, *([script] if script else []), *lower(Run(MODEL, training=training))]
 
 
 def training_command(plan: Plan, train_prefix: str, *, resume: bool) -> list[str]:

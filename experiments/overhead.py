@@ -20,7 +20,8 @@ from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.launch import launcher
-from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model import preset
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.loop import Notifier
@@ -68,7 +69,7 @@ def main() -> int:
         return result
 
     with mock.patch.object(Notifier, "notify", listening), mock.patch.object(Notifier, "notify_step", marking):
-        words = lower(model, Layout(), training)
+        words = lower(Run(model, training=training))
         status = launcher.launch(words, device=args.device, recording=launcher.Recording(observe=str(args.run)))
     if status or len(marks) != args.steps:
         sys.exit(f"training ended with status {status} after {len(marks)} of {args.steps} logged steps")

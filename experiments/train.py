@@ -36,6 +36,7 @@ from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import Step, read_steps
@@ -166,7 +167,7 @@ def _train(
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
-        command += ["--", *lower(model, Layout(**arm.layout), training, arm.host)]
+        command += ["--", *lower(Run(model, Layout(**arm.layout), training, arm.host))]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if args.device == "cuda" else {}
     with (folder / "log").open("w") as sink:

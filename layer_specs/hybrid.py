@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -25,7 +24,7 @@ from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments.read import RUN, model_of
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
@@ -131,7 +130,7 @@ class SharedMTPLayer(RepeatedLayer):
     ) -> None:
         if mtp_layer_pattern != hybrid.MTP_BLOCK:
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
-        settings = plugin_config.from_environment()
+        settings = getattr(config, RUN).settings  # HybridModel builds its decoder first
         dispatcher = Dispatcher(settings.backends if settings is not None else None)
         (spec,) = region_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
         super().__init__(
@@ -151,36 +150,23 @@ nam56r_hybrid = ModuleSpec(
 """HybridModel's stack spec; the run's arguments and ``MEGACPP_CONFIG`` determine the model."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run's configuration objects and hybrid pattern."""
-
-    sources: tuple[Any, ...]
-    text: str | None
-
-
-def _run(config: TransformerConfig) -> _Run:
-    """The run of ``config``: everything is on a provider itself, or in Megatron's global arguments under a stock script."""
+def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
+    """The run's configuration objects and hybrid pattern: of a provider itself, or of Megatron's arguments under a script."""
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if hasattr(config, "hybrid_layer_pattern") or arguments is None:
-        return _Run((config,), getattr(config, "hybrid_layer_pattern", None))
+        return (config,), getattr(config, "hybrid_layer_pattern", None)
     from megatron.training.argument_utils import hybrid_config_from_args
 
-    return _Run((config, hybrid_config_from_args(arguments, config)), arguments.hybrid_layer_pattern)
+    return (config, hybrid_config_from_args(arguments, config)), arguments.hybrid_layer_pattern
 
 
 def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStackSubmodules:
     """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
-    run = _run(config)
     settings = plugin_config.from_environment()
     gpt_host.configure_engine(settings)
-    if settings is not None:
-        model = settings.model
-        origin = f" of {settings.path} ({plugin_config.VARIABLE})"
-        lowering.check_arguments(model, run.sources, origin, host=HYBRID)
-    else:
-        model = lowering.matching_preset(run.sources, host=HYBRID)
-    chunks = _chunks(model, config, run.text)
+    sources, text = _described(config)
+    model = model_of(sources, settings, HYBRID)
+    chunks = _chunks(model, config, text)
     if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in the GPT host
         ranks.compare(settings)
     if config.cuda_graph_impl != "none":
@@ -188,20 +174,17 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
             f"{model.name}: no layer of HybridModel has been captured yet; leave --cuda-graph-impl out, or train on GPTModel "
             "(--spec megacpp_mcore nam56r)"
         )
-    gpt_host.check_layout(model, config, chunks)
+    gpt_host.check_layout(model, config, chunks, settings)
     _check_symbols(model, chunks, layers, symbols)
-    gpt_host.apply_patches(settings)
-    gpt_host.announce_policy(model, config, settings)
-    gpt_host.claim_save_folder(settings)
-    gpt_host.prepare(model, config, run.sources)
+    gpt_host.start(model, config, settings)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size
     vp_stage = None if config.virtual_pipeline_model_parallel_size is None else virtual
-    block = gpt_host.block_submodules(model, config, layers, vp_stage, dispatcher)
+    block = gpt_host.block_submodules(model, config, layers, vp_stage, dispatcher, settings)
     log_single_rank(
         logger,
         logging.INFO,
-        f"megacpp-mcore: building {model.name} on HybridModel, pattern {run.text}, DSA schedule {model.dsa.schedule}, "
+        f"megacpp-mcore: building {model.name} on HybridModel, pattern {text}, DSA schedule {model.dsa.schedule}, "
         f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up\n  "
         + "\n  ".join(hybrid.plan(model).describe()),
     )

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,7 @@ from megacpp_mcore import cpu, patches, policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
+from megacpp_mcore.arguments.read import RUN, layout_of, model_of, read
 from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
@@ -47,8 +47,9 @@ from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, mixer_layer_spec, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent
 from megacpp_mcore.layer_specs.regions import region_plan
-from megacpp_mcore.model import Layout, Model
+from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
 from megacpp_mcore.policy import ranks
@@ -106,17 +107,9 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     if not vp_stage:  # once: between chunks one stage may wait for a later chunk of another, as for tied embeddings
         ranks.compare(settings)
     configure_engine(settings)
-    if settings is not None:
-        model = settings.model
-        lowering.check_arguments(model, sources, f" of {settings.path} ({plugin_config.VARIABLE})")
-    else:
-        model = lowering.matching_preset(sources)
-    chunks = model_chunks(transformer)
-    check_layout(model, transformer, chunks)
-    apply_patches(settings)
-    announce_policy(model, transformer, settings)
-    claim_save_folder(settings)
-    prepare(model, transformer, sources)
+    model = model_of(sources, settings)
+    check_layout(model, transformer, model_chunks(transformer), settings)
+    start(model, transformer, settings)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
     if not vp_stage:
@@ -128,20 +121,32 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
         f"megacpp-mcore: building {model.name}, layers {model.layers}, DSA schedule {model.dsa.schedule}, "
         f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up",
     )
-    return block_submodules(model, transformer, layers, vp_stage, dispatcher)
+    return block_submodules(model, transformer, layers, vp_stage, dispatcher, settings)
+
+
+def start(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
+    """Do what precedes the layers in either model class, and leave the run in :data:`~megacpp_mcore.arguments.read.RUN`."""
+    apply_patches(settings)
+    setattr(config, RUN, announce_policy(model, config, settings))
+    claim_save_folder(settings)
+    prepare(model, config, settings)
 
 
 def block_submodules(
-    model: Model, config: TransformerConfig, layers: range, vp_stage: int | None, dispatcher: Dispatcher
+    model: Model,
+    config: TransformerConfig,
+    layers: range,
+    vp_stage: int | None,
+    dispatcher: Dispatcher,
+    settings: plugin_config.PluginConfig | None,
 ) -> HybridBlockSubmodules:
-    """The specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
+    """Return the specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
     parts = parts_for(config)
     # Also if this chunk has no E layer: its rank may be the one that writes the checkpoint's metadata.
     if "E" in model.layers:
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
-    settings = plugin_config.from_environment()
     plan, graphs = region_plan(settings, config), graph_plan(model, config, dispatcher, settings)
     specs = []
     for number in layers:
@@ -185,39 +190,29 @@ def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
         vendor_switches.configure(settings.vendors, str(settings.path))
 
 
-def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
+def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> Run:
     """Print a stock script's launch policy, once and on rank 0, unless our launcher has; refuse what does not fit this GPU.
+
+    Returns:
+        The run; without a stock script, which has no command line, its model, layout and settings alone.
 
     Raises:
         LaunchError: as :func:`megacpp_mcore.policy.check_memory`.
     """
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
-        return
+        return Run(model, layout_of(config), settings=settings)
     lowering.check_unused(sys.argv[1:])
-    on_cpu = cpu.is_active()
-    run = policy.Run.from_arguments(
-        sys.argv[1:],
-        device="cpu" if on_cpu else "cuda",
-        world_size=torch.distributed.get_world_size(),
-        model=model,
-    )
-    layout = {
-        "tensor": config.tensor_model_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-        "virtual": config.virtual_pipeline_model_parallel_size or 1,
-        "expert": config.expert_model_parallel_size,
-        "sequence_parallel": config.sequence_parallel,
-        "cpu_initialization": config.use_cpu_initialization,
-        "tf32_products": policy.tf32_products(),
-    }
-    run = dataclasses.replace(run, **layout)  # the parallel layout may come from a file or a checkpoint
+    device, processes = "cpu" if cpu.is_active() else "cuda", torch.distributed.get_world_size()
+    run = read(sys.argv[1:], device=device, processes=processes, model=model, settings=settings)
+    run = dataclasses.replace(run, layout=layout_of(config))  # which may come from a file or a checkpoint
     policy.check_memory(run)
     policy.announce(
         run,
-        settings=settings,
         environment=os.environ,
         say=lambda line: print_rank_0(f"megacpp-mcore: {line}"),
+        tf32_products=policy.tf32_products(),
     )
+    return run
 
 
 def claim_save_folder(settings: plugin_config.PluginConfig | None) -> None:
@@ -239,10 +234,10 @@ def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
     patches.apply((*PATCHES, LOSS_PATCH) if with_loss else PATCHES)
 
 
-def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:
-    """Set the fields of Megatron's configuration that a hybrid model needs and no flag sets; ``sources``: all of the run's.
+def prepare(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
+    """Set the fields of Megatron's configuration that a hybrid model needs and no flag sets.
 
-    The backward pass stays in the thread that calls it: PyTorch's own thread for a GPU takes the host longer to launch from.
+    The backward pass stays in the thread that calls it: PyTorch's own thread for a GPU takes the CPU longer to launch from.
     """
     torch.autograd.set_multithreading_enabled(False)
     set_start(model, config)
@@ -256,7 +251,6 @@ def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) 
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
     # Read by the code that packs documents and by the layers (megacpp_mcore.layer_specs.documents).
-    settings = plugin_config.from_environment()
     config.max_documents = settings.max_documents if settings is not None else None
     if grammar.FULL_INDEX in model.roles:
         # Without this the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
@@ -268,24 +262,18 @@ def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) 
             tracker.pop(SAVED_LOSSES, None)  # count of the losses in the old values
 
 
-def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, ...]) -> None:
+def check_layout(
+    model: Model,
+    config: TransformerConfig,
+    chunks: tuple[range, ...],
+    settings: plugin_config.PluginConfig | None = None,
+) -> None:
     """Refuse a run whose parallel layout does not fit ``model``; ``chunks`` are the stages as Megatron really splits them.
 
     Raises:
         ModelError: the layout does not fit, or the run requests a feature that the model's layers lack.
     """
-    layout = Layout(
-        tensor=config.tensor_model_parallel_size,
-        pipeline=config.pipeline_model_parallel_size,
-        virtual=config.virtual_pipeline_model_parallel_size or 1,
-        expert=config.expert_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-    )
-    if config.context_parallel_size > 1:
-        raise ModelError(
-            f"{model.name}: context parallelism is {config.context_parallel_size}; no block family of this model can cut "
-            "a sequence over ranks yet, leave --context-parallel-size at 1"
-        )
+    layout = layout_of(config)
     for asked, what in (
         (config.fp8, "--fp8-format, which wraps every layer in FP8,"),
         (config.fp4, "--fp4-format, which wraps every layer in FP4,"),
@@ -316,5 +304,5 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
             f"{lowering.pipeline_layout(grammar.parse(model.pattern).stages, model.mtp.depth)!r}"
         )
     grammar.check_chunks(model.name, model.roles, chunks)
-    check_graphs(model, config, plugin_config.from_environment())
+    check_graphs(model, config, settings)
     check_run(config)

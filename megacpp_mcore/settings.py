@@ -272,13 +272,13 @@ def from_environment() -> PluginConfig | None:
     return load(path) if path else None
 
 
-def of_recipe(chosen: Recipe) -> PluginConfig | None:
-    """The settings of a run of ``chosen``: those of the file that ``MEGACPP_CONFIG`` names, else the recipe's own.
+def of_recipe(chosen: Recipe, found: PluginConfig | None = None) -> PluginConfig | None:
+    """Return the settings of a run of ``chosen``: ``found``, or those that ``MEGACPP_CONFIG`` names, else the recipe's own.
 
     Raises:
         ConfigFileError: the file lacks what the recipe's own switches on.
     """
-    found = from_environment()
+    found = found or from_environment()
     if chosen.settings is None:
         return found
     own = load(chosen.settings)

@@ -31,10 +31,11 @@ from megatron.bridge.training.mixed_precision import bf16_mixed
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.recipes import RECIPES, Recipe
+from megacpp_mcore.model.run import GC_INTERVAL, Run
 from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.util.nearest import nearest
 
@@ -142,8 +143,8 @@ def container(chosen: Recipe) -> ConfigContainer:
     Raises:
         ConfigFileError: the file of ``MEGACPP_CONFIG`` lacks what the recipe's own switches on.
     """
-    training, settings = chosen.training, plugin_config.of_recipe(chosen)
-    model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
+    training, settings = chosen.run.training, chosen.run.settings or plugin_config.of_recipe(chosen)
+    model = provider(chosen.run)
     if training.plan.file is not None:
         model.te_precision_config_file = str(training.plan.file)
     is_bf16 = training.plan.model_dtype == "bf16"
@@ -160,16 +161,16 @@ def container(chosen: Recipe) -> ConfigContainer:
         optimizer=OptimizerConfig(
             optimizer="adam",
             lr=training.learning_rate,
-            weight_decay=0.1,
+            weight_decay=training.weight_decay,
             adam_beta1=0.9,
-            adam_beta2=0.95,
-            clip_grad=1.0,
+            adam_beta2=training.adam_beta2,
+            clip_grad=training.clip_grad,
             bf16=is_bf16,
         ),
         scheduler=SchedulerConfig(
             lr_decay_style="cosine",
-            start_weight_decay=0.1,
-            end_weight_decay=0.1,
+            start_weight_decay=training.weight_decay,
+            end_weight_decay=training.weight_decay,
             weight_decay_incr_style="constant",
         ),
         ddp=DistributedDataParallelConfig(check_for_nan_in_grad=True, grad_reduce_in_fp32=is_bf16),
@@ -191,40 +192,31 @@ def container(chosen: Recipe) -> ConfigContainer:
         dist=DistributedInitConfig(distributed_backend="gloo" if training.device == "cpu" else "nccl"),
         mixed_precision=bf16_mixed() if is_bf16 else None,
     )
-    derive(config, lowering.machine_of(chosen.model, chosen.layout, training))
+    derive(config, chosen.run)
     return config
 
 
-def derive(config: ConfigContainer, machine: launch_flags.Machine, given: Sequence[str] = ()) -> None:
-    """Set what follows from steps, learning rate, layout and ``machine``, but for the keys ``given`` (``section.field``).
-
-    These are the schedule, the vocabulary's padding, the token dispatcher, the log interval, and
-    :data:`megacpp_mcore.arguments.launch_flags.FLAGS`.
-    """
-    on = {flag.name: not flag.obstacle(machine) for flag in launch_flags.FLAGS}
+def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None:
+    """Set the schedule, the vocabulary's padding and what is usual for ``run``, except the keys ``given`` (section.field)."""
+    training, how = run.training, run.execution
     fields = {
-        "model.make_vocab_size_divisible_by": lowering.padding_of(config.model.tensor_model_parallel_size),
-        "scheduler.lr_warmup_iters": lowering.warm_up_steps(config.train.train_iters),
-        "validation.eval_interval": config.train.train_iters,
-        "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),  # as on the command line
-        "model.gradient_accumulation_fusion": on[launch_flags.FUSED_GRADIENTS],
-        "ddp.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
-        "optimizer.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
-        "checkpoint.dist_ckpt_optim_fully_reshardable": on[launch_flags.DISTRIBUTED_OPTIMIZER],
-        "ddp.overlap_grad_reduce": on[launch_flags.GRAD_REDUCE],
-        "ddp.bucket_size": launch_flags.bucket_elements(machine),
-        "ddp.overlap_param_gather": on[launch_flags.PARAM_GATHER],
-        "optimizer.overlap_param_gather": on[launch_flags.PARAM_GATHER],
-        "model.moe_token_dispatcher_type": lowering.token_dispatcher(
-            config.model.expert_model_parallel_size,
-            config.model.te_precision_config_file is not None
-            or config.model.moe_shared_expert_overlap
-            or config.model.overlap_moe_expert_parallel_comm,
-        ),
-        "model.moe_permute_fusion": on[launch_flags.MOE_PERMUTE],
-        "train.manual_gc": on[launch_flags.MANUAL_GC],
-        "train.manual_gc_interval": launch_flags.GC_INTERVAL if on[launch_flags.MANUAL_GC] else 0,
-        "logger.log_interval": launch_flags.log_interval(machine),
+        "model.make_vocab_size_divisible_by": lowering.padding_of(run.layout.tensor),
+        "scheduler.lr_warmup_iters": training.warm_up_steps,
+        "validation.eval_interval": training.train_iters,
+        "optimizer.min_lr": training.min_lr,
+        "model.gradient_accumulation_fusion": how.gradient_accumulation_fusion,
+        "ddp.use_distributed_optimizer": how.distributed_optimizer,
+        "optimizer.use_distributed_optimizer": how.distributed_optimizer,
+        "checkpoint.dist_ckpt_optim_fully_reshardable": how.distributed_optimizer,
+        "ddp.overlap_grad_reduce": how.overlap_grad_reduce,
+        "ddp.bucket_size": how.bucket_elements,
+        "ddp.overlap_param_gather": how.overlap_param_gather,
+        "optimizer.overlap_param_gather": how.overlap_param_gather,
+        "model.moe_token_dispatcher_type": how.moe_dispatcher,
+        "model.moe_permute_fusion": how.moe_permute_fusion,
+        "train.manual_gc": how.manual_gc,
+        "train.manual_gc_interval": GC_INTERVAL if how.manual_gc else 0,
+        "logger.log_interval": how.log_interval,
     }
     for key, value in fields.items():
         if key not in given:

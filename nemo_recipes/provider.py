@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.bridge.models.mla_provider import MLAModelProvider
@@ -23,8 +23,10 @@ from megatron.core.quantization.utils import load_quantization_recipe
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments.read import RUN, model_of
 from megacpp_mcore.layer_specs.nam56r import nam56r
-from megacpp_mcore.model import Layout, Model, flops
+from megacpp_mcore.model import Model, flops
+from megacpp_mcore.model.run import Run
 
 # Fields used to compare a stock run with a model that a provider names differently or lacks.
 _NOT_FIELDS = ("heterogeneous_block_specs", "is_hybrid_model")
@@ -42,6 +44,9 @@ class NAM56RProvider(MLAModelProvider):
     transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
     heterogeneous_block_specs: bool = False
     is_hybrid_model: bool = False
+    megacpp_model: str | None = (
+        None  # the model's name, by which its definition is found; a file of MEGACPP_CONFIG counts more
+    )
     # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
     te_precision_config_file: str | None = None
 
@@ -102,21 +107,19 @@ class NAM56RProvider(MLAModelProvider):
 
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
         """The audited FLOP count of training ``batch_size`` sequences, for Bridge's throughput log."""
-        settings = plugin_config.from_environment()
-        model = settings.model if settings is not None else lowering.matching_preset((self,))
+        run = getattr(self, RUN, None)  # left by the spec
+        model = model_of((self,), plugin_config.from_environment()) if run is None else run.model
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
         return step.total.training
 
 
-def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str) -> NAM56RProvider:
-    """The provider of ``model`` under ``layout``; its vocabulary comes from the run's tokenizer.
+def provider(run: Run) -> NAM56RProvider:
+    """Return the provider of the model of ``run`` under its layout; its vocabulary comes from the run's tokenizer.
 
-    Args:
-        model: what is trained.
-        layout: its parallel layout.
-        device: ``cuda`` or ``cpu``.
-        transformer_impl: ``transformer_engine`` or ``local``.
+    Raises:
+        ModelError: the layout does not fit the model.
     """
+    model, layout, training = cast("Model", run.model), run.layout, run.training
     model.check_layout(layout)
     fields = {argument.field: argument.expected for argument in lowering.model_arguments(model)}
     for name in _NOT_FIELDS:
@@ -124,9 +127,10 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
     fields["activation_func"] = torch.nn.functional.gelu
     return NAM56RProvider(
         **fields,
-        moe_grouped_gemm=transformer_impl == "transformer_engine",
-        transformer_impl=transformer_impl,
-        use_cpu_initialization=device == "cpu",
+        megacpp_model=model.name,
+        moe_grouped_gemm=run.has_engine,
+        transformer_impl=training.transformer_impl,
+        use_cpu_initialization=training.device == "cpu",
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
@@ -137,7 +141,7 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         attention_softmax_in_fp32=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        persist_layer_norm=transformer_impl != "local",
+        persist_layer_norm=training.transformer_impl != "local",
         cross_entropy_loss_fusion=False,
         deallocate_pipeline_outputs=True,
         pipeline_dtype=torch.float32,  # overwritten by mixed precision

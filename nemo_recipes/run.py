@@ -18,12 +18,14 @@ from typing import Any
 
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError
 from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.nemo_recipes.read import read
 from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches.machinery import registry
@@ -76,7 +78,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
     for override in overrides:
         check_form(override)  # before the minute in which Bridge is imported
     chosen = with_own_model(recipe(name), plugin_config.from_environment())
-    settings = plugin_config.of_recipe(chosen)
+    settings = chosen.run.settings
     with contextlib.ExitStack() as stack:
         stack.enter_context(stand_in.process_environment())
         if settings is not None:
@@ -85,7 +87,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         check_processes(chosen, layout)
         check_stages(chosen, layout, overrides)
         environment = dict(os.environ)  # the user's, before the CPU lane modifies it
-        on_cpu = chosen.training.device == "cpu"
+        on_cpu = chosen.run.training.device == "cpu"
         if on_cpu:
             stack.enter_context(process.cpu_lane())
         stack.enter_context(process.children_end_with_it())
@@ -98,12 +100,13 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
             say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
         config = configured(chosen, overrides)
         check_config(config, layout)
-        say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
-        launched = launch_policy(chosen, config, overrides, settings, environment)
+        say(f"recipe {name} | device {chosen.run.training.device} | world size {os.environ['WORLD_SIZE']}")
+        described = read(chosen.run, config, int(os.environ["WORLD_SIZE"]))
+        launched = launch_policy(described, config, overrides, environment)
         for line in launched.lines(settings):
             say(line)
         stack.enter_context(stand_in.environment(launched.environment()))
-        policy.check_memory(policy_run(chosen, config))  # initializes CUDA, which reads the environment once
+        policy.check_memory(described)  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.threads_of_the_run())
         say(verify_data(config))
@@ -175,7 +178,7 @@ def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:
             changes[_LAYOUT[key]] = int(value)
         elif key in _LAYOUT and value.lower() in ("true", "false"):
             changes[_LAYOUT[key]] = value.lower() == "true"
-    return dataclasses.replace(chosen.layout, **changes)
+    return dataclasses.replace(chosen.run.layout, **changes)
 
 
 def check_processes(chosen: Recipe, layout: Layout) -> None:
@@ -185,7 +188,7 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
         LaunchError: names the number to start.
     """
     started = int(os.environ["WORLD_SIZE"])
-    unchanged = layout == chosen.layout
+    unchanged = layout == chosen.run.layout
     needed = chosen.processes if unchanged else layout.processes
     if started % needed:
         cut = (
@@ -199,7 +202,7 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
             f"-m megacpp_mcore.nemo_recipes.run …` (with --nnodes for more than one host), or a multiple of them, for as many "
             "data-parallel replicas"
         )
-    if chosen.training.device == "cuda":
+    if chosen.run.training.device == "cuda":
         import torch
 
         here, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -242,19 +245,15 @@ def check_config(config: Any, layout: Layout) -> None:
 
 
 def launch_policy(
-    chosen: Recipe,
-    config: Any,
-    overrides: Sequence[str],
-    settings: PluginConfig | None,
-    environment: Mapping[str, str],
+    run: Run, config: Any, overrides: Sequence[str], environment: Mapping[str, str]
 ) -> policy.LaunchPolicy:
-    """The launch policy of the run described by ``config``, in ``environment``; overrides count as set by the user."""
+    """Return the launch policy of ``run``, as ``config`` has it, in ``environment``; overrides count as set by the user."""
     launched = policy.resolve(
-        policy_run(chosen, config),
-        settings=settings,
+        run,
         environment=environment,
         recipe={name: str(value) for name, value in config.env_vars.items()},
         from_recipe=True,
+        tf32_products=policy.tf32_products(),
     )
     keys = [override.partition("=")[0] for override in overrides]
     values = tuple(
@@ -264,73 +263,6 @@ def launch_policy(
         for each in launched.values
     )
     return dataclasses.replace(launched, values=values)
-
-
-def policy_run(chosen: Recipe, config: Any) -> policy.Run:
-    """The launch policy's view of the run described by ``config``, mixed precision included."""
-    model, ddp, mixed = config.model, config.ddp, _mixed_precision(config)
-    precision = next((kind for kind in ("bf16", "fp16") if getattr(mixed or model, kind)), "fp32")
-    fp8 = (mixed or model).fp8
-    graphs = model.cuda_graph_impl != "none"
-    said = [f"--{precision}"] * (precision != "fp32") + ["--fp8-format"] * bool(fp8) + ["--cuda-graph-impl"] * graphs
-    said += ["--te-precision-config-file"] * bool(model.te_precision_config_file)
-    said += ["--optimizer"] * (config.optimizer.optimizer != "adam")
-    said += ["--use-precision-aware-optimizer"] * config.optimizer.use_precision_aware_optimizer
-    said += ["--optimizer-cpu-offload"] * config.optimizer.optimizer_cpu_offload
-    said += ["--use-megatron-fsdp"] * config.dist.use_megatron_fsdp
-    said += ["--pipeline-model-parallel-layout"] * (model.pipeline_model_parallel_layout is not None)
-    fp32_reduced = ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
-    return policy.Run(
-        device=chosen.training.device,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        tensor=model.tensor_model_parallel_size,
-        pipeline=model.pipeline_model_parallel_size,
-        virtual=model.virtual_pipeline_model_parallel_size or 1,
-        expert=model.expert_model_parallel_size,
-        context=model.context_parallel_size,
-        sequence_parallel=model.sequence_parallel,
-        transformer_impl=model.transformer_impl,
-        **policy.model_facts(chosen.model),
-        moe_dispatcher=model.moe_token_dispatcher_type,
-        precision_plan=chosen.training.plan if model.te_precision_config_file else None,
-        fsdp=config.dist.use_megatron_fsdp or config.dist.use_torch_fsdp2,
-        precision=precision,
-        fp8=fp8,
-        distributed_optimizer=ddp.use_distributed_optimizer or config.optimizer.use_distributed_optimizer,
-        overlap_grad_reduce=ddp.overlap_grad_reduce,
-        overlap_param_gather=ddp.overlap_param_gather,
-        overlap_moe_a2a=model.overlap_moe_expert_parallel_comm,
-        overlap_shared_expert=model.moe_shared_expert_overlap,
-        tp_comm_overlap=model.tp_comm_overlap,
-        bucket_elements=ddp.bucket_size,
-        num_buckets=ddp.num_buckets,
-        grad_bytes=2 if precision != "fp32" and not fp32_reduced else 4,
-        cuda_graph_impl=model.cuda_graph_impl,
-        cuda_graph_scope=_names(model.cuda_graph_modules) if graphs else (),
-        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
-        moe_permute_fusion=model.moe_permute_fusion,
-        manual_gc=config.train.manual_gc,
-        log_interval=config.logger.log_interval,
-        cpu_initialization=model.use_cpu_initialization,
-        tf32_products=policy.tf32_products(),
-        recompute_granularity=model.recompute_granularity,
-        recompute_modules=tuple(model.recompute_modules or ()),
-        flags=frozenset(said),
-    )
-
-
-def _names(modules: Any) -> tuple[str, ...]:
-    """Module names, from any form that Megatron accepts: a word, a list of words, or one of its enumerations."""
-    listed = [modules] if isinstance(modules, str) else modules or ()
-    return tuple(str(getattr(one, "name", one)) for one in listed)
-
-
-def _mixed_precision(config: Any) -> Any:
-    """The mixed-precision configuration, also if ``config`` only names it; None without."""
-    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
-
-    mixed = config.mixed_precision
-    return get_mixed_precision_config(mixed) if isinstance(mixed, str) else mixed
 
 
 def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
@@ -356,7 +288,8 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
         raise LaunchError(f"the overrides {' '.join(overrides)} cannot be read: {error}; write KEY=VALUE") from error
     for key in keys:
         _check_type(key, before[key], _value(config, key))
-    nam56r.derive(config, _machine(chosen, config), keys)
+    usual = read(chosen.run, config, int(os.environ["WORLD_SIZE"])).as_usual()
+    nam56r.derive(config, usual, keys)
     config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
         lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}")
@@ -368,32 +301,20 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     return config
 
 
-def _machine(chosen: Recipe, config: Any) -> launch_flags.Machine:
-    """The properties of the run described by ``config`` that decide which flags it gets."""
-    model, processes = config.model, int(os.environ["WORLD_SIZE"])
-    return dataclasses.replace(
-        lowering.machine_of(chosen.model, chosen.layout, chosen.training),
-        has_engine=model.transformer_impl == "transformer_engine",
-        processes=processes,
-        replicas=processes
-        // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size),
-    )
-
-
 def with_own_model(chosen: Recipe, settings: PluginConfig | None) -> Recipe:
-    """The recipe's layout and plan, with the model that the file of MEGACPP_CONFIG makes of the recipe's.
+    """Return the recipe with its settings, and the model that the file of MEGACPP_CONFIG makes of the recipe's.
 
     Raises:
         LaunchError: the file is about another model.
     """
-    if settings is None:
-        return chosen
-    if settings.preset != chosen.model.name:
+    if settings is not None and settings.preset != chosen.model.name:
         raise LaunchError(
             f"{plugin_config.VARIABLE} names {settings.path}, about {settings.preset}; recipe {chosen.name} trains "
             f"{chosen.model.name}: name a file about that, or a recipe of {settings.preset}"
         )
-    return dataclasses.replace(chosen, model=settings.model)
+    settings = plugin_config.of_recipe(chosen, settings)
+    model = chosen.model if settings is None else settings.model
+    return dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, model=model, settings=settings))
 
 
 def check_form(override: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments.read import model_of
 from megacpp_mcore.model import MLA, Model, flops
 from megacpp_mcore.model.training import GPT
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
@@ -218,11 +219,11 @@ def _described_model(args: Any) -> Model | None:
         return None
     settings = plugin_config.from_environment()
     if settings is not None:
-        return settings.model
+        return settings.model  # the spec has checked the arguments against it
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     config = gpt_config_from_args(args) if host == GPT else hybrid_config_from_args(args)
-    return lowering.matching_preset((config.transformer, config), host=host)
+    return model_of((config.transformer, config), None, host)
 
 
 def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:

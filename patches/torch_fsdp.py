@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from megacpp_mcore.arguments.launch_flags import check_torch_fsdp
+from megacpp_mcore.arguments.lowering import check_under_torch_fsdp
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
@@ -85,7 +85,7 @@ def _check(config: Any, ddp_config: Any) -> None:
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if arguments is not None and (arguments.save or arguments.load):
         run["ckpt_format"] = arguments.ckpt_format
-    check_torch_fsdp(run)
+    check_under_torch_fsdp(run)
 
 
 def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:

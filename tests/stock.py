@@ -19,6 +19,7 @@ from unittest import mock
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, with_overrides
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, Training
 from tests import forks
 
@@ -42,7 +43,7 @@ def words(
     """Megatron's arguments that train ``model``: on the CPU in fp32 with Megatron's own layers, if not told otherwise."""
     on_cpu = {"precision": "fp32", "transformer_impl": "local"} if device == "cpu" else {}
     given = {**on_cpu, "device": device, "data": tuple(data), "tokenizer": tokenizer_words(model), **training}
-    return list(lower(model, layout or Layout(), Training(**given, extra=extra), host))
+    return list(lower(Run(model, layout or Layout(), Training(**given, extra=extra), host)))
 
 
 def parse(words: Sequence[str], world_size: int = 1) -> Namespace:

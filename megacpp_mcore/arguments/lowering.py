@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, precision
+from megacpp_mcore.model import Model, hybrid, precision
 from megacpp_mcore.model import pattern as grammar
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.model.run import FEATURES, FIELDS, TORCH_FSDP, Run
+from megacpp_mcore.model.run import words_of as field_words
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.util import flags
 
 SPEC = ("megacpp_mcore", "nam56r")
@@ -269,98 +270,64 @@ def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
     ]
 
 
-def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> tuple[str, ...]:
-    """The complete argument list of a stock ``pretrain_gpt.py`` or ``pretrain_hybrid.py`` run, without the script's name.
+def lower(run: Run) -> tuple[str, ...]:
+    """Return all arguments of a stock ``pretrain_gpt.py`` or ``pretrain_hybrid.py`` run, without the script's name.
 
     Raises:
-        ModelError: ``layout`` does not fit the model, its experts cannot run in the FP8 that ``training`` requests, FSDP2
-            (``--use-torch-fsdp2`` in ``training.extra``) does not support the layout, or the host is unknown.
+        ModelError: the run has no model of this package, its layout does not fit it, its experts cannot run in the FP8 that
+            the training plan requests, FSDP2 does not support the layout, or the host is unknown.
     """
-    model.check_layout(layout)
+    model, training = run.model, run.training
+    if model is None:
+        raise ModelError("the run has no model of this package, of which only Megatron's own arguments would be known")
+    model.check_layout(run.layout)
     if training.plan.file is not None and (why := precision.unfit(model)):
         raise ModelError(f"precision {training.precision}: {why}")
-    if launch_flags.TORCH_FSDP in training.extra:
-        cut = {"pipeline": layout.pipeline, "expert": layout.expert, "tensor": layout.tensor}
-        launch_flags.check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})
-    words = [word for argument in model_arguments(model, host) for word in argument.words]
+    check_torch_fsdp(run)
+    return words_of(model, run)
+
+
+def words_of(model: Model, run: Run) -> tuple[str, ...]:
+    """Return what :func:`lower` does for a run of ``model``, without its checks."""
+    layout, training, how = run.layout, run.training, run.execution
+    words = [word for argument in model_arguments(model, run.host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
     if "E" in model.layers:
-        sends = training.plan.file is not None or not NEEDS_SENDING.isdisjoint(training.extra)
-        words += ["--moe-token-dispatcher-type", token_dispatcher(layout.expert, sends)]
-    words += _layout_words(model, layout)
-    words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
-    words += _training_words(training, machine_of(model, layout, training))
-    words += ["--cuda-graph-impl", "local"] if is_captured(layout, training, host) else []
-    if launch_flags.TORCH_FSDP in training.extra and "--ckpt-format" not in training.extra:
-        words += ["--ckpt-format", launch_flags.TORCH_FSDP_FORMAT]
-    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
-
-
-CAPTURED = "layers are captured of GPTModel, with Transformer Engine, in bf16, in one pipeline stage and without FSDP2"
-
-
-def is_captured(layout: Layout, training: Training, host: str) -> bool:
-    """Whether :attr:`Training.cuda_graphs` is on, for a run of the kind whose layers have been captured."""
-    whole = layout.pipeline == 1 and launch_flags.TORCH_FSDP not in training.extra
-    engine = training.transformer_impl == "transformer_engine" and training.precision == "bf16"
-    return training.cuda_graphs and host == GPT and whole and engine
-
-
-def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags.Machine:
-    """The machine properties that determine a run's :data:`~megacpp_mcore.arguments.launch_flags.FLAGS`."""
-    processes = max(training.processes, layout.processes)
-    return launch_flags.Machine(
-        device=training.device,
-        has_engine=training.transformer_impl == "transformer_engine",
-        has_moe="E" in model.layers,
-        processes=processes,
-        replicas=processes // (layout.tensor * layout.pipeline),
-        # A bucket waits for the gradients of all its parameters, and Megatron stops if one of them never arrives.
-        idle_parameters="without dsa.loss_coeff nothing trains the indexers"
-        if grammar.FULL_INDEX in model.roles and not model.dsa.loss_coeff
-        else "",
-        torch_fsdp=launch_flags.TORCH_FSDP in training.extra,
-    )
-
-
-def _stage_words(model: Model, layout: Layout) -> list[str]:
-    """GPTModel's arguments for pipeline stage boundaries; HybridModel has them in its pattern."""
-    stages = grammar.parse(model.pattern).stages
-    if len(stages) > 1:
-        return ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
-    return ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)] if layout.virtual > 1 else []
-
-
-def _layout_words(model: Model, layout: Layout) -> list[str]:
-    words = [
+        words += ["--moe-token-dispatcher-type", how.moe_dispatcher]
+    words += [
         "--tensor-model-parallel-size", str(layout.tensor),
         "--pipeline-model-parallel-size", str(layout.pipeline),
         "--expert-model-parallel-size", str(layout.expert),
         "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
+    if layout.context > 1:
+        words += ["--context-parallel-size", str(layout.context)]
     if (divisor := padding_of(layout.tensor)) != _PADDING:
         words += ["--make-vocab-size-divisible-by", str(divisor)]
-    return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
-
-
-MOST_GATHERED = 8
-"""The most ranks of experts that gather tokens: mostly those of one host. Four were measured."""
-
-NEEDS_SENDING = frozenset(("--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm"))
-"""Flags for which Megatron has to send tokens to their experts alone."""
-
-
-def token_dispatcher(ranks: int, sends: bool) -> str:
-    """``--moe-token-dispatcher-type`` of experts divided over so many ranks.
-
-    Gathering sends each token to all ranks, and the host waits for nothing. Sending it to its experts alone moves less where
-    there are many ranks, but the host reads how many rows go to each, for which it waits longer within a host.
-
-    Args:
-        ranks: of one group of expert parallelism.
-        sends: whether a feature of the run needs the latter, or experts run that read the counts in any case.
-    """
-    return "allgather" if 1 < ranks <= MOST_GATHERED and not sends else "alltoall"
+    words += ["--sequence-parallel"] if layout.sequence_parallel else []
+    stages = grammar.parse(model.pattern).stages
+    if run.host == HYBRID:
+        words += ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
+    elif len(stages) > 1:
+        words += ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
+    elif layout.virtual > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)]
+    words += _training_words(run)
+    placed = {
+        *(feature.field for feature in FEATURES),
+        "moe_dispatcher",
+        "bucket_elements",
+        "log_interval",
+        "cpu_initialization",
+    }
+    for name in FIELDS:
+        if name not in placed and (name == "cuda_graph_impl" or name in run.asked):
+            words += field_words(name, getattr(how, name))
+    if run.asked.get("grad_bytes") == 2 and training.plan.model_dtype == "bf16":
+        words.append("--grad-reduce-in-bf16")
+    if how.torch_fsdp and "--ckpt-format" not in training.extra:
+        words += ["--ckpt-format", TORCH_FSDP_FORMAT]
+    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[run.host])
 
 
 _PADDING = 128  # Megatron's default
@@ -379,43 +346,32 @@ def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
     return "|".join(parts)
 
 
-def warm_up_steps(train_iters: int) -> int:
-    """Learning-rate warm-up steps: a tenth of the run, but at least 50, or half of a run shorter than 100.
-
-    Gradients start at ten times their size 50 steps later (``nam56r_quarter``: 58, then 6), while Adam's second moment,
-    with a memory of 20 steps, still averages few of them: a warm-up of 2 steps, a tenth of 20, would make the largest updates
-    right there.
-    """
-    return max(train_iters // 10, min(50, train_iters // 2))
-
-
-def _training_words(training: Training, machine: launch_flags.Machine) -> list[str]:
+def _training_words(run: Run) -> list[str]:
+    training, how = run.training, run.execution
     words = [
         "--micro-batch-size", str(training.micro_batch_size),
         "--global-batch-size", str(training.global_batch_size),
         "--train-iters", str(training.train_iters),
         "--lr", f"{training.learning_rate:g}",
-        "--min-lr", f"{training.learning_rate / 10:g}",
+        "--min-lr", f"{training.min_lr:g}",
         "--lr-decay-style", "cosine",
-        "--lr-warmup-iters", str(warm_up_steps(training.train_iters)),
-        "--weight-decay", "0.1",
-        "--adam-beta2", "0.95",
-        "--clip-grad", "1.0",
+        "--lr-warmup-iters", str(training.warm_up_steps),
+        "--weight-decay", str(training.weight_decay),
+        "--adam-beta2", str(training.adam_beta2),
+        "--clip-grad", str(training.clip_grad),
         "--seed", str(training.seed),
         "--transformer-impl", training.transformer_impl,
         "--exit-signal-handler",
-        "--log-interval", str(launch_flags.log_interval(machine)),
+        "--log-interval", str(how.log_interval),
         "--eval-iters", "0",
         "--eval-interval", str(training.train_iters),
         "--no-masked-softmax-fusion",
         "--no-bias-dropout-fusion",
         # --reset-attention-mask needs that mask.
         *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
-        *launch_flags.lowered(machine),
+        *(word for feature in FEATURES for word in field_words(feature.field, getattr(how, feature.field))),
+        *field_words("bucket_elements", how.bucket_elements),
     ]  # fmt: skip
-    bucket = launch_flags.bucket_elements(machine)
-    if bucket and "--ddp-num-buckets" not in training.extra:  # Megatron takes one of them
-        words += ["--ddp-bucket-size", str(bucket)]
     if training.plan.model_dtype == "bf16":
         words.append("--bf16")
     if training.plan.file is not None:
@@ -425,8 +381,57 @@ def _training_words(training: Training, machine: launch_flags.Machine) -> list[s
     elif training.device == "cuda":
         words.append("--moe-grouped-gemm")
     if training.device == "cpu":
-        words += ["--distributed-backend", "gloo", "--use-cpu-initialization", "--num-workers", "0"]
-    return words
+        words += ["--distributed-backend", "gloo"]
+    words += field_words("cpu_initialization", how.cpu_initialization)
+    return words + (["--num-workers", "0"] if training.device == "cpu" else [])
+
+
+TORCH_FSDP_FORMAT = "torch_dcp"
+_UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
+        "expert parallelism": (1, "experts are sharded over the replicas"),
+        "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
+        "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
+        "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
+        "MTP depths under --recompute-granularity full": (
+            1,
+            "recomputing the shared MTP block again would drop gradients",
+        ),
+        "use_distributed_optimizer": (False, "optimizer state is sharded already"),
+        "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are sharded"),
+    }
+)
+"""Values required of a run under FSDP2, and why."""
+
+
+def check_torch_fsdp(run: Run) -> None:
+    """Refuse a run whose layout FSDP2 does not support; nothing without FSDP2.
+
+    Raises:
+        ModelError: lists every obstacle.
+    """
+    if run.torch_fsdp:
+        sharded = {"pipeline": run.layout.pipeline, "expert": run.layout.expert, "tensor": run.layout.tensor}
+        check_under_torch_fsdp({f"{name} parallelism": size for name, size in sharded.items()})
+
+
+def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
+    """Refuse values under which a run would train wrongly, or not at all, with FSDP2.
+
+    Args:
+        values: by Megatron's names of arguments, or ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``.
+
+    Raises:
+        ModelError: lists every obstacle.
+    """
+    found = [
+        f"{name} is {value!r}, expected {_UNDER_TORCH_FSDP[name][0]!r} ({_UNDER_TORCH_FSDP[name][1]})"
+        for name, value in values.items()
+        if value != _UNDER_TORCH_FSDP[name][0]
+    ]
+    if found:
+        raise ModelError(f"{TORCH_FSDP}: {'; '.join(found)}; change that, or leave {TORCH_FSDP} out")
 
 
 def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list[str]:
@@ -525,14 +530,3 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "", h
             + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == GPT else f' --host {host}'}` prints the whole "
             "command."
         )
-
-
-def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PRESETS, host: str = GPT) -> Model:
-    """The preset that matches the configuration of a run that names none.
-
-    Raises:
-        ArgumentMismatchError: no preset matches; lists the contradictions of the nearest one.
-    """
-    nearest = min(presets.values(), key=lambda model: len(mismatches(model, sources, host)))
-    check_arguments(nearest, sources, host=host)
-    return nearest

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import launch_flags, overrides, stock_command
-from megacpp_mcore.arguments.lowering import CAPTURED, SCRIPTS, SPECS, is_captured, lower, machine_of
+from megacpp_mcore.arguments import overrides, stock_command
+from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
@@ -24,6 +24,7 @@ from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.recipes import RECIPES, Recipe
+from megacpp_mcore.model.run import CAPTURED, Run
 from megacpp_mcore.model.training import GPT, Recompute, Training
 from megacpp_mcore.util.nearest import nearest
 
@@ -131,21 +132,14 @@ def described(model: Model) -> dict[str, Any]:
         "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
         "hybrid_layer_pattern": hybrid.plan(model).text,
         "parameters": model.parameters() | {"total": sum(model.parameters().values())},
-        "states_bytes": _states_bytes(model, Layout(), Training()),
+        "states_bytes": _states_bytes(Run(model)),
     }
 
 
-def _states_bytes(model: Model, layout: Layout, training: Training) -> dict[str, int]:
-    """Bytes of states that a GPU holds from step to step, activations excluded."""
-    flags = launch_flags.lowered(machine_of(model, layout, training))
-    held = memory.states(
-        model,
-        layout,
-        training.processes,
-        precision=training.plan.model_dtype,
-        distributed_optimizer="--use-distributed-optimizer" in flags,
-    )
-    return dataclasses.asdict(held) | {"total": held.total}
+def _states_bytes(run: Run) -> dict[str, int]:
+    """Bytes of states that a GPU holds from step to step, activations excluded; none if they are not known."""
+    held = memory.states(run)
+    return {} if held is None else dataclasses.asdict(held) | {"total": held.total}
 
 
 def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
@@ -153,9 +147,10 @@ def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
     model, recipe = described(_changed_model(name, words)), _recipe(name)
     if recipe is None:
         return model
-    plan = {key: value for key, value in dataclasses.asdict(recipe.training).items() if not isinstance(value, tuple)}
-    layout = dataclasses.asdict(recipe.layout)
-    model["states_bytes"] = _states_bytes(recipe.model, recipe.layout, recipe.training)
+    training = dataclasses.asdict(recipe.run.training)
+    plan = {key: value for key, value in training.items() if not isinstance(value, tuple)}
+    layout = dataclasses.asdict(recipe.run.layout)
+    model["states_bytes"] = _states_bytes(recipe.run)
     plan["settings"] = recipe.settings and str(recipe.settings)
     return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
 
@@ -232,7 +227,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     original, loaded = chosen_model(name)
     loaded = loaded if recipe is None or recipe.settings is None else plugin_config.of_recipe(recipe)
     model = overrides.apply(original, of_model)
-    layout = _layout(args, recipe.layout if recipe else Layout())
+    layout = _layout(args, recipe.run.layout if recipe else Layout())
     model.check_layout(layout)  # first, because processes and batch follow from it
     settings = None if loaded is None else loaded.path
     if model != original:
@@ -243,11 +238,11 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         )
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
-    training = _training(args, model, of_run, recipe.training if recipe else _usual_training(name, args, of_run))
+    training = _training(args, model, of_run, recipe.run.training if recipe else _usual_training(name, args, of_run))
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
-    host = args.host or GPT
-    if of_run.get("cuda_graphs") and not is_captured(layout, training, host):
+    run = Run(model, layout, training, args.host or GPT, settings=loaded)
+    if of_run.get("cuda_graphs") and not run.is_captured:
         print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)
     env = {} if settings is None else {plugin_config.VARIABLE: os.path.realpath(settings)}
     if layout.tensor > 1 and training.device == "cuda":
@@ -257,11 +252,11 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         recipe=model.name,
         device=training.device,
         via=args.via or LAUNCH,
-        script=SCRIPTS[host],
+        script=SCRIPTS[run.host],
         nodes=nodes,
         processes_per_node=per_node,
         env=env,
-        arguments=lower(model, layout, training, host),
+        arguments=lower(run),
     )
 
 
@@ -383,9 +378,9 @@ def _summary(model: Model) -> str:
 
 
 def _plan(recipe: Recipe) -> str:
-    training = recipe.training
+    training = recipe.run.training
     cut = ", ".join(
-        f"{name} {value}" for name, value in dataclasses.asdict(recipe.layout).items() if value not in (1, False)
+        f"{name} {value}" for name, value in dataclasses.asdict(recipe.run.layout).items() if value not in (1, False)
     )
     return (
         f"{recipe.model.name} on {recipe.processes} × {training.device}, "

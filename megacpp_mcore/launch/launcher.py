@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import runpy
 import sys
@@ -27,7 +26,7 @@ from unittest import mock
 
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments.launch_flags import TORCH_FSDP, check_torch_fsdp
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
@@ -169,15 +168,17 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.enter_context(process_environment())
         stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
-        settings = plugin_config.from_environment() if chosen.has_own_spec else None
+        settings = chosen.settings
         if settings is not None:
             vendor_switches.configure(settings.vendors, str(settings.path))
             Dispatcher(settings.backends).check_named()
-        run = _run(chosen, settings)
-        launched = policy.resolve(run, settings=settings, environment=os.environ)
+        processes, on_gpus = int(os.environ["WORLD_SIZE"]), chosen.device == "cuda"
+        run = read(chosen.arguments, device=chosen.device, processes=processes, settings=settings)
+        tf32 = on_gpus and policy.tf32_products()
+        launched = policy.resolve(run, environment=os.environ, tf32_products=tf32)
         for line in launched.lines(settings):
             say(line)
-        stack.enter_context(policy.said())
+        stack.enter_context(policy.announced())
         stack.enter_context(environment(launched.environment()))
         policy.check_memory(run)  # starts CUDA, which reads the environment once
         if chosen.has_own_spec:
@@ -192,7 +193,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         if chosen.script is not None:
             stack.enter_context(process.first_on_path(chosen.script.parent))
         if chosen.device == "cpu":
-            queues = {"connections": FSDP_CONNECTIONS} if TORCH_FSDP in chosen.arguments else {}
+            queues = {"connections": FSDP_CONNECTIONS} if run.torch_fsdp else {}
             stack.enter_context(process.cpu_lane(**queues))
         stack.enter_context(process.children_end_with_it())
         stack.enter_context(extensions.stale_locks_removed())
@@ -227,20 +228,6 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
             if end.code:
                 raise
         process.leave_process_group()
-
-
-def _run(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.Run:
-    """The description of the run that the launch policy needs."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    model = settings.model if settings is not None else None
-    run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
-    run.check_processes()
-    if TORCH_FSDP in run.flags:
-        cut = {"pipeline": run.pipeline, "expert": run.expert, "tensor": run.tensor}
-        check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})
-    if chosen.device == "cuda":
-        run = dataclasses.replace(run, tf32_products=policy.tf32_products())
-    return run
 
 
 def _verified_data(arguments: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -35,7 +36,7 @@ STOCK_LOOP = "megacpp_mcore.launch.pretrain"
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, read and checked: what runs, with which arguments, on which device."""
+    """One launch, read and checked: what runs, with which arguments and settings, on which device."""
 
     script: Path | None
     arguments: tuple[str, ...]
@@ -43,6 +44,7 @@ class Plan:
     device: str
     nproc: int
     patches: tuple[str, ...] = ()
+    settings: plugin_config.PluginConfig | None = None
 
     @property
     def has_own_spec(self) -> bool:
@@ -91,7 +93,7 @@ def plan(
     resolved = _resolve_device(device, nproc, environment)
     chosen = Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
     if chosen.has_own_spec:
-        plugin_config.from_environment()  # reports errors in that file before Megatron starts
+        chosen = dataclasses.replace(chosen, settings=plugin_config.from_environment())
     if chosen.device == "cpu":
         _check_cpu_arguments(arguments)
     return chosen

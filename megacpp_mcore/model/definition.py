@@ -232,16 +232,17 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is sharded over processes: tensor, pipeline, virtual-pipeline, expert and sequence parallelism."""
+    """How a model is sharded over processes: tensor, pipeline, virtual-pipeline, expert, sequence and context parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    context: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, "tensor", "pipeline", "virtual", "expert")
+        _positive(self, "tensor", "pipeline", "virtual", "expert", "context")
         if self.virtual > 1 and self.pipeline == 1:
             raise ModelError(
                 "virtual pipeline stages need more than one pipeline stage; raise pipeline, or drop virtual"
@@ -252,7 +253,7 @@ class Layout:
     @property
     def processes(self) -> int:
         """The least number of processes: every run uses a multiple of it."""
-        return math.lcm(self.tensor, self.expert) * self.pipeline
+        return math.lcm(self.tensor * self.context, self.expert) * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +368,11 @@ class Model:
             ModelError: names the size that is not divisible.
         """
         tensor = layout.tensor
+        if layout.context > 1:
+            raise ModelError(
+                f"{self.name}: context parallelism is {layout.context}; no block family of this model can cut a sequence over "
+                "ranks yet, leave --context-parallel-size at 1"
+            )
         _divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
         if self.mtp.depth:
             _divides(f"{self.name}: dense FFN width", self.ffn_hidden_size, "tensor parallelism", tensor)

@@ -7,13 +7,15 @@ bf16 with a main weight, two bytes too many (4 MB in ``nam56r``).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.definition import Layout, Model
+from megacpp_mcore.model.definition import Layout
 from megacpp_mcore.model.parameters import by_stage
+from megacpp_mcore.model.run import Run
 
 ROOM = 16
 """1/ROOM of a GPU is reserved for activations, workspaces and CUDA itself. On an 80 GB GPU that is 5.3 GB: a step of ``nam56r``
@@ -40,50 +42,32 @@ class States:
         return f"{self.total / 1e9:.1f} GB ({parts})"
 
 
-def rank_parameters(model: Model, layout: Layout) -> tuple[int, int]:
-    """Parameters per rank in the largest stage: without routed experts, and of routed experts.
+def process_parameters(run: Run) -> tuple[int, int] | None:
+    """Return the parameters of a rank in the largest stage, without routed experts and of these; None where not known."""
+    if run.model is None or run.execution.own_stages:
+        return None
+    try:
+        stages = by_stage(run.model, run.layout)
+    except ModelError:  # the layers cannot be split that way, which whoever builds them refuses
+        return None
+    layout = run.layout
+    return max(((one.tensor // layout.tensor + one.whole, one.expert // layout.expert) for one in stages), key=sum)
 
-    Raises:
-        ModelError: the layers cannot be split that way.
-    """
-    held = [
-        (stage.tensor // layout.tensor + stage.whole, stage.expert // layout.expert)
-        for stage in by_stage(model, layout)
-    ]
-    return max(held, key=sum)
 
-
-def states(
-    model: Model,
-    layout: Layout,
-    processes: int,
-    *,
-    precision: str = "bf16",
-    grad_bytes: int = 4,
-    distributed_optimizer: bool = False,
-    fsdp: bool = False,
-) -> States:
-    """Persistent memory of a rank in the largest stage.
-
-    Args:
-        model: what is trained.
-        layout: its parallel layout.
-        processes: of the run.
-        precision: dtype of the weights: ``bf16``, ``fp16`` or ``fp32``, which has no main weights.
-        grad_bytes: bytes per gradient value in the buffers.
-        distributed_optimizer: whether optimizer state is sharded over replicas.
-        fsdp: whether FSDP2 shards everything over replicas; gradients then have the dtype of the weights.
-
-    Raises:
-        ModelError: the layers cannot be split that way.
-    """
-    weight, main = (4, 0) if precision == "fp32" else (2, 4)
-    gradient = weight if fsdp else grad_bytes
+def states(run: Run) -> States | None:
+    """Return the persistent memory of a rank in the largest stage; None where it is not known: without a model of this package,
+    with stages that it does not mark, or with other states than these."""
+    held = process_parameters(run)
+    if held is None or run.execution.own_states:
+        return None
+    how = run.execution
+    weight, main = (4, 0) if run.precision == "fp32" else (2, 4)
+    gradient = weight if how.fsdp else how.grad_bytes  # FSDP2 has gradients of the dtype of the weights
     sizes = [0, 0, 0, 0]
-    ranks_of_a_stage = processes // layout.pipeline
-    for count, cut in zip(rank_parameters(model, layout), (layout.tensor, layout.expert), strict=True):
+    ranks_of_a_stage = run.processes // run.layout.pipeline
+    for count, cut in zip(held, (run.layout.tensor, run.layout.expert), strict=True):
         replicas = max(1, ranks_of_a_stage // cut)
-        of_all, of_optimizer = (replicas if fsdp else 1, replicas if fsdp or distributed_optimizer else 1)
+        of_all, of_optimizer = (replicas if how.fsdp else 1, replicas if how.fsdp or how.distributed_optimizer else 1)
         for place, (each, over) in enumerate(
             ((weight, of_all), (gradient, of_all), (main, of_optimizer), (8, of_optimizer))
         ):
@@ -96,8 +80,8 @@ def fits(held: States, gpu_bytes: int) -> bool:
     return held.total <= gpu_bytes - gpu_bytes // ROOM
 
 
-def fitting(model: Model, gpu_bytes: int, processes: int, precision: str) -> Iterator[tuple[int, Layout, States]]:
-    """Layouts that fit on the fewest GPUs of ``gpu_bytes``, ``processes`` or a multiple: number of GPUs, layout, states.
+def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:
+    """Yield runs of the same model that fit on the fewest GPUs of ``gpu_bytes``, as many as ``run`` has or a multiple.
 
     Optimizer state is sharded over replicas. Layouts that split the model least come first; among them expert before tensor
     before pipeline parallelism.
@@ -108,19 +92,21 @@ def fitting(model: Model, gpu_bytes: int, processes: int, precision: str) -> Ite
         for pipeline, tensor, expert in itertools.product(sizes, sizes, sizes)
     ]
     layouts.sort(key=lambda layout: layout.pipeline * layout.tensor * layout.expert)
-    grad_bytes = 4 if precision != "fp16" else 2
-    for count in (processes * more for more in (1, 2, 4, 8, 16, 32, 64)):
+    asked = {"fp16": run.precision == "fp16", "distributed_optimizer": True}
+    for count in (run.processes * more for more in (1, 2, 4, 8, 16, 32, 64)):
         found = False
+        training = dataclasses.replace(run.training, processes=count, extra=())
         for layout in layouts:
-            if count % layout.processes:
+            if run.model is None or count % layout.processes:
                 continue
             try:
-                model.check_layout(layout)
+                run.model.check_layout(layout)
             except ModelError:
                 continue
-            held = states(model, layout, count, precision=precision, grad_bytes=grad_bytes, distributed_optimizer=True)
-            if fits(held, gpu_bytes):
+            other = Run(run.model, layout, training, asked=asked)
+            held = states(other)
+            if held is not None and fits(held, gpu_bytes):
                 found = True
-                yield count, layout, held
+                yield other, held
         if found:
             return

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, Model, preset
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.util.nearest import nearest
 
@@ -22,36 +24,37 @@ class Recipe:
 
     Attributes:
         name: ``<model>_pretrain_<processes><device>_<machine>_<precision>``, as Megatron-Bridge names recipes.
-        model: what is trained.
-        layout: its parallel layout.
-        training: machine, number of processes, precision and optimizer; data and tokenizer are set when it is run.
+        run: what is trained, and how; data and tokenizer are set when it is started.
         settings: the file for ``MEGACPP_CONFIG`` that belongs to it; None without.
     """
 
     name: str
-    model: Model
-    layout: Layout
-    training: Training
+    run: Run
     settings: Path | None = None
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return cast("Model", self.run.model)
 
     @property
     def processes(self) -> int:
         """The number of processes, one per GPU."""
-        return self.training.processes
+        return self.run.training.processes
 
     def __post_init__(self) -> None:
-        self.model.check_layout(self.layout)
-        cut = self.layout.tensor * self.layout.pipeline
-        if self.processes % cut or (self.processes // self.layout.pipeline) % self.layout.expert:
+        layout, training = self.run.layout, self.run.training
+        self.model.check_layout(layout)
+        sharded = layout.tensor * layout.pipeline
+        if self.processes % sharded or (self.processes // layout.pipeline) % layout.expert:
             raise ModelError(
-                f"{self.name}: {self.processes} processes cannot be cut into tensor {self.layout.tensor} × pipeline "
-                f"{self.layout.pipeline} with expert parallelism {self.layout.expert}; change the layout or their number"
+                f"{self.name}: {self.processes} processes cannot be divided into tensor {layout.tensor} × pipeline "
+                f"{layout.pipeline} with expert parallelism {layout.expert}; change the layout or their number"
             )
-        replicas = self.processes // cut
-        if self.training.global_batch_size % (self.training.micro_batch_size * replicas):
+        if training.global_batch_size % (training.micro_batch_size * self.run.replicas):
             raise ModelError(
-                f"{self.name}: the global batch of {self.training.global_batch_size} is not a multiple of the micro-batch "
-                f"({self.training.micro_batch_size}) × {replicas} data-parallel replicas; change one of them"
+                f"{self.name}: the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
+                f"({training.micro_batch_size}) × {self.run.replicas} data-parallel replicas; change one of them"
             )
 
 
@@ -64,7 +67,7 @@ def _on_gpus(model: str, gpus: int, machine: str, micro_batch: int, batch: int, 
     training = Training(micro_batch_size=micro_batch, global_batch_size=batch * gpus, processes=gpus, cuda_graphs=True)
     settings = Path(__file__).resolve().with_name(f"{model}_fp8.yaml") if precision == "fp8" else None
     name = f"{model}_pretrain_{gpus}gpu_{machine}_{precision}"
-    return Recipe(name=name, model=preset(model), layout=Layout(), training=training, settings=settings)
+    return Recipe(name=name, run=Run(preset(model), Layout(), training), settings=settings)
 
 
 _ALL = (
@@ -74,9 +77,10 @@ _ALL = (
     *(_on_gpus("nam56r_quarter", 1, machine, 1, 2) for machine in ("h200", "h100")),
     Recipe(
         name="nam56r_tiny_pretrain_1cpu_fp32",
-        model=preset("nam56r_tiny"),
-        layout=Layout(),
-        training=Training(device="cpu", precision="fp32", transformer_impl="local", learning_rate=4e-3),
+        run=Run(
+            preset("nam56r_tiny"),
+            training=Training(device="cpu", precision="fp32", transformer_impl="local", learning_rate=4e-3),
+        ),
     ),
 )
 

@@ -69,9 +69,9 @@ class Training:
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
         cuda_graphs: layers are captured in CUDA graphs and replayed, where that has been measured: GPTModel of Transformer
             Engine's layers in bf16, in one pipeline stage; elsewhere, and under Megatron-Bridge, it is left out.
-        train_iters: steps. The learning rate warms up (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then decays
-            to a tenth (cosine).
-        extra: further stock words, appended unchanged.
+        train_iters: steps. The learning rate rises over :attr:`warm_up_steps`, then decays to :attr:`min_lr` (cosine).
+        weight_decay, adam_beta2, clip_grad: AdamW's, and the largest norm of all gradients.
+        extra: further stock words, appended unchanged; what they say of the execution counts.
     """
 
     device: str = "cuda"
@@ -85,6 +85,9 @@ class Training:
     cuda_graphs: bool = False
     train_iters: int = 1000
     learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    adam_beta2: float = 0.95
+    clip_grad: float = 1.0
     seed: int = 1234
     extra: tuple[str, ...] = ()
 
@@ -101,8 +104,9 @@ class Training:
                 raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
         if self.seed >= 2**32:  # the limit of numpy's generators, which shuffle Megatron's datasets
             raise ModelError(f"Training.seed is {self.seed}; expected less than 2**32")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
-            raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
+        for name in ("learning_rate", "weight_decay", "adam_beta2", "clip_grad"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ModelError(f"Training.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
         if self.plan.file is not None and self.transformer_impl != "transformer_engine":
@@ -115,3 +119,18 @@ class Training:
     def plan(self) -> PrecisionPlan:
         """The plan named by :attr:`precision`."""
         return precision.PLANS[self.precision]
+
+    @property
+    def min_lr(self) -> float:
+        """The learning rate at the end, as it is written on a command line."""
+        return float(f"{self.learning_rate / 10:g}")
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Learning-rate warm-up steps: a tenth of the run, but at least 50, or half of a run shorter than 100.
+
+        Gradients start at ten times their size 50 steps later (``nam56r_quarter``: 58, then 6), while Adam's second moment,
+        with a memory of 20 steps, still averages few of them: a warm-up of 2 steps, a tenth of 20, would make the largest
+        updates right there.
+        """
+        return max(self.train_iters // 10, min(50, self.train_iters // 2))

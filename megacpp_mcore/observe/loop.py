@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model.training import GPT
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
 from megacpp_mcore.util.stand_in import stand_in
@@ -275,13 +274,6 @@ class Loop:
             if value := getattr(args, name, None):
                 words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
         return words
-
-    def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` identifies the model by, as built on ``host``."""
-        from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
-
-        described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())
-        return (described.transformer, described)
 
     def writers(self) -> tuple[Any, Any]:
         """Return TensorBoard's writer and W&B's run in this process, each None where there is none."""

@@ -136,10 +136,6 @@ class BridgeLoop(Loop):
 
         return bridge_words(self._config.dataset)
 
-    def describe_model(self, host: str) -> tuple[object, ...]:
-        """Bridge's provider is itself the configuration."""
-        return (self._config.model,)
-
     def writers(self) -> tuple[Any, Any]:
         """Return the writers of Bridge's state, which creates them when it first logs a step."""
         if self._state is None:

@@ -1,21 +1,20 @@
 """The launch policy: the settings a run starts with, where each value came from, and what in the environment contradicts them.
 
-:func:`resolve` makes a :class:`LaunchPolicy` from a :class:`Run` (:mod:`megacpp_mcore.policy.run`), the file that
+:func:`resolve` makes a :class:`LaunchPolicy` from a :class:`~megacpp_mcore.model.run.Run`, whose settings are the file that
 ``MEGACPP_CONFIG`` names, and the environment. It combines the decisions of three modules: the values
 (:mod:`megacpp_mcore.policy.values`), the compile policy (:mod:`megacpp_mcore.policy.compile`) and the overlap contract
 (:mod:`megacpp_mcore.policy.overlap`).
 
-The launcher prints the policy once and sets :meth:`LaunchPolicy.environment`. A Megatron-Bridge recipe does the same with a
-:class:`Run` of its own, and its variables and arguments have the source ``recipe``. For a script that was started without the
+The launcher prints the policy once and sets :meth:`LaunchPolicy.environment`. A Megatron-Bridge recipe does the same, and its
+variables and arguments have the source ``recipe``. For a script that was started without the
 launcher, its spec prints the policy as it really is (:func:`announce`): with nothing set. No torch here.
 """
 
 from megacpp_mcore.policy.compile import EXPLICIT, REASONS, SKIPPED, CompilePolicy, compile_policy
-from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
+from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, announced, resolve
 from megacpp_mcore.policy.memory import check_memory
 from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
-from megacpp_mcore.policy.run import Run, model_facts, tf32_products
-from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value
+from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value, tf32_products
 
 __all__ = [
     "ALLOCATOR",
@@ -28,15 +27,13 @@ __all__ = [
     "USER",
     "CompilePolicy",
     "LaunchPolicy",
-    "Run",
     "Value",
     "active",
     "announce",
+    "announced",
     "check_memory",
     "compile_policy",
-    "model_facts",
     "overlap_contract",
     "resolve",
-    "said",
     "tf32_products",
 ]

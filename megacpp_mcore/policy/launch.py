@@ -8,11 +8,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy import values as policy_values
 from megacpp_mcore.policy.compile import CompilePolicy, compile_policy
 from megacpp_mcore.policy.overlap import Overlap, overlap_contract
-from megacpp_mcore.policy.run import Run
 from megacpp_mcore.policy.values import RECIPE, USER, Value
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfig, SpeedDefaults
 from megacpp_mcore.util.host import compile_disabled_by
@@ -86,25 +86,26 @@ class LaunchPolicy:
 def resolve(
     run: Run,
     *,
-    settings: PluginConfig | None = None,
     environment: Mapping[str, str],
     recipe: Mapping[str, str] | None = None,
     from_recipe: bool = False,
     launched: bool = True,
+    tf32_products: bool = False,
 ) -> LaunchPolicy:
     """Decide the policy of ``run``.
 
     Args:
         run: what is trained.
-        settings: the file that ``MEGACPP_CONFIG`` names, None without one.
         environment: the process's.
         recipe: environment variables that a recipe requests.
         from_recipe: whether the run's arguments are a recipe's and not the user's.
         launched: whether what is decided here will be set; otherwise the run has its environment as it is.
+        tf32_products: as :func:`megacpp_mcore.policy.values.tf32_products` returns it.
 
     Raises:
         LaunchError: the run cannot be what it says (:func:`megacpp_mcore.policy.values.check`).
     """
+    settings = run.settings
     speed = settings.speed_defaults if settings else SpeedDefaults()
     taxes = settings.experimental_taxes if settings else ExperimentalTaxes()
     observability = settings.observability if settings else Observability()
@@ -128,14 +129,14 @@ def resolve(
             policy_values.recompute(run, families, given="recompute" in given, arguments=arguments),
             policy_values.graphs(run, arguments),
             policy_values.precision(run, arguments),
-            *policy_values.tf32(run, lookup),
+            *policy_values.tf32(run, lookup, products=tf32_products),
             *policy_values.flags(run, arguments),
         ),
         compile=compile_policy(
             mode=mode,
             device=run.device,
             has_moe=run.has_moe,
-            fsdp=run.fsdp,
+            fsdp=run.execution.fsdp,
             warm_up_asked=speed.compile_warmup,
             precompile=speed.precompile_static,
             launched=launched,
@@ -147,36 +148,37 @@ def resolve(
     )
 
 
-_said = False
+_announced = False
 
 
 @contextlib.contextmanager
-def said() -> Iterator[None]:
+def announced() -> Iterator[None]:
     """Within the context, this process's policy counts as printed, and :func:`announce` prints nothing."""
-    global _said
-    before, _said = _said, True
+    global _announced
+    before, _announced = _announced, True
     try:
         yield
     finally:
-        _said = before
+        _announced = before
 
 
 def announce(
-    run: Run, *, settings: PluginConfig | None, environment: Mapping[str, str], say: Callable[[str], None]
+    run: Run, *, environment: Mapping[str, str], say: Callable[[str], None], tf32_products: bool = False
 ) -> None:
     """Print the policy of a run that the launcher has not started, line by line, once per process.
 
     Args:
         run: what is trained.
-        settings: the file that ``MEGACPP_CONFIG`` names, None without one.
         environment: the process's.
         say: prints a line.
+        tf32_products: as :func:`resolve` takes it.
     """
-    global _said
-    if _said:
+    global _announced
+    if _announced:
         return
-    _said = True
-    for line in resolve(run, settings=settings, environment=environment, launched=False).lines(settings):
+    _announced = True
+    launched = resolve(run, environment=environment, launched=False, tf32_products=tf32_products)
+    for line in launched.lines(run.settings):
         say(line)
 
 

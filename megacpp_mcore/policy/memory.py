@@ -7,7 +7,7 @@ import os
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Layout, memory
-from megacpp_mcore.policy.run import Run
+from megacpp_mcore.model.run import Run
 
 
 def check_memory(run: Run) -> None:
@@ -16,7 +16,7 @@ def check_memory(run: Run) -> None:
     Raises:
         LaunchError: it does not fit; names the states, the GPU's memory, and the nearest layouts that fit.
     """
-    held = run.states
+    held = memory.states(run)
     if run.device != "cuda" or run.model is None or held is None:
         return
     import torch
@@ -24,19 +24,20 @@ def check_memory(run: Run) -> None:
     gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
     if memory.fits(held, gpu.total_memory):
         return
-    nearest = itertools.islice(memory.fitting(run.model, gpu.total_memory, run.world_size, run.precision), 3)
+    nearest = itertools.islice(memory.fitting(run, gpu.total_memory), 3)
     fitting = "; ".join(
-        f"{count} GPUs, {_cut_words(layout) or 'replicas'} with --use-distributed-optimizer ({states.total / 1e9:.1f} GB each)"
-        for count, layout, states in nearest
+        f"{other.processes} GPUs, {_layout_words(other.layout) or 'replicas'} with --use-distributed-optimizer "
+        f"({states.total / 1e9:.1f} GB each)"
+        for other, states in nearest
     )
     raise LaunchError(
-        f"{run.model.name} has {held} of states on each of {run.world_size} GPU{'s' * (run.world_size > 1)}, and {gpu.name} "
-        f"has {gpu.total_memory / 1e9:.1f} GB, one part in {memory.ROOM} of which has to be left for a step; "
+        f"{run.model.name} has {held} of states on each of {run.processes} GPU{'s' * (run.processes > 1)}, and {gpu.name} "
+        f"has {gpu.total_memory / 1e9:.1f} GB, of which 1/{memory.ROOM} must stay free for activations; "
         + (f"it fits on {fitting}" if fitting else "no layout of it fits on such GPUs: change the model")
     )
 
 
-def _cut_words(layout: Layout) -> str:
+def _layout_words(layout: Layout) -> str:
     named = {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
     words = [f"--{name}-model-parallel-size {size}" for name, size in named.items() if size > 1]
     return " ".join([*words, *["--sequence-parallel"] * layout.sequence_parallel])

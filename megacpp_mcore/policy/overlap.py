@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacpp_mcore.policy.run import Run
+from megacpp_mcore.model import memory
+from megacpp_mcore.model.run import Run
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -39,17 +40,17 @@ class Overlap:
 
 def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
     """Which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
-    bucket = _bucket_obstacle(run)
-    sharded = "" if run.distributed_optimizer or run.fsdp else "it needs --use-distributed-optimizer"
-    reduced = "" if run.overlap_grad_reduce else "it needs --overlap-grad-reduce"
-    replicas = "" if run.replicas * run.context > 1 else "there is one data-parallel replica"
+    bucket, how = _bucket_obstacle(run), run.execution
+    sharded = "" if how.distributed_optimizer or how.fsdp else "it needs --use-distributed-optimizer"
+    reduced = "" if how.overlap_grad_reduce else "it needs --overlap-grad-reduce"
+    replicas = "" if run.replicas > 1 else "there is one data-parallel replica"
     experts = _expert_obstacles(run, connections)
     rows: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
-        ("gradient reduce", "--overlap-grad-reduce", run.overlap_grad_reduce, (replicas, bucket)),
-        ("parameter gather", "--overlap-param-gather", run.overlap_param_gather, (replicas, sharded, reduced, bucket)),
-        ("MoE all-to-all", MOE_OVERLAP, run.overlap_moe_a2a, (*experts, *_all_to_all_obstacles(run))),
-        ("shared expert", SHARED_OVERLAP, run.overlap_shared_expert, experts),
-        ("tensor-parallel", "--tp-comm-overlap", run.tp_comm_overlap, _tensor_obstacles(run, connections)),
+        ("gradient reduce", "--overlap-grad-reduce", how.overlap_grad_reduce, (replicas, bucket)),
+        ("parameter gather", "--overlap-param-gather", how.overlap_param_gather, (replicas, sharded, reduced, bucket)),
+        ("MoE all-to-all", MOE_OVERLAP, how.overlap_moe_a2a, (*experts, *_all_to_all_obstacles(run))),
+        ("shared expert", SHARED_OVERLAP, how.overlap_shared_expert, experts),
+        ("tensor-parallel", "--tp-comm-overlap", how.tp_comm_overlap, _tensor_obstacles(run, connections)),
     )
     found = []
     for name, flag, asked, obstacles in rows:
@@ -62,15 +63,16 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
 
 def _bucket_obstacle(run: Run) -> str:
     """Why the gradient buckets leave nothing to overlap; empty when they leave something."""
-    elements = run.process_parameters
-    if elements is None:
+    parameters, how = memory.process_parameters(run), run.execution
+    if parameters is None:
         return "how many buckets there are is not known: the arguments describe no model of this package"
-    if run.num_buckets:
-        bucket = elements // run.num_buckets
+    elements = sum(parameters)
+    if how.num_buckets:
+        bucket = elements // how.num_buckets
     else:  # Megatron's own default, resolve_ddp_bucket_size
-        bucket = run.bucket_elements or max(40_000_000, 1_000_000 * run.replicas * run.context)
-    if bucket * run.grad_bytes < MIN_BUCKET_BYTES:
-        return f"a bucket of {bucket * run.grad_bytes / 2**20:.1f} MiB is below {MIN_BUCKET_BYTES // 2**20} MiB"
+        bucket = how.bucket_elements or max(40_000_000, 1_000_000 * run.replicas)
+    if bucket * how.grad_bytes < MIN_BUCKET_BYTES:
+        return f"a bucket of {bucket * how.grad_bytes / 2**20:.1f} MiB is below {MIN_BUCKET_BYTES // 2**20} MiB"
     if elements <= bucket:
         return f"one bucket of {bucket} elements holds all {elements} of a process, and is reduced when all is computed"
     return ""
@@ -78,32 +80,32 @@ def _bucket_obstacle(run: Run) -> str:
 
 def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
     """What prevents both overlaps of expert communication."""
-    both = run.overlap_moe_a2a and run.overlap_shared_expert
+    how = run.execution
+    both = how.overlap_moe_a2a and how.overlap_shared_expert
     return (
-        "" if run.expert > 1 else "experts are not cut over processes",
+        "" if run.layout.expert > 1 else "experts are not cut over processes",
         f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
-        "" if run.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
+        "" if how.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
         f"Megatron refuses {MOE_OVERLAP} beside {SHARED_OVERLAP}" if both else "",
     )
 
 
 def _all_to_all_obstacles(run: Run) -> tuple[str, ...]:
     """What prevents only the overlapped all-to-all, as Megatron refuses the combination."""
-    repeated = run.recompute_granularity == "full" or "moe" in run.recompute_modules
+    how, depths = run.execution, 0 if run.model is None else run.model.mtp.depth
+    repeated = how.recompute_granularity == "full" or "moe" in how.recompute_modules
     return (
         "" if run.precision in ("bf16", "fp16") else f"Megatron refuses it in {run.precision}",
         "Megatron refuses it with experts computed again" if repeated else "",
-        f"Megatron refuses it with more than one MTP depth, and there are {run.mtp_depths}"
-        if run.mtp_depths > 1
-        else "",
+        f"Megatron refuses it with more than one MTP depth, and there are {depths}" if depths > 1 else "",
     )
 
 
 def _tensor_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
     in_order = f"it needs {CONNECTIONS}=1, which keeps a transfer ahead of the GEMM it hides behind"
     return (
-        "" if run.tensor > 1 else "tensor parallelism is 1",
-        "" if run.sequence_parallel else "it needs --sequence-parallel",
-        "" if run.transformer_impl == "transformer_engine" else "it is Transformer Engine's",
+        "" if run.layout.tensor > 1 else "tensor parallelism is 1",
+        "" if run.layout.sequence_parallel else "it needs --sequence-parallel",
+        "" if run.has_engine else "it is Transformer Engine's",
         "" if connections == "1" else in_order,
     )

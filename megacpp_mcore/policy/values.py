@@ -6,24 +6,16 @@ changed. Conditions that Megatron checks are those of megatron-core 0.19.2 and `
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megacpp_mcore.arguments.launch_flags import (
-    DISTRIBUTED_OPTIMIZER,
-    FLAGS,
-    FUSED_GRADIENTS,
-    MANUAL_GC,
-    MOE_PERMUTE,
-    TORCH_FSDP,
-    Machine,
-    log_interval,
-)
+from megacpp_mcore.arguments.lowering import check_torch_fsdp
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.model.run import FEATURES, Run, usual_log_interval
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
-from megacpp_mcore.policy.run import PRECISION_FILE, Run
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaults
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
@@ -106,19 +98,19 @@ def connections(run: Run, lookup: Lookup) -> Value:
     asked = lookup.asked(CONNECTIONS)
     if run.device != "cuda":
         return lookup.find(CONNECTIONS, note="means nothing to a CPU; the CPU lane sets what Megatron insists on")
-    if run.fsdp:
+    if run.execution.fsdp:
         refused = "FSDP needs more than one queue, and Megatron stops; unset it" if asked == "1" else ""
         note = "FSDP gathers beside the computation"
         return lookup.find(CONNECTIONS, default=FSDP_CONNECTIONS, note=note, refused=refused)
-    if run.tensor > 1 or run.context > 1:
+    if run.layout.tensor > 1 or run.layout.context > 1:
         # Megatron asserts it up to Hopper, but with overlapped MoE communication it only warns.
         note = "tensor and context parallelism rely on the order of launches (Hopper and older)"
-        if run.overlap_moe_a2a:
+        if run.execution.overlap_moe_a2a:
             both = f"{note}, overlapped MoE communication on many queues: the latter is taken"
             return lookup.find(CONNECTIONS, default="32", note=both)
         refused = "" if asked in (None, "1") else f"Megatron stops unless it is 1 ({note})"
         return lookup.find(CONNECTIONS, default="1", note=note, refused=refused)
-    if run.overlap_moe_a2a or run.overlap_shared_expert:
+    if run.execution.overlap_moe_a2a or run.execution.overlap_shared_expert:
         refused = "MoE communication cannot overlap in one queue; set 32" if asked == "1" else ""
         note = "MoE communication runs beside the computation"
         return lookup.find(CONNECTIONS, default="32", note=note, refused=refused)
@@ -142,9 +134,9 @@ def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) ->
 
 def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
     """Why segments must not grow; empty when they may. Where Megatron itself stops, the text says so."""
-    if run.cuda_graph_impl == "none" or lookup.asked("NCCL_GRAPH_REGISTER") == "0":
+    if run.execution.cuda_graph_impl == "none" or lookup.asked("NCCL_GRAPH_REGISTER") == "0":
         return ""
-    if run.cuda_graph_impl == "transformer_engine" and name == ALLOCATOR:
+    if run.execution.cuda_graph_impl == "transformer_engine" and name == ALLOCATOR:
         return "Megatron stops with such CUDA graphs and expandable segments unless NCCL_GRAPH_REGISTER=0"
     return (
         "NCCL may register buffers of CUDA graphs in expandable segments, which can end in illegal memory access; Megatron "
@@ -156,7 +148,7 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
     """Decide NCCL's settings; variables that pin its choices are only listed."""
     if run.device != "cuda":
         return ()
-    several = run.world_size > 1
+    several = run.processes > 1
     peers = several and lookup.asked("NCCL_P2P_DISABLE") == "1"
     through_host = "GPUs of one host then exchange through host memory; unset it" if peers else ""
     debug, multicast = (
@@ -238,13 +230,29 @@ def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
     )
 
 
+def tf32_products() -> bool:
+    """Return whether torch computes fp32 products on a GPU in TF32, as set by the environment or a program; imports torch."""
+    import torch
+
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def check(run: Run, lookup: Lookup) -> None:
-    """Refuse settings of GPU runs that would silently change the run and that nothing in the process can undo.
+    """Refuse a layout of another number of processes, and settings that would silently change a run on GPUs.
 
     Raises:
-        LaunchError: TF32 is forced on ops whose products have to be in fp32, or all expert-parallel ranks would begin with
-            the same experts.
+        LaunchError: the number of processes; TF32 forced on ops whose products have to be in fp32; or all expert-parallel ranks
+            would begin with the same experts.
+        ModelError: the run uses FSDP2, and its layout cannot.
     """
+    sizes = {name: size for name in ("tensor", "pipeline", "context") if (size := getattr(run.layout, name)) > 1}
+    if run.training.processes % (least := math.prod(sizes.values())):
+        words = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        raise LaunchError(
+            f"parallelism {words} takes {least} processes or a multiple, and there are {run.training.processes}: start as many "
+            "(launch --nproc, torchrun --nproc-per-node), or change the layout"
+        )
+    check_torch_fsdp(run)
     if run.device != "cuda":
         return
     if lookup.environment.get(TF32_DRIVER) == "1" and (ops := _in_fp32(run)):
@@ -252,10 +260,10 @@ def check(run: Run, lookup: Lookup) -> None:
             f"{TF32_DRIVER}=1 makes cuBLAS round the operands of every fp32 product to TF32, "
             f"whatever a program sets, and {ops} need fp32; unset it, or set it to 0"
         )
-    if run.cpu_initialization and run.expert > 1:
+    if run.execution.cpu_initialization and run.layout.expert > 1:
         raise LaunchError(
-            f"--use-cpu-initialization on GPUs with expert parallelism {run.expert}: all ranks draw the same numbers on their "
-            "CPUs, and every expert-parallel rank would start with the same experts; leave the flag out"
+            f"--use-cpu-initialization on GPUs with expert parallelism {run.layout.expert}: all ranks draw the same numbers on "
+            "their CPUs, and every expert-parallel rank would start with the same experts; leave the flag out"
         )
 
 
@@ -265,8 +273,8 @@ def _in_fp32(run: Run) -> str:
     return " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
 
 
-def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """List what sets fp32 products to TF32; M²RNN has no product that they reach."""
+def tf32(run: Run, lookup: Lookup, *, products: bool) -> tuple[Value, ...]:
+    """List what sets fp32 products to TF32; M²RNN has no product that they reach. ``products``: :func:`tf32_products`."""
     if run.device != "cuda":
         return ()
     exact = "M²RNN's recurrence is not affected; " if "R" in run.families else ""
@@ -276,7 +284,7 @@ def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
         for name in (TF32_DRIVER, TF32_TORCH)
         if lookup.asked(name) is not None
     ]
-    if run.tf32_products and lookup.asked(TF32_TORCH) in (None, "0"):
+    if products and lookup.asked(TF32_TORCH) in (None, "0"):
         backend = "torch.backends.cuda.matmul.fp32_precision"
         rows.append(Value(name=backend, value="tf32", source=USER, warning=note, variable=False))
     return tuple(rows)
@@ -284,43 +292,28 @@ def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
 
 def flags(run: Run, arguments: str) -> tuple[Value, ...]:
     """List the flags that change speed but not results, whether they are on, and why; overlaps have their own contract."""
-    machine = Machine(
-        device=run.device,
-        has_engine=run.transformer_impl == "transformer_engine" and run.device == "cuda",
-        has_moe=run.has_moe,
-        processes=run.world_size,
-        replicas=run.replicas * run.context,
-        torch_fsdp=TORCH_FSDP in run.flags,
-    )
-    on = {
-        FUSED_GRADIENTS: run.gradient_accumulation_fusion,
-        DISTRIBUTED_OPTIMIZER: run.distributed_optimizer,
-        MOE_PERMUTE: run.moe_permute_fusion,
-        MANUAL_GC: run.manual_gc,
-    }
     rows = []
-    for flag in FLAGS:
-        if flag.name in on:
-            obstacle = flag.obstacle(machine)
-            note = obstacle if obstacle and not on[flag.name] else flag.reason
-            source = arguments if {*flag.words, *flag.off} & run.flags else DEFAULT
-            rows.append(
-                Value(name=flag.name, value="on" if on[flag.name] else "off", source=source, note=note, variable=False)
-            )
-    usual = log_interval(machine)
-    note = "before each line all ranks wait for each other" if machine.processes > 1 else "a line costs nobody else"
-    source = arguments if "--log-interval" in run.flags else DEFAULT
-    if run.log_interval < usual:
+    for feature in FEATURES:
+        if feature.field.startswith("overlap"):
+            continue
+        on, obstacle = getattr(run.execution, feature.field), feature.obstacle(run)
+        note = obstacle if obstacle and not on else feature.reason
+        source = arguments if feature.field in run.given else DEFAULT
+        rows.append(Value(name=feature.name, value="on" if on else "off", source=source, note=note, variable=False))
+    usual, interval = usual_log_interval(run), run.execution.log_interval
+    note = "before each line all ranks wait for each other" if run.processes > 1 else "a line costs nobody else"
+    source = arguments if "log_interval" in run.given else DEFAULT
+    if interval < usual:
         note += f"; {usual} is usual on several GPUs"
-    rows.append(Value(name="log interval", value=str(run.log_interval), source=source, note=note, variable=False))
+    rows.append(Value(name="log interval", value=str(interval), source=source, note=note, variable=False))
     return tuple(rows)
 
 
 def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> Value:
     """Describe what the backward pass recomputes; ``arguments``: the source of the arguments' values."""
-    stock = run.recompute_granularity
+    stock = run.execution.recompute_granularity
     if stock == "selective":
-        stock = f"selective ({', '.join(run.recompute_modules) or 'core_attn'})"
+        stock = f"selective ({', '.join(run.execution.recompute_modules) or 'core_attn'})"
     plan = "; ".join(filter(None, (", ".join(families.on), f"Megatron's {stock}" if stock else "")))
     source = USER if given else arguments if stock else DEFAULT
     return Value(name="recompute", value=plan or "nothing", source=source, variable=False)
@@ -328,22 +321,22 @@ def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> 
 
 def graphs(run: Run, arguments: str) -> Value:
     """Describe the CUDA graphs; ``arguments``: the source of the arguments' values."""
-    scope = f" over {', '.join(run.cuda_graph_scope)}" if run.cuda_graph_scope else ""
-    source = arguments if "--cuda-graph-impl" in run.flags else DEFAULT
-    return Value(name="CUDA graphs", value=run.cuda_graph_impl + scope, source=source, variable=False)
+    scope = f" over {', '.join(run.execution.cuda_graph_scope)}" if run.execution.cuda_graph_scope else ""
+    source = arguments if "cuda_graph_impl" in run.given else DEFAULT
+    return Value(name="CUDA graphs", value=run.execution.cuda_graph_impl + scope, source=source, variable=False)
 
 
 def precision(run: Run, arguments: str) -> Value:
     """Describe the precision: the run's dtype, or the four fields of its plan where kernels run in FP8."""
-    plan = run.precision_plan
-    text = run.precision + (f", FP8 {run.fp8}" if run.fp8 else "")
-    if plan is not None:
+    plan, fp8, file = run.training.plan, run.execution.fp8, run.execution.precision_file
+    text = run.precision + (f", FP8 {fp8}" if fp8 else "")
+    if plan.file is not None:
         text += (
             f", kernel-local FP8 {plan.kernel_fp8}, dispatch {plan.dispatch}, checkpoint owner {plan.checkpoint_owner}"
         )
-    if run.precision_file is not None:
-        text += f", and what {run.precision_file} says of single modules"
+    if file is not None:
+        text += f", and what {file} says of single modules"
     kept = _in_fp32(run)
     note = f"{kept} in fp32" if kept and run.precision != "fp32" else ""
-    source = arguments if {"--bf16", "--fp16", "--fp8-format", PRECISION_FILE} & run.flags else DEFAULT
+    source = arguments if "precision" in run.given else DEFAULT
     return Value(name="precision", value=text, source=source, note=note, variable=False)

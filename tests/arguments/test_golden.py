@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from megacpp_mcore import policy
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.commands import cli
 from megacpp_mcore.model import PRESETS
 from megacpp_mcore.model.recipes import RECIPES
@@ -31,12 +32,12 @@ RUNS: dict[str, list[str]] = {
     "expert": ["nam56r", "--expert", "4", *FOUR],
     "many experts": ["nam56r", "--expert", "16", "--gpus-per-node", "16", "--global-batch-size", "16"],
     "pipeline": ["nam56r", "--pipeline", "2", "--virtual", "2", *FOUR, *STAGED],
-    "stages": ["nam56r_tiny", "--pipeline", "2", "--set", "pattern=AEMEA|EMEAEMR", "dsa.schedule=-FF"],
+    "stages": ["nam56r_tiny", "--pipeline", "2", "--gpus-per-node", "2", "--set", "pattern=AEMEA|EMEAEMR", "dsa.schedule=-FF"],
     "hybrid": ["nam56r", "--host", "hybrid", "--pipeline", "2", *FOUR, *STAGED],
     "hybrid recipe": ["nam56r_pretrain_8gpu_h200_bf16", "--host", "hybrid"],
     "local": ["nam56r_quarter", "--impl", "local", "--set", "precision=fp32", "cuda_graphs=true"],
     "tiny on GPUs": ["nam56r_tiny", "--device", "cuda", "--gpus-per-node", "2", "--lr", "0.0017", "--train-iters", "30"],
-    "fp8 experts": ["nam56r", "--expert", "2", "--set", "precision=bf16_te_fp8_experts"],
+    "fp8 experts": ["nam56r", "--expert", "2", "--gpus-per-node", "2", "--set", "precision=bf16_te_fp8_experts"],
     "untrained indexers": ["nam56r_tiny", "--device", "cuda", *FOUR, "--set", "dsa.loss_coeff=0"],
     "dense": ["nam56r_tiny", "--set", "pattern=AMR", "depth=3", "dsa.schedule=-", "mtp.depth=0", "start.std=0.02",
               "start.head_gain=1"],
@@ -57,7 +58,7 @@ def texts(folder: Path, *, brief: bool = True) -> dict[str, str]:
         device = "cpu" if "gloo" in arguments else "cuda"
         usual = RECIPES[words[0]].processes if words[0] in RECIPES else 1
         processes = int(words[words.index("--gpus-per-node") + 1]) if "--gpus-per-node" in words else usual
-        run = policy.Run.from_arguments(arguments, device=device, world_size=processes)
+        run = read(arguments, device=device, processes=processes)
         found[f"{name}: words"] = "\n".join(arguments).replace(ROOT, "ROOT")
         launched = policy.resolve(run, environment={})
         decided = [

@@ -11,19 +11,20 @@ from unittest import mock
 
 import pytest
 
-from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.lowering import (
     GPT,
     HYBRID,
     check_arguments,
     lower,
-    matching_preset,
     mismatches,
     model_arguments,
 )
+from megacpp_mcore.arguments.read import model_of
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
+from megacpp_mcore.model.run import BUCKET_ELEMENTS, FEATURES, FIELDS, TORCH_FSDP, Run, words_of
 from megacpp_mcore.model.training import Training
 from tests import stock
 
@@ -50,7 +51,7 @@ def other(value: Any) -> Any:
 
 @pytest.mark.parametrize(("steps", "rising"), [(1, 0), (3, 1), (20, 10), (99, 49), (100, 50), (500, 50), (1000, 100)])
 def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, rising: int) -> None:
-    words = lower(preset("nam56r_tiny"), Layout(), Training(train_iters=steps))
+    words = lower(Run(preset("nam56r_tiny"), Layout(), Training(train_iters=steps)))
     assert words[words.index("--lr-warmup-iters") + 1] == str(rising)
     assert rising < steps  # Megatron refuses another
 
@@ -66,7 +67,7 @@ def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, 
     ],
 )
 def test_few_ranks_of_experts_gather_tokens(expert: int, training: dict[str, Any], by: str) -> None:
-    words = lower(preset("nam56r"), Layout(expert=expert), Training(**training))
+    words = lower(Run(preset("nam56r"), Layout(expert=expert), Training(**training)))
     assert words[words.index("--moe-token-dispatcher-type") + 1] == by
 
 
@@ -134,7 +135,7 @@ def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
     with pytest.raises(ArgumentMismatchError, match=r"^--mamba-state-dim is .*; --openai-gelu is .* none of that"):
         lowering.check_unused(["--openai-gelu", "--mamba-state-dim", "128"])
     for name in PRESETS:
-        lowering.check_unused(lower(preset(name), Layout(), Training()))
+        lowering.check_unused(lower(Run(preset(name), Layout(), Training())))
 
 
 def test_all_contradictions_are_listed_at_once() -> None:
@@ -155,7 +156,7 @@ def test_all_contradictions_are_listed_at_once() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_run_that_names_no_model_gets_the_preset_it_describes(name: str) -> None:
-    assert matching_preset([matching(preset(name))]) is preset(name)
+    assert model_of([matching(preset(name))], None) is preset(name)
 
 
 @pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])
@@ -209,19 +210,21 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
     model = with_overrides(preset("nam56r_tiny"), PIPELINED)
     given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
     processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
-    words = lower(model, layout, Training(processes=processes, **given), host)
+    words = lower(Run(model, layout, Training(processes=processes, **given), host))
     with stock.gpu_host():
         arguments = stock.parse(words, processes)
     on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
     assert (arguments.manual_gc_interval, arguments.log_interval) == (100, 10)
-    assert arguments.ddp_bucket_size == launch_flags.BUCKET_ELEMENTS
+    assert arguments.ddp_bucket_size == BUCKET_ELEMENTS
 
 
 def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
     """The flags of a run that change its speed alone."""
-    named = {word for flag in launch_flags.FLAGS for word in (*flag.words, *flag.off) if word.startswith("--")}
-    return set(lower(model or preset("nam56r_tiny"), layout or Layout(), Training(**training))) & named
+    named = {
+        word for one in FEATURES for on in (True, False) for word in words_of(one.field, on) if word.startswith("--")
+    }
+    return set(lower(Run(model or preset("nam56r_tiny"), layout or Layout(), Training(**training)))) & named
 
 
 def test_graphs_are_asked_for_where_they_were_measured() -> None:
@@ -229,7 +232,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
     here, plain, own = preset("nam56r"), Training(cuda_graphs=True), {"cuda_graphs": True}
     graphs = ("--cuda-graph-impl", "local")
     for layout in (Layout(), Layout(expert=4), Layout(tensor=2, sequence_parallel=True)):
-        words = lower(here, layout, plain)
+        words = lower(Run(here, layout, plain))
         assert words[words.index(graphs[0]) :][:2] == graphs
     for model, layout, training, host in (
         (here, Layout(), Training(), GPT),
@@ -238,9 +241,9 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),
         (here, Layout(), Training(precision="bf16_te_fp8_experts", **own), GPT),
-        (here, Layout(), Training(extra=(launch_flags.TORCH_FSDP,), **own), GPT),
+        (here, Layout(), Training(extra=(TORCH_FSDP,), **own), GPT),
     ):
-        assert graphs[0] not in lower(model, layout, training, host)
+        assert graphs[0] not in lower(Run(model, layout, training, host))
 
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
@@ -264,12 +267,12 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
 
 def test_buckets_are_larger_where_reductions_are_hidden_and_nobody_asks_for_others() -> None:
     model, size = preset("nam56r_tiny"), "--ddp-bucket-size"
-    assert size in lower(model, Layout(), Training(processes=2))
-    assert size not in lower(model, Layout(), Training())
+    assert size in lower(Run(model, Layout(), Training(processes=2)))
+    assert size not in lower(Run(model, Layout(), Training()))
     assert size not in lower(
-        model, Layout(), Training(processes=128, global_batch_size=128)
+        Run(model, Layout(), Training(processes=128, global_batch_size=128))
     )  # Megatron has 128 million
-    assert size not in lower(model, Layout(), Training(processes=2, extra=("--ddp-num-buckets", "8")))
+    assert size not in lower(Run(model, Layout(), Training(processes=2, extra=("--ddp-num-buckets", "8"))))
 
 
 def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
@@ -287,7 +290,9 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
                 model, {"dsa": {"schedule": "F"}, "depth": 12 if model.depth == 13 else model.depth}
             )
             for training in (Training(), Training(device="cpu", transformer_impl="local", precision="fp32")):
-                words.update(lower(with_schedule, layout, training))
+                words.update(lower(Run(with_schedule, layout, training)))
+    for field in FIELDS.values():
+        words.update(field.metadata.get("words", field.metadata.get("names", ())))
     flags = {word for word in words if word.startswith("--")}
     assert len(flags) > 60
     assert sorted(flags - known.keys()) == []

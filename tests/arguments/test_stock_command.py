@@ -201,9 +201,9 @@ def test_every_recipe_has_every_form_and_they_agree(
     plan = RECIPES.get(name)
     if plan is not None:
         assert written["processes_per_node"] == plan.processes
-        assert given["--global-batch-size"] == (str(plan.training.global_batch_size),)
-        assert given["--expert-model-parallel-size"] == (str(plan.layout.expert),)
-    if plan is None or plan.training.device == "cuda":
+        assert given["--global-batch-size"] == (str(plan.run.training.global_batch_size),)
+        assert given["--expert-model-parallel-size"] == (str(plan.run.layout.expert),)
+    if plan is None or plan.run.training.device == "cuda":
         script = emit(capsys, *options, "--as", "slurm")
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
 
@@ -250,7 +250,16 @@ def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
     assert {"depth", "dsa.schedule", "m2rnn.heads", "rope_theta"} <= of_model
     assert of_training == {
         *("device", "precision", "transformer_impl", "micro_batch_size", "global_batch_size"),
-        *("processes", "cuda_graphs", "train_iters", "learning_rate", "seed"),
+        *(
+            "processes",
+            "cuda_graphs",
+            "train_iters",
+            "learning_rate",
+            "seed",
+            "weight_decay",
+            "adam_beta2",
+            "clip_grad",
+        ),
     }
 
 

@@ -24,8 +24,8 @@ def stock(chosen: Recipe) -> dict[str, Any]:
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
     from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
 
-    training = dataclasses.replace(chosen.training, data=("--mock-data",), tokenizer=tokenizer_words(chosen.model))
-    sys.argv = ["pretrain_gpt.py", *lowering.lower(chosen.model, chosen.layout, training)]
+    training = dataclasses.replace(chosen.run.training, data=("--mock-data",), tokenizer=tokenizer_words(chosen.model))
+    sys.argv = ["pretrain_gpt.py", *lowering.lower(dataclasses.replace(chosen.run, training=training))]
     args = validate_args(parse_args())
     return {
         "model": core_transformer_config_from_args(args),

@@ -37,7 +37,7 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
     for section, fields in found.items():
         rest = {key: pair for key, pair in fields.items() if key not in HARMLESS[section] | HARMLESS_UNUSED}
         rest = {key: pair for key, pair in rest.items() if set(pair) != {"None", "False"}}
-        refused_by_bridge = section == "model" and RECIPES[name].training.cuda_graphs
+        refused_by_bridge = section == "model" and RECIPES[name].run.training.cuda_graphs
         assert rest == ({"cuda_graph_impl": ["'local'", "'none'"]} if refused_by_bridge else {}), section
 
 

@@ -59,7 +59,7 @@ def launched(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPath
         *("--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", str(STEPS)),
         data=("--data-path", corpus, "--split", "100,0,0"),
         tokenizer=tokenizer_words(chosen.model, data=corpus),
-        learning_rate=chosen.training.learning_rate,
+        learning_rate=chosen.run.training.learning_rate,
         train_iters=STEPS,
     )
     done = run(bridge_python, "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words)

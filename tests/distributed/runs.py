@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import yaml
 
-from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model.run import words_of
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, stock
 from tests.saved import tensors_in
@@ -143,8 +143,8 @@ class Laboratory:
 
     def overlapped(self, name: str, replicas: int) -> Run:
         """:meth:`compared` with what several replicas are lowered with on GPUs; every parameter is a bucket of its own."""
-        asked = (launch_flags.DISTRIBUTED_OPTIMIZER, launch_flags.GRAD_REDUCE, launch_flags.PARAM_GATHER)
-        words = [word for flag in launch_flags.FLAGS if flag.name in asked for word in flag.words]
+        asked = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        words = [word for name in asked for word in words_of(name, True)]
         # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.
         words += ["--ddp-bucket-size", "1", "--no-save-optim", *self._from_main()]
         return self.run(f"{name}, overlapped", LAYOUTS[name], COMPARED, words, replicas=replicas)

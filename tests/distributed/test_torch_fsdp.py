@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
+from megacpp_mcore.model.run import TORCH_FSDP
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import LAYOUTS, MAIN, ONE, RESUMED, Laboratory, Run
 

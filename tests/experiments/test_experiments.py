@@ -14,12 +14,13 @@ import yaml
 
 from experiments import train
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
-from megacpp_mcore.policy import Run
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +34,12 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         arm = train._arm(content, name, part or {})
         model, layout = with_overrides(preset(content["model"]), arm.overrides), Layout(**arm.layout)
         given = {"processes": layout.processes, **arm.training, "extra": tuple(map(str, arm.words))}
-        words = lower(model, layout, Training(**given, data=("--mock-data",)), arm.host)
+        words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.host))
         assert words[-3] == "--spec"
         # As on the machine that it is for, of H200 at most.
-        run = Run.from_arguments(words, device="cuda", world_size=given["processes"], model=model)
-        assert run.states is not None
-        assert memory.fits(run.states, 150_109_880_320)
+        states = memory.states(read(words, device="cuda", processes=given["processes"], model=model))
+        assert states is not None
+        assert memory.fits(states, 150_109_880_320)
         assert arm.via == "launch" or arm.recipe in RECIPES
 
 

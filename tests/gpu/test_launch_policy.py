@@ -12,6 +12,7 @@ import pytest
 
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     layout = Layout(tensor=tensor, sequence_parallel=tensor > 1)
-    words = lower(preset("nam56r_tiny"), layout, Training(data=("--mock-data",)))
+    words = lower(Run(preset("nam56r_tiny"), layout, Training(data=("--mock-data",))))
     words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r")]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     environment |= {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.run import TORCH_FSDP
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import read_scalars
 from tests.gpu import runs

@@ -29,6 +29,7 @@ from megacpp_mcore.errors import (
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events
 from tests import forks
@@ -261,7 +262,7 @@ def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(monkeypatc
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_017_493_504)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    words = lower(preset("nam56r"), Layout(), Training(data=("--data-path", "there is none")))
+    words = lower(Run(preset("nam56r"), Layout(), Training(data=("--data-path", "there is none"))))
     with pytest.raises(LaunchError, match=r"^nam56r .* 81.0 GB .* 2 GPUs, "):
         launcher.launch(words, device="cuda")
 

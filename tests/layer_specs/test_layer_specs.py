@@ -727,5 +727,5 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
     monkeypatch.setattr(of_model, "graph_plan", lambda *_: graphs)
     config = stock.model_config(stock.words(definition)).transformer
     numbers = range(5, definition.depth - 1)
-    of_model.block_submodules(definition, config, numbers, None, Dispatcher(None))
+    of_model.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
     assert seen == [(number, definition.layers[number - 1]) for number in numbers]

@@ -10,10 +10,12 @@ import pytest
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.lowering import lower, mismatches, model_arguments
+from megacpp_mcore.arguments.read import model_of
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, SpecImportError
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
 from megacpp_mcore.model.hybrid import MTP_BLOCK, contradictions, plan
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 
 TINY = preset("nam56r_tiny")
@@ -77,23 +79,23 @@ def option(words: tuple[str, ...], flag: str) -> str:
 
 
 def test_both_hosts_get_the_same_words_but_for_what_the_pattern_says() -> None:
-    gpt, hybrid_ = (lower(TINY, Layout(), CUDA, host) for host in (GPT, HYBRID))
+    gpt, hybrid_ = (lower(Run(TINY, Layout(), CUDA, host)) for host in (GPT, HYBRID))
     flags = [{word for word in words if word.startswith("--")} for words in (gpt, hybrid_)]
     assert flags[0] - flags[1] == {"--num-layers", "--moe-layer-freq", "--mtp-num-layers"}
     assert flags[1] - flags[0] == {"--hybrid-layer-pattern"}
     assert option(hybrid_, "--hybrid-layer-pattern") == "+EMEDEMEDEMG/+-"
     assert hybrid_[-3:] == ("--spec", "megacpp_mcore", "nam56r_hybrid")
     assert gpt[-3:] == ("--spec", "megacpp_mcore", "nam56r")
-    assert lower(TINY, Layout(), CUDA) == gpt
+    assert lower(Run(TINY, Layout(), CUDA)) == gpt
 
 
 def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
-    words = lower(model, Layout(pipeline=2, virtual=2), CUDA, HYBRID)
+    words = lower(Run(model, Layout(pipeline=2, virtual=2), CUDA, HYBRID))
     assert option(words, "--hybrid-layer-pattern") == "+EM|EDE|MED|EMG/+-"
     assert not {"--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"} & set(words)
     with pytest.raises(ModelError, match="layer 9"):
-        lower(TINY, Layout(pipeline=3), CUDA, HYBRID)
+        lower(Run(TINY, Layout(pipeline=3), CUDA, HYBRID))
 
 
 def described(model: Model) -> SimpleNamespace:
@@ -105,7 +107,7 @@ def described(model: Model) -> SimpleNamespace:
 def test_a_run_is_matched_to_its_preset(name: str) -> None:
     model = preset(name)
     assert mismatches(model, [described(model)], HYBRID) == []
-    assert lowering.matching_preset([described(model)], host=HYBRID) is model
+    assert model_of([described(model)], None, HYBRID) is model
 
 
 def test_every_mismatch_is_listed_at_once() -> None:
@@ -159,7 +161,7 @@ def test_a_spec_for_another_host_is_refused(
 @pytest.mark.parametrize("script", [None, "pretrain_hybrid.py", "my_own.py"])
 def test_a_hybrid_launch_is_planned(script: str | None, tmp_path: Path) -> None:
     cpu = dataclasses.replace(CUDA, device="cpu", precision="fp32", transformer_impl="local")
-    words = list(lower(TINY, Layout(), cpu, HYBRID))
+    words = list(lower(Run(TINY, Layout(), cpu, HYBRID)))
     if script is not None:
         (tmp_path / script).touch()
         words.insert(0, str(tmp_path / script))

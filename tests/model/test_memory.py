@@ -14,11 +14,12 @@ import torch
 
 from megacpp_mcore import policy, settings
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import PRESETS, Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
-from megacpp_mcore.policy import Run
 from tests import stock
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,16 @@ def test_the_count_of_a_rank_is_what_stock_builds(
     mla, layers = model.mla, model.layers.count("A") + bool(model.mtp.depth)
     latents = layers * model.hidden_size * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
     dense, experts = max(found, key=sum)
-    assert memory.rank_parameters(model, layout) == (dense + latents - latents // layout.tensor, experts)
+    assert memory.process_parameters(Run(model, layout)) == (dense + latents - latents // layout.tensor, experts)
+
+
+def states(
+    model: Model, layout: Layout | None = None, processes: int = 1, precision: str = "bf16", **asked: bool
+) -> memory.States:
+    training = Training(processes=processes, precision=precision)
+    found = memory.states(Run(model, layout or Layout(), training, asked=asked))
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -80,47 +90,44 @@ def test_megatrons_bytes_of_a_parameter(name: str) -> None:
     """18 in bf16, or 6 and 12 divided by the replicas (docs of Megatron's distributed optimizer); 16 in fp32."""
     model = preset(name)
     parameters = sum(model.parameters().values())
-    assert memory.states(model, Layout(), 1).total == 18 * parameters
-    assert memory.states(model, Layout(), 4, distributed_optimizer=True).total == pytest.approx(9 * parameters, abs=9)
-    assert memory.states(model, Layout(), 4).total == 18 * parameters
-    assert memory.states(model, Layout(), 1, precision="fp32").total == 16 * parameters
-    assert memory.states(model, Layout(), 4, fsdp=True).total == pytest.approx(4 * parameters, abs=9)
+    assert states(model).total == 18 * parameters
+    assert states(model, processes=4).total == pytest.approx(9 * parameters, abs=9)
+    assert states(model, processes=4, distributed_optimizer=False).total == 18 * parameters
+    assert states(model, precision="fp32").total == 16 * parameters
+    assert states(model, processes=4, torch_fsdp=True).total == pytest.approx(4 * parameters, abs=9)
     # Four ranks have a replica of all but the experts, and each has experts of its own.
-    dense, experts = memory.rank_parameters(model, Layout(expert=4))
+    dense, experts = memory.process_parameters(Run(model, Layout(expert=4))) or (0, 0)
     assert dense + 4 * experts == parameters
-    divided = memory.states(model, Layout(expert=4), 4, distributed_optimizer=True)
+    divided = states(model, Layout(expert=4))
     assert divided.total == pytest.approx(9 * dense + 18 * experts, abs=9)
 
 
 def test_the_figure_of_nam56r_against_what_was_measured() -> None:
-    states = memory.states(preset("nam56r"), Layout(), 1)
-    assert str(states) == "81.0 GB (weights 9.0, gradients 18.0, main weights 18.0, moments 36.0)"
+    assert str(states(preset("nam56r"))) == "81.0 GB (weights 9.0, gradients 18.0, main weights 18.0, moments 36.0)"
     with (ROOT / "experiments/results/quarter_h200.csv").open(newline="", encoding="utf-8") as file:
         peaks = {(row["model"], row["arm"]): int(row["peak_bytes"]) for row in csv.DictReader(file)}
     for model in ("nam56r", "nam56r_quarter"):
-        above = peaks[model, "graphs"] - memory.states(preset(model), Layout(), 1).total
+        above = peaks[model, "graphs"] - states(preset(model)).total
         assert 4.4e9 < above < 4.9e9  # what a step took besides
         assert above < H100 / memory.ROOM
 
 
 def test_a_recipe_fits_the_gpus_it_is_for() -> None:
     for name, recipe in RECIPES.items():
-        if recipe.training.device == "cuda":
-            held = memory.states(
-                recipe.model, recipe.layout, recipe.processes, distributed_optimizer=recipe.processes > 1
-            )
+        if recipe.run.device == "cuda":
+            held = memory.states(recipe.run)
+            assert held is not None
             assert memory.fits(held, H100 if "_h100_" in name else H200), name
 
 
 def test_the_figures_of_the_documentation() -> None:
     def figure(processes: int, layout: Layout, **how: Any) -> str:
-        return f"{memory.states(preset('nam56r'), layout, processes, **how).total / 1e9:.1f}"
+        return f"{states(preset('nam56r'), layout, processes, **how).total / 1e9:.1f}"
 
-    cut = {"distributed_optimizer": True}
     rows = (
-        [figure(2, Layout(), **cut), figure(2, Layout(expert=2), **cut)],
-        [figure(4, Layout(), **cut), figure(4, Layout(expert=4), **cut)],
-        [figure(8, layout, **cut) for layout in (Layout(), EXPERTS, TENSORS)] + [figure(8, Layout(), fsdp=True)],
+        [figure(2, Layout()), figure(2, Layout(expert=2))],
+        [figure(4, Layout()), figure(4, Layout(expert=4))],
+        [figure(8, layout) for layout in (Layout(), EXPERTS, TENSORS)] + [figure(8, Layout(), torch_fsdp=True)],
     )
     page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     assert [f"| {'; '.join(row)} |" for row in rows if f"| {'; '.join(row)} |" not in page] == []
@@ -141,8 +148,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run_of(model: Model, layout: Layout, processes: int, *extra: str) -> Run:
-    words = lower(model, layout, Training(processes=processes, extra=extra))
-    return Run.from_arguments(words, device="cuda", world_size=processes)
+    words = lower(Run(model, layout, Training(processes=processes, extra=extra)))
+    return read(words, device="cuda", processes=processes)
 
 
 def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
@@ -154,23 +161,24 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
         policy.check_memory(run)
     assert str(raised.value) == (
         "nam56r has 81.0 GB (weights 9.0, gradients 18.0, main weights 18.0, moments 36.0) of states on each of 1 GPU, and "
-        "NVIDIA H100 80GB HBM3 has 85.0 GB, one part in 16 of which has to be left for a step; it fits on 2 GPUs, replicas "
+        "NVIDIA H100 80GB HBM3 has 85.0 GB, of which 1/16 must stay free for activations; it fits on 2 GPUs, replicas "
         "with --use-distributed-optimizer (54.0 GB each); 2 GPUs, --expert-model-parallel-size 2 with "
         "--use-distributed-optimizer (47.2 GB each); 2 GPUs, --tensor-model-parallel-size 2 --sequence-parallel with "
         "--use-distributed-optimizer (47.4 GB each)"
     )
-    policy.check_memory(dataclasses.replace(run, device="cpu"))  # whose memory is another
+    on_cpu = Training(device="cpu", transformer_impl="local")
+    policy.check_memory(dataclasses.replace(run, training=on_cpu))  # whose memory is another
 
 
 def test_what_is_offered_is_not_refused(gpu: Any) -> None:
     gpu("a small one", 24 * 10**9)
     with pytest.raises(LaunchError, match="it fits on 4 GPUs, --tensor-model-parallel-size 4 --expert"):
         policy.check_memory(run_of(preset("nam56r"), Layout(expert=4), 4))
-    offered = list(memory.fitting(preset("nam56r"), 24 * 10**9, 4, "bf16"))
+    offered = list(memory.fitting(Run(preset("nam56r"), training=Training(processes=4)), 24 * 10**9))
     assert offered
-    for processes, layout, states in offered:
-        run = run_of(preset("nam56r"), layout, processes)
-        assert run.states == states
+    for other, held in offered:
+        run = run_of(preset("nam56r"), other.layout, other.processes)
+        assert memory.states(run) == held
         policy.check_memory(run)
 
 
@@ -179,6 +187,6 @@ def test_nothing_is_refused_whose_states_are_not_known(gpu: Any) -> None:
     model = preset("nam56r")
     for words in (["--optimizer-cpu-offload"], ["--use-precision-aware-optimizer"], ["--optimizer", "sgd"]):
         policy.check_memory(run_of(model, Layout(), 1, *words))
-    policy.check_memory(Run.from_arguments(["--num-layers", "3"], device="cuda", world_size=1))
+    policy.check_memory(read(["--num-layers", "3"], device="cuda", processes=1))
     with pytest.raises(LaunchError, match="no layout of it fits on such GPUs"):
         policy.check_memory(run_of(model, Layout(), 1))

@@ -16,6 +16,7 @@ from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, precision, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests import stock
 
@@ -36,12 +37,12 @@ def config_of(words: list[str]) -> Any:
 @pytest.mark.parametrize("host", [GPT, HYBRID])
 def test_the_precision_adds_the_file_and_leaves_out_graphs(host: str) -> None:
     twin = RECIPES["nam56r_pretrain_8gpu_h200_bf16"]
-    plain = dataclasses.replace(twin.training, cuda_graphs=False)
-    eight_bit = dataclasses.replace(twin.training, precision="bf16_te_fp8_experts")
-    found = lower(twin.model, twin.layout, eight_bit, host)
+    plain = dataclasses.replace(twin.run.training, cuda_graphs=False)
+    eight_bit = dataclasses.replace(twin.run.training, precision="bf16_te_fp8_experts")
+    found = lower(Run(twin.model, twin.run.layout, eight_bit, host))
     at = found.index(FILE[0])
     assert found[at : at + 2] == FILE
-    assert (*found[:at], *found[at + 2 :]) == lower(twin.model, twin.layout, plain, host)
+    assert (*found[:at], *found[at + 2 :]) == lower(Run(twin.model, twin.run.layout, plain, host))
     assert "--fp8-format" not in found
     assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
 

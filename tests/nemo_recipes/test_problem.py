@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.nemo_recipes import bridge, run
+from megacpp_mcore.nemo_recipes import read as bridge_read
 
 TINY, EIGHT = "nam56r_tiny_pretrain_1cpu_fp32", "nam56r_pretrain_8gpu_h200_bf16"
 
@@ -135,7 +137,7 @@ def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch)
     eight = RECIPES[EIGHT]
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(LaunchError, match=f"recipe {EIGHT} .* 8 .* 4"):
-        run.check_processes(eight, eight.layout)
+        run.check_processes(eight, eight.run.layout)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(LaunchError, match=f"recipe {EIGHT} .* 4 GPUs .* 2"):
@@ -186,13 +188,13 @@ def test_the_warm_up_has_the_shapes_that_layers_will_see(
 
 
 def described(chosen: Recipe, **changes: Any) -> Any:
-    """What :func:`run.policy_run` reads of Bridge's configuration, as the recipe has it but for ``changes`` of the model."""
+    """What :func:`read` reads of Bridge's configuration, as the recipe has it but for ``changes`` of the model."""
     model = {
-        "tensor_model_parallel_size": chosen.layout.tensor,
-        "pipeline_model_parallel_size": chosen.layout.pipeline,
+        "tensor_model_parallel_size": chosen.run.layout.tensor,
+        "pipeline_model_parallel_size": chosen.run.layout.pipeline,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_layout": None,
-        "expert_model_parallel_size": chosen.layout.expert,
+        "expert_model_parallel_size": chosen.run.layout.expert,
         "context_parallel_size": 1,
         "sequence_parallel": False,
         "gradient_accumulation_fusion": True,
@@ -200,7 +202,7 @@ def described(chosen: Recipe, **changes: Any) -> Any:
         "use_cpu_initialization": False,
         "transformer_impl": "transformer_engine",
         "moe_token_dispatcher_type": "alltoall",
-        "te_precision_config_file": chosen.training.plan.file,
+        "te_precision_config_file": chosen.run.training.plan.file,
         "overlap_moe_expert_parallel_comm": False,
         "moe_shared_expert_overlap": False,
         "tp_comm_overlap": False,
@@ -226,8 +228,11 @@ def described(chosen: Recipe, **changes: Any) -> Any:
             optimizer="adam",
             use_precision_aware_optimizer=False,
             optimizer_cpu_offload=False,
+            **{name: getattr(chosen.run.training, name) for name in ("weight_decay", "adam_beta2", "clip_grad")},
+            lr=chosen.run.training.learning_rate,
         ),
-        train=SimpleNamespace(manual_gc=True),
+        train=SimpleNamespace(manual_gc=True, micro_batch_size=2, global_batch_size=64, train_iters=1000),
+        rng=SimpleNamespace(seed=1234),
         logger=SimpleNamespace(log_interval=10),
         dist=SimpleNamespace(use_megatron_fsdp=False, use_torch_fsdp2=False),
         env_vars={"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": 1},
@@ -238,25 +243,25 @@ def described(chosen: Recipe, **changes: Any) -> Any:
 @pytest.fixture
 def _no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration that is no word stays what it is, without Bridge to be asked."""
-    monkeypatch.setattr(run, "_mixed_precision", lambda config: config.mixed_precision)
+    monkeypatch.setattr(bridge_read, "mixed_precision", lambda config: config.mixed_precision)
 
 
 @pytest.mark.usefixtures("_no_bridge")
 def test_the_policy_reads_bridges_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     eight = RECIPES[EIGHT]
-    found = run.policy_run(eight, described(eight, moe_shared_expert_overlap=True))
-    assert (found.device, found.world_size, found.expert, found.replicas) == ("cuda", 8, 1, 8)
-    assert (found.precision, found.fp8, found.grad_bytes) == ("bf16", "e4m3", 2)
-    assert (found.distributed_optimizer, found.overlap_grad_reduce, found.overlap_shared_expert) == (True, True, True)
-    assert (found.cuda_graph_impl, found.cuda_graph_scope) == ("none", ())
+    found = bridge_read.read(eight.run, described(eight, moe_shared_expert_overlap=True), 8)
+    how = found.execution
+    assert (found.device, found.processes, found.layout, found.replicas) == ("cuda", 8, Layout(), 8)
+    assert (found.precision, how.fp8, how.grad_bytes) == ("bf16", "e4m3", 2)
+    assert (how.distributed_optimizer, how.overlap_grad_reduce, how.overlap_shared_expert) == (True, True, True)
+    assert (how.cuda_graph_impl, how.cuda_graph_scope) == ("none", ())
     assert found.model == eight.model
-    assert found.states == memory.states(
-        eight.model, eight.layout, 8, precision="bf16", grad_bytes=2, distributed_optimizer=True
-    )
+    assert memory.states(found) == memory.states(dataclasses.replace(eight.run, asked={"grad_bytes": 2}))
     graphs = described(eight, cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", "mlp"])
-    assert run.policy_run(eight, graphs).cuda_graph_scope == ("attn", "mlp")
-    assert run.policy_run(eight, described(eight, cuda_graph_impl="local")).cuda_graph_scope == ("full",)
+    assert bridge_read.read(eight.run, graphs, 8).execution.cuda_graph_scope == ("attn", "mlp")
+    whole = bridge_read.read(eight.run, described(eight, cuda_graph_impl="local"), 8)
+    assert whole.execution.cuda_graph_scope == ("full",)
 
 
 @pytest.mark.usefixtures("_no_bridge")
@@ -264,9 +269,8 @@ def test_each_value_of_the_policy_has_its_source(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "8")
     eight = RECIPES[EIGHT]
     overrides = ["model.recompute_granularity=full"]
-    found = run.launch_policy(
-        eight, described(eight, recompute_granularity="full"), overrides, None, {"NCCL_DEBUG": "WARN"}
-    )
+    config = described(eight, recompute_granularity="full")
+    found = run.launch_policy(bridge_read.read(eight.run, config, 8), config, overrides, {"NCCL_DEBUG": "WARN"})
     sources = {name: found.value(name).source for name in ("recompute", "precision", "CUDA graphs", "NCCL_P2P_DISABLE")}
     assert sources == {
         "recompute": policy.USER,

@@ -21,6 +21,7 @@ from typing import Any
 
 from megacpp_mcore import backends, policy
 from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.backends import candidates
 from megacpp_mcore.launch import process
 from megacpp_mcore.model import preset
@@ -132,8 +133,9 @@ def main(run: str, words: list[str]) -> None:
         sys.argv = ["run", *words]
         settings = plugin_config.from_environment()
         model = settings.model if settings else preset("nam56r_tiny")
-        about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
-        launched = policy.resolve(about, settings=settings, environment=os.environ)
+        processes = int(os.environ["WORLD_SIZE"])
+        about = read(words, device="cpu", processes=processes, model=model, settings=settings)
+        launched = policy.resolve(about, environment=os.environ)
         chosen = observation.choose(words, observe=run, profile="5-6" if "profile" in FATE else None, settings=settings)
         chosen = dataclasses.replace(chosen, details=dataclasses.replace(chosen.details, interval=INTERVAL))
         patches = [
@@ -142,7 +144,7 @@ def main(run: str, words: list[str]) -> None:
             "hybrid-flops",
             *(["linear-cross-entropy"] if "patched" in FATE else []),
         ]
-        with policy.said(), process.children_end_with_it(), process.cpu_lane():
+        with policy.announced(), process.children_end_with_it(), process.cpu_lane():
             registry.default().apply(patches)
             end_in_step_4()
             with observation.observed(chosen, launched, Watched()):

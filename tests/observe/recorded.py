@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import policy
+from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.routing import Routing
 
-LAUNCHED = policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
+LAUNCHED = policy.resolve(Run(training=Training(device="cpu", transformer_impl="local")), environment={})
 """The policy of a run of one process on a CPU."""
 SECOND = 1_000_000_000
 TOKENS = 1024

@@ -15,6 +15,8 @@ import pytest
 from megacpp_mcore import policy
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
+from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events, goodput, loop, loop_bridge, recording
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
@@ -106,7 +108,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> policy.LaunchPolicy:
     """The policy of a run of this process alone."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    return policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
+    return policy.resolve(Run(training=Training(device="cpu", transformer_impl="local")), environment={})
 
 
 def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launched: policy.LaunchPolicy) -> None:

@@ -12,6 +12,7 @@ from megacpp_mcore import patches
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from tests import stock
 from tests.errors import raises
@@ -122,11 +123,11 @@ def test_other_models_are_sharded_as_by_stock() -> None:
 def test_lowering() -> None:
     """No fused gradients, no distributed optimizer, no overlap of stock's; a checkpoint that holds it; only replicas."""
     training = Training(processes=8, extra=(FSDP,))
-    words = lower(TINY, Layout(), training)
+    words = lower(Run(TINY, Layout(), training))
     assert "--no-gradient-accumulation-fusion" in words
     assert words[words.index("--ckpt-format") + 1] == "torch_dcp"
     sharded = {"--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"}
     assert not {*sharded, "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
     with raises(ModelError, "pipeline parallelism is 2, expected 1", "expert parallelism is 2", "--use-torch-fsdp2"):
-        lower(model, Layout(pipeline=2, expert=2), training)
+        lower(Run(model, Layout(pipeline=2, expert=2), training))

@@ -14,12 +14,14 @@ import pytest
 
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.arguments.read import read as read_run
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, memory, preset, with_overrides
+from megacpp_mcore.model import run as runs
 from megacpp_mcore.model.parameters import by_stage
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
+from megacpp_mcore.model.run import FIELDS, Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.policy import (
@@ -28,14 +30,37 @@ from megacpp_mcore.policy import (
     RECIPE,
     SKIPPED,
     USER,
-    Run,
     compile_policy,
     overlap_contract,
     resolve,
 )
 
 TURN_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-GPU = Run(device="cuda", world_size=8, precision="bf16", model=preset("nam56r"), has_moe=True)
+CPU = Run(training=Training(device="cpu", precision="fp32", transformer_impl="local"))
+PLAIN: dict[str, Any] = dict.fromkeys((feature.field for feature in runs.FEATURES), False) | {"bucket_elements": None}
+GPU = Run(preset("nam56r"), training=Training(processes=8), asked=PLAIN)
+"""Eight replicas without a feature of :data:`megacpp_mcore.model.run.FEATURES`."""
+
+
+def but(run: Run, model: Model | None = None, **changes: Any) -> Run:
+    """``run`` with other values: of its layout, its training, or its execution."""
+    of_layout, of_training = ({each.name for each in dataclasses.fields(kind)} for kind in (Layout, Training))
+    layout = {name: one for name, one in changes.items() if name in of_layout}
+    asked = {name: one for name, one in changes.items() if name in FIELDS}
+    training = {name: one for name, one in changes.items() if name in of_training}
+    assert changes.keys() == layout.keys() | asked.keys() | training.keys()
+    return dataclasses.replace(
+        run,
+        model=model or run.model,
+        layout=dataclasses.replace(run.layout, **layout),
+        training=dataclasses.replace(run.training, **training),
+        asked={**run.asked, **asked},
+    )
+
+
+def by(run: Run, file: plugin_config.PluginConfig) -> Run:
+    """``run`` under the settings of ``file``."""
+    return dataclasses.replace(run, settings=file)
 
 
 def settings(folder: Path, text: str) -> plugin_config.PluginConfig:
@@ -50,28 +75,32 @@ def settings(folder: Path, text: str) -> plugin_config.PluginConfig:
 def test_a_run_is_read_from_megatrons_arguments() -> None:
     model = preset("nam56r")
     layout = Layout(tensor=2, pipeline=1, expert=2, sequence_parallel=True)
-    words = lower(model, layout, Training(extra=("--overlap-grad-reduce", "--use-distributed-optimizer")))
-    run = Run.from_arguments(words, device="cuda", world_size=8)
-    assert (run.tensor, run.pipeline, run.expert, run.sequence_parallel) == (2, 1, 2, True)
+    words = lower(Run(model, layout, Training(extra=("--overlap-grad-reduce", "--use-distributed-optimizer"))))
+    run = read_run(words, device="cuda", processes=8)
+    assert run.layout == layout
     assert (run.replicas, run.has_moe, run.precision) == (4, True, "bf16")
-    assert (run.overlap_grad_reduce, run.distributed_optimizer, run.overlap_param_gather) == (True, True, False)
-    assert run.model == model  # the preset, told from depth, width and heads
-    assert Run.from_arguments(["--num-layers", "3"], device="cpu", world_size=1).model is None
+    how = run.execution
+    assert (how.overlap_grad_reduce, how.distributed_optimizer, how.overlap_param_gather) == (True, True, False)
+    assert run.model == model  # the preset, by depth, width and heads
+    assert read("--num-layers", "3").model is None
 
 
 def read(*words: str, world_size: int = 8) -> Run:
-    return Run.from_arguments(words, device="cuda", world_size=world_size)
+    return read_run(words, device="cuda", processes=world_size)
 
 
 def test_spellings_of_values_and_replicas() -> None:
     graphs = ("--cuda-graph-impl=local", "--cuda-graph-modules", "attn", "mlp")
-    run = read(*graphs, "--ddp-bucket-size", "7", "--fp8-format", "e4m3")
+    run = read(*graphs, "--ddp-bucket-size", "7", "--fp8-format", "e4m3").execution
     assert (run.cuda_graph_impl, run.cuda_graph_scope) == ("local", ("attn", "mlp"))
     assert (run.bucket_elements, run.fp8) == (7, "e4m3")
-    assert [read(flag).fsdp for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--bf16")] == [True, True, False]
+    assert [read(flag).execution.fsdp for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--bf16")] == [
+        True,
+        True,
+        False,
+    ]
     sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3", "--context-parallel-size", "4")
-    assert read(*sizes, world_size=120).replicas == 5
-    assert read(*sizes, world_size=8).replicas == 1  # Megatron refuses the layout in its own words
+    assert read(*sizes, world_size=120).replicas == 20
 
 
 @pytest.mark.parametrize(
@@ -100,9 +129,9 @@ def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> N
     ],
 )
 def test_a_layout_of_another_number_of_processes_is_refused(words: str, processes: int, message: str | None) -> None:
-    run = Run.from_arguments(words.split(), device="cpu", world_size=processes)
+    run = read(*words.split(), world_size=processes)
     with nullcontext() if message is None else pytest.raises(LaunchError, match=message):
-        run.check_processes()
+        resolve(run, environment={})
 
 
 @pytest.mark.parametrize(
@@ -121,7 +150,7 @@ def test_a_layout_of_another_number_of_processes_is_refused(words: str, processe
     ],
 )
 def test_the_bytes_of_a_gradient_are_megatrons(words: str, size: int) -> None:
-    assert read(*words.split()).grad_bytes == size
+    assert read(*words.split()).execution.grad_bytes == size
 
 
 def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
@@ -130,9 +159,10 @@ def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
     experts = 2 * model.hidden_size * model.moe.ffn_hidden_size * model.moe.experts * model.layers.count("E")
 
     def held(**cut: Any) -> int | None:
-        return dataclasses.replace(run, **cut).process_parameters
+        found = memory.process_parameters(but(run, **cut))
+        return None if found is None else sum(found)
 
-    run = Run(device="cuda", world_size=8, **policy.model_facts(model))
+    run = Run(model, training=Training(processes=8))
     assert held() == whole
     assert held(expert=8) == whole - experts * 7 // 8
     halves = [held(expert=8, pipeline=2), held(expert=8, pipeline=2, virtual=2)]
@@ -143,11 +173,12 @@ def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
     marked = with_overrides(
         model, {"pattern": "|".join(("AEMEAEMEAEMRAEME", "AEMEAEMRAEMEAEMEAE", "MRAEMEAEMEAEMRAEM", "E"))}
     )
-    words = lower(marked, Layout(pipeline=2, virtual=2), Training(processes=2))
-    stages = Run.from_arguments(words, device="cuda", world_size=2, model=marked)
-    assert stages.process_parameters == max(each.total for each in by_stage(marked, Layout(pipeline=2, virtual=2)))
+    words = lower(Run(marked, Layout(pipeline=2, virtual=2), Training(processes=2)))
+    stages = read_run(words, device="cuda", processes=2, model=marked)
+    assert stages.layout == Layout(pipeline=2, virtual=2)
+    assert sum(memory.process_parameters(stages) or ()) == max(each.total for each in by_stage(marked, stages.layout))
     assert round((held(expert=8) or 0) / 1e9, 2) == 2.52
-    assert Run(device="cuda").process_parameters is None
+    assert memory.process_parameters(Run()) is None
 
 
 # --- compile ------------------------------------------------------------------------------------------------------------
@@ -172,18 +203,18 @@ def test_every_combination_gives_the_first_reason() -> None:
 
 @pytest.mark.parametrize("name", TURN_COMPILE_OFF)
 def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path, name: str) -> None:
-    dense = dataclasses.replace(GPU, has_moe=False)
+    dense = but(dataclasses.replace(GPU, model=None), experts=False)
     asked = settings(tmp_path, "compile: regional\n")
-    assert resolve(dense, settings=asked, environment={}).compile.warm_up == EXPLICIT
-    disabled = resolve(dense, settings=asked, environment={name: "1"})
+    assert resolve(by(dense, asked), environment={}).compile.warm_up == EXPLICIT
+    disabled = resolve(by(dense, asked), environment={name: "1"})
     assert (disabled.compile.warm_up, disabled.compile.reason) == (SKIPPED, "user-disabled")
     assert f"{name}=1" in disabled.compile.why
     assert disabled.warnings == (f"{name}: compile: regional is asked for, but nothing will be compiled; unset it",)
     assert disabled.value(name).value == "1"
-    assert resolve(dense, settings=asked, environment={name: "0"}).compile.warm_up == EXPLICIT
+    assert resolve(by(dense, asked), environment={name: "0"}).compile.warm_up == EXPLICIT
     assert resolve(dense, environment={name: "1"}).warnings == ()
     turned_off = settings(tmp_path, "compile: regional\nspeed_defaults: {compile_warmup: false}\n")
-    assert resolve(dense, settings=turned_off, environment={}).compile.reason == "user-disabled"
+    assert resolve(by(dense, turned_off), environment={}).compile.reason == "user-disabled"
 
 
 # --- sources and contradictions -----------------------------------------------------------------------------------------
@@ -196,15 +227,15 @@ def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path, na
         ({"tensor": 2}, "1", "8", "Megatron stops unless it is 1"),
         ({"context": 2}, "1", "32", "Megatron stops unless it is 1"),
         ({"tensor": 2}, "1", "1", None),
-        ({"fsdp": True}, "8", "1", "unset it"),
-        ({"fsdp": True, "tensor": 2}, "8", "8", None),
+        ({"megatron_fsdp": True}, "8", "1", "unset it"),
+        ({"megatron_fsdp": True, "tensor": 2}, "8", "8", None),
         ({"overlap_moe_a2a": True, "expert": 8}, "32", "1", "cannot overlap in one queue"),
         ({"overlap_moe_a2a": True, "expert": 8, "tensor": 2}, "32", "1", None),
-        ({"device": "cpu"}, None, "1", None),
+        ({"device": "cpu", "transformer_impl": "local"}, None, "1", None),
     ],
 )
 def test_connections(changes: dict[str, Any], default: str | None, set_to: str, warns: str | None) -> None:
-    run = dataclasses.replace(GPU, **changes)
+    run = but(GPU, **changes)
     ours = resolve(run, environment={}).value(policy.CONNECTIONS)
     assert (ours.value, ours.source, ours.warning) == (default, DEFAULT, "")
     theirs = resolve(run, environment={policy.CONNECTIONS: set_to}).value(policy.CONNECTIONS)
@@ -213,7 +244,7 @@ def test_connections(changes: dict[str, Any], default: str | None, set_to: str, 
 
 
 def test_only_what_nobody_has_set_is_set() -> None:
-    run = dataclasses.replace(GPU, tensor=2)
+    run = but(GPU, tensor=2)
     ours = resolve(run, environment={}).environment()
     assert ours == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -222,7 +253,7 @@ def test_only_what_nobody_has_set_is_set() -> None:
         "TRITON_CACHE_DIR": os.path.expanduser("~/.triton/cache"),
     }
     assert resolve(run, environment=ours).environment() == {}
-    assert resolve(Run(device="cpu"), environment={}).environment() == {}
+    assert resolve(CPU, environment={}).environment() == {}
 
 
 def test_a_recipes_variables_count_unless_the_user_has_set_others() -> None:
@@ -241,7 +272,7 @@ def test_the_allocator() -> None:
     name = policy.ALLOCATOR
     asked = {name: "expandable_segments:True"}
     for impl in ("local", "full_iteration", "transformer_engine"):
-        graphs = dataclasses.replace(GPU, cuda_graph_impl=impl)
+        graphs = but(GPU, cuda_graph_impl=impl)
         assert resolve(graphs, environment={}).value(name).value is None
         assert resolve(graphs, environment={"NCCL_GRAPH_REGISTER": "0"}).value(name).value == "expandable_segments:True"
         assert "NCCL_GRAPH_REGISTER=0" in resolve(graphs, environment=asked).value(name).warning
@@ -253,13 +284,13 @@ def test_the_allocator() -> None:
 def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
     name = policy.ALLOCATOR
     asked = settings(tmp_path, "speed_defaults: {expandable_segments: true, cache_root: /caches}\n")
-    found = resolve(GPU, settings=asked, environment={name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/elsewhere"})
+    found = resolve(by(GPU, asked), environment={name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/elsewhere"})
     assert len(found.warnings) == 2
     assert "speed_defaults asks for expandable_segments:True" in found.value(name).warning
     assert "asks for /caches/triton" in found.value("TRITON_CACHE_DIR").warning
     assert found.environment()["TORCHINDUCTOR_CACHE_DIR"] == "/caches/inductor"
     without = settings(tmp_path, "speed_defaults: {expandable_segments: false}\n")
-    assert name not in resolve(GPU, settings=without, environment={}).environment()
+    assert name not in resolve(by(GPU, without), environment={}).environment()
 
 
 def test_the_ranks_of_a_host_share_a_cache_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,33 +299,33 @@ def test_the_ranks_of_a_host_share_a_cache_of_kernels(monkeypatch: pytest.Monkey
     assert resolve(GPU, environment={}).environment()[name] == "/home/someone/.triton/cache"
     assert resolve(GPU, environment={"TRITON_HOME": "/shared"}).environment()[name] == "/shared/.triton/cache"
     assert name not in resolve(GPU, environment={name: "/mine"}).environment()
-    assert name not in resolve(dataclasses.replace(GPU, device="cpu"), environment={}).environment()
+    assert name not in resolve(CPU, environment={}).environment()
 
 
 def test_nccl() -> None:
     found = resolve(GPU, environment={"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Ring"})
     assert "unset it" in found.value("NCCL_P2P_DISABLE").warning
     assert "not comparable" in found.value("NCCL_ALGO").warning
-    alone = dataclasses.replace(GPU, world_size=1)
+    alone = but(GPU, processes=1)
     assert resolve(alone, environment={"NCCL_P2P_DISABLE": "1"}).warnings == ()
     assert "NCCL_DEBUG" not in resolve(alone, environment={}).environment()
 
 
 def test_plans_and_their_sources(tmp_path: Path) -> None:
     words = ["--bf16", "--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
-    run = Run.from_arguments(words, device="cuda", world_size=1)
+    run = read_run(words, device="cuda", processes=1)
     families = settings(tmp_path, "recompute: [r, a]\n")
-    found = resolve(run, settings=families, environment={})
+    found = resolve(by(run, families), environment={})
     assert found.value("recompute").value == "a, r; Megatron's selective (shared_experts)"
     assert found.value("recompute").source == USER
     assert (found.value("precision").value, found.value("precision").source) == ("bf16", USER)
     assert (found.value("CUDA graphs").value, found.value("CUDA graphs").source) == ("none", DEFAULT)
     assert resolve(run, environment={}, from_recipe=True).value("precision").source == RECIPE
-    assert resolve(Run(device="cpu"), environment={}).value("recompute").value == "nothing"
+    assert resolve(CPU, environment={}).value("recompute").value == "nothing"
 
 
 def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
-    words = lower(preset("nam56r"), Layout(), Training(precision=FP8_EXPERTS))
+    words = lower(Run(preset("nam56r"), Layout(), Training(precision=FP8_EXPERTS)))
     found = resolve(read(*words), environment={}).value("precision")
     assert found.value == "bf16, kernel-local FP8 experts, dispatch refuse, checkpoint owner megatron"
     assert (found.source, found.note[:9]) == (USER, "selection")
@@ -317,21 +348,21 @@ def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
 def test_torch_logs_that_keep_recompiles_from_being_heard(tmp_path: Path, text: str | None, warns: bool) -> None:
     environment = {} if text is None else {"TORCH_LOGS": text}
     asked = settings(tmp_path, "observability: {recompiles: true}\n")
-    found = resolve(GPU, settings=asked, environment=environment)
+    found = resolve(by(GPU, asked), environment=environment)
     assert [warning.partition(":")[0] for warning in found.warnings] == ["TORCH_LOGS"] * warns
     assert "TORCH_LOGS" not in found.environment()
     assert resolve(GPU, environment=environment).warnings == ()
-    assert resolve(GPU, settings=asked, environment=environment, launched=False).warnings == ()
+    assert resolve(by(GPU, asked), environment=environment, launched=False).warnings == ()
 
 
 def test_taxes(tmp_path: Path) -> None:
     assert resolve(GPU, environment={}).taxes == ()
     on = settings(tmp_path, "experimental_taxes: {blocking_launches: true, anomaly_detection: true}\n")
-    found = resolve(GPU, settings=on, environment={})
+    found = resolve(by(GPU, on), environment={})
     assert found.taxes == ("anomaly_detection", "blocking_launches")
     assert receipt_facts.at_start(found).values["experimental_taxes"] == ["anomaly_detection", "blocking_launches"]
     assert found.environment()["CUDA_LAUNCH_BLOCKING"] == "1"
-    assert "asks for 1" in resolve(GPU, settings=on, environment={"CUDA_LAUNCH_BLOCKING": "0"}).warnings[0]
+    assert "asks for 1" in resolve(by(GPU, on), environment={"CUDA_LAUNCH_BLOCKING": "0"}).warnings[0]
     assert "is off; unset it" in resolve(GPU, environment={"CUDA_LAUNCH_BLOCKING": "1"}).warnings[0]
 
 
@@ -349,8 +380,9 @@ def test_taxes_are_paid_for_the_duration(tmp_path: Path) -> None:
 
 # --- overlap ------------------------------------------------------------------------------------------------------------
 
-ALL = dataclasses.replace(
+ALL = but(
     GPU,
+    with_overrides(preset("nam56r"), {"mtp": {"depth": 1}}),
     tensor=2,
     expert=4,
     sequence_parallel=True,
@@ -375,7 +407,7 @@ def test_no_setting_of_connections_lets_everything_overlap() -> None:
     one = possible(ALL, "1")
     for left_out, name in (("overlap_shared_expert", "MoE all-to-all"), ("overlap_moe_a2a", "shared expert")):
         change: dict[str, Any] = {left_out: False}
-        many = possible(dataclasses.replace(ALL, **change), "32")
+        many = possible(but(ALL, **change), "32")
         assert set(many) == {"gradient reduce", "parameter gather", name}
     assert set(one) == {"gradient reduce", "parameter gather", "tensor-parallel"}
     assert "=1, which keeps" in reasons(ALL, None)["tensor-parallel"]
@@ -386,12 +418,12 @@ def test_no_setting_of_connections_lets_everything_overlap() -> None:
     ("changes", "name", "reason"),
     [
         ({"overlap_grad_reduce": False}, "gradient reduce", "not asked for (--overlap-grad-reduce)"),
-        ({"world_size": 2}, "gradient reduce", "one data-parallel replica"),
+        ({"processes": 4, "tensor": 4}, "gradient reduce", "one data-parallel replica"),
         ({"bucket_elements": 1_000_000}, "gradient reduce", "3.8 MiB is below 32 MiB"),
         ({"bucket_elements": 3_000_000_000}, "gradient reduce", "one bucket of 3000000000 elements"),
         ({"num_buckets": 1}, "gradient reduce", "one bucket of"),
         ({"num_buckets": 1000}, "gradient reduce", "below 32 MiB"),
-        ({"model": None}, "gradient reduce", "not known"),
+        ({"own_stages": True}, "gradient reduce", "not known"),
         ({"distributed_optimizer": False}, "parameter gather", "--use-distributed-optimizer"),
         ({"overlap_grad_reduce": False}, "parameter gather", "needs --overlap-grad-reduce"),
         ({"expert": 1}, "MoE all-to-all", "not cut"),
@@ -401,15 +433,15 @@ def test_no_setting_of_connections_lets_everything_overlap() -> None:
         ({"precision": "fp32"}, "MoE all-to-all", "Megatron refuses it in fp32"),
         ({"recompute_granularity": "full"}, "MoE all-to-all", "experts computed again"),
         ({"recompute_modules": ("moe",)}, "MoE all-to-all", "experts computed again"),
-        ({"mtp_depths": 2}, "MoE all-to-all", "more than one MTP depth, and there are 2"),
+        ({"model": preset("nam56r")}, "MoE all-to-all", "more than one MTP depth, and there are 2"),
         ({"sequence_parallel": False}, "tensor-parallel", "--sequence-parallel"),
         ({"transformer_impl": "local"}, "tensor-parallel", "Transformer Engine's"),
-        ({"device": "cpu"}, "tensor-parallel", "no streams"),
-        ({"device": "cpu"}, "gradient reduce", "no streams"),
+        ({"device": "cpu", "transformer_impl": "local"}, "tensor-parallel", "no streams"),
+        ({"device": "cpu", "transformer_impl": "local"}, "gradient reduce", "no streams"),
     ],
 )
 def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: str, reason: str) -> None:
-    assert reason in reasons(dataclasses.replace(ALL, **changes), "1")[name]
+    assert reason in reasons(but(ALL, **changes), "1")[name]
 
 
 # --- the text, the file, the launch -------------------------------------------------------------------------------------
@@ -417,9 +449,9 @@ def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: s
 
 def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -> None:
     file = settings(tmp_path, "compile: regional\nexperimental_taxes: {anomaly_detection: true}\n")
-    run = dataclasses.replace(ALL, overlap_moe_a2a=False, overlap_shared_expert=False)
+    run = but(ALL, overlap_moe_a2a=False, overlap_shared_expert=False)
     environment = {"NCCL_DEBUG": "INFO"}
-    bare = resolve(run, settings=file, environment=environment, launched=False)
+    bare = resolve(by(run, file), environment=environment, launched=False)
     assert bare.environment() == {}
     assert (bare.value("NCCL_DEBUG").value, bare.value("NCCL_DEBUG").source) == ("INFO", USER)
     text = bare.describe()
@@ -431,20 +463,20 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
     assert "anomaly_detection (asked for; only `megacpp-mcore launch` brings them)" in text
     # What depends on a variable is judged by what it is, and not by what it would have been.
     assert "tensor-parallel" not in {one.name for one in bare.overlaps if one.possible}
-    launched = resolve(run, settings=file, environment=environment)
+    launched = resolve(by(run, file), environment=environment)
     assert "tensor-parallel" in {one.name for one in launched.overlaps if one.possible}
     assert "(asked for" not in launched.describe()
 
 
 def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy.launch, "_said", False)
+    monkeypatch.setattr(policy.launch, "_announced", False)
     lines: list[str] = []
     as_json = settings(tmp_path, "observability: {policy: json}\n")
-    with policy.said():  # the launcher's own words
-        policy.announce(GPU, settings=None, environment={}, say=lines.append)
+    with policy.announced():  # the launcher's own words
+        policy.announce(GPU, environment={}, say=lines.append)
     assert lines == []
     for _ in range(2):  # a chunk each
-        policy.announce(GPU, settings=as_json, environment={}, say=lines.append)
+        policy.announce(by(GPU, as_json), environment={}, say=lines.append)
     (line,) = lines
     assert json.loads(line.removeprefix("launch policy: "))["launched"] is False
 
@@ -453,29 +485,29 @@ def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def flag_lines(*words: str, world_size: int = 2) -> dict[str, policy.Value]:
-    run = Run.from_arguments(words, device="cuda", world_size=world_size)
+    run = read_run(words, device="cuda", processes=world_size)
     return {each.name: each for each in resolve(run, environment={}).values}
 
 
 def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
     model = preset("nam56r_tiny")
-    found = flag_lines(*lower(model, Layout(), Training(processes=2)))
-    for flag in launch_flags.FLAGS:
+    found = flag_lines(*lower(Run(model, Layout(), Training(processes=2))))
+    for flag in runs.FEATURES:
         if not flag.name.startswith("overlapped"):  # the overlaps have a contract
             assert (found[flag.name].value, found[flag.name].note) == ("on", flag.reason)
     assert (found["log interval"].value, found["log interval"].source) == ("10", USER)
-    assert found[launch_flags.DISTRIBUTED_OPTIMIZER].source == USER
-    assert found[launch_flags.FUSED_GRADIENTS].source == DEFAULT  # on unless it is switched off
-    one = flag_lines(*lower(model, Layout(), Training()), world_size=1)
-    assert (one[launch_flags.DISTRIBUTED_OPTIMIZER].value, one["log interval"].value) == ("off", "1")
-    assert one[launch_flags.DISTRIBUTED_OPTIMIZER].note == "there is one data-parallel replica"
+    assert found[runs.DISTRIBUTED_OPTIMIZER].source == USER
+    assert found[runs.FUSED_GRADIENTS].source == DEFAULT  # on unless it is switched off
+    one = flag_lines(*lower(Run(model, Layout(), Training())), world_size=1)
+    assert (one[runs.DISTRIBUTED_OPTIMIZER].value, one["log interval"].value) == ("off", "1")
+    assert one[runs.DISTRIBUTED_OPTIMIZER].note == "there is one data-parallel replica"
     bare = flag_lines("--log-interval", "1", "--no-gradient-accumulation-fusion")
-    assert (bare[launch_flags.FUSED_GRADIENTS].value, bare[launch_flags.MANUAL_GC].value) == ("off", "off")
+    assert (bare[runs.FUSED_GRADIENTS].value, bare[runs.MANUAL_GC].value) == ("off", "off")
     assert bare["log interval"].note.endswith("10 is usual on several GPUs")
 
 
 def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact() -> None:
-    ours = dataclasses.replace(GPU, **policy.model_facts(preset("nam56r")))
+    ours = GPU
     with pytest.raises(
         LaunchError,
         match=r"NVIDIA_TF32_OVERRIDE=1.*router, .*M²RNN",
@@ -483,18 +515,18 @@ def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact()
         resolve(ours, environment={"NVIDIA_TF32_OVERRIDE": "1"})
     for harmless in ({"NVIDIA_TF32_OVERRIDE": "0"}, {}):
         assert resolve(ours, environment=harmless).warnings == ()
-    stock_model = resolve(GPU, environment={"NVIDIA_TF32_OVERRIDE": "1"})
+    stock_model = resolve(dataclasses.replace(GPU, model=None), environment={"NVIDIA_TF32_OVERRIDE": "1"})
     assert [warning.split(":")[0] for warning in stock_model.warnings] == ["NVIDIA_TF32_OVERRIDE"]
-    assert "NVIDIA_TF32_OVERRIDE" not in str(
-        resolve(Run(device="cpu"), environment={"NVIDIA_TF32_OVERRIDE": "1"}).values
-    )
+    assert "NVIDIA_TF32_OVERRIDE" not in str(resolve(CPU, environment={"NVIDIA_TF32_OVERRIDE": "1"}).values)
 
 
 def test_tf32_that_torch_was_set_to_is_named() -> None:
-    ours = dataclasses.replace(GPU, **policy.model_facts(preset("nam56r")), tf32_products=True)
-    (by_program,) = resolve(ours, environment={}).warnings
+    ours = GPU
+    (by_program,) = resolve(ours, environment={}, tf32_products=True).warnings
     assert by_program.startswith("torch.backends.cuda.matmul.fp32_precision: M²RNN's recurrence is not affected")
-    (by_environment,) = resolve(ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}).warnings
+    (by_environment,) = resolve(
+        ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, tf32_products=True
+    ).warnings
     assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
 
 
@@ -503,4 +535,6 @@ def test_equal_experts_on_all_ranks_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"parallelism 4: .*"):
         resolve(read(*words), environment={})
     resolve(read("--use-cpu-initialization"), environment={})
-    resolve(dataclasses.replace(read(*words), device="cpu"), environment={})  # the lane seeds experts by their number
+    resolve(
+        but(read(*words), device="cpu", transformer_impl="local"), environment={}
+    )  # the lane seeds experts by their number

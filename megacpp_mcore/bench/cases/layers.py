@@ -195,7 +195,7 @@ def _config(options: Options, model: Model) -> Any:
 
     from megacpp_mcore.arguments.lowering import lower
     from megacpp_mcore.data.tokenizer import tokenizer_words
-    from megacpp_mcore.model import Layout
+    from megacpp_mcore.model.run import Run
     from megacpp_mcore.model.training import Training
 
     training = Training(
@@ -206,7 +206,7 @@ def _config(options: Options, model: Model) -> Any:
         data=("--mock-data",),
     )
     with (  # Megatron's parser reads the command line and the environment, and prints every argument
-        mock.patch.object(sys, "argv", ["bench", *lower(model, Layout(), training)]),
+        mock.patch.object(sys, "argv", ["bench", *lower(Run(model, training=training))]),
         mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}),
         contextlib.redirect_stdout(io.StringIO()),
     ):
@@ -229,7 +229,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     from megacpp_mcore.ops.indexer.cache import IndexCache
 
     destroy_moe_metrics_tracker()  # stock sizes it by the process's first model
-    nam56r.prepare(plan.model, plan.config, (plan.config,))
+    nam56r.prepare(plan.model, plan.config, None)
     parts, dispatcher = parts_for(plan.config), Dispatcher(requests)
     sources = grammar.source_layers(plan.model.roles)
     cache = IndexCache({shared: full for shared, full in sources.items() if shared == plan.number})

@@ -21,6 +21,7 @@ from typing import Any
 
 import megacpp_mcore
 from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
@@ -114,7 +115,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     ):
         facts.attempt(path, learn)
     try:
-        model = _model(facts, args, settings, loop)
+        model = _model(facts, args, config)
     except Exception as error:
         facts.miss(f"{type(error).__name__}: {error}", *_OF_MODEL)
         return lambda found, pairs: None
@@ -176,14 +177,13 @@ def _arguments(facts: Facts, args: Any, config: Any) -> None:
         facts.put(path, 1 if value is None and path.startswith("parallelism.") else value, f"{where} is not set")
 
 
-def _model(facts: Facts, args: Any, settings: PluginConfig | None, loop: Loop) -> Model:
+def _model(facts: Facts, args: Any, config: Any) -> Model:
     """Return the model's definition, if the run's spec is one of ours."""
-    host = lowering.host_of(args.spec)
-    if host is None:
+    if lowering.host_of(args.spec) is None:
         facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
         spec = "no spec" if not args.spec else f"the spec {'.'.join(args.spec)}"
         raise MegacppError(f"the run has {spec}, none of this package: what it builds is not known here")
-    model = settings.model if settings is not None else lowering.matching_preset(loop.describe_model(host), host=host)
+    model: Model = getattr(config, RUN).model
     facts.put("family", model.name.partition("_")[0].upper())
     facts.put("pattern", model.pattern)
     definition, parameters = dataclasses.asdict(model), sum(model.parameters().values())

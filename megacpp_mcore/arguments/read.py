@@ -1,0 +1,269 @@
+"""Reads a :class:`~megacpp_mcore.model.run.Run` from Megatron's arguments: the inverse of ``lower``.
+
+A launch reads it from the command line before Megatron is imported; a spec corrects it by Megatron's configuration.
+Pure Python; flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/training/arguments.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
+from megacpp_mcore.model.run import FIELDS, Run, given_in
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.util import flags
+
+if TYPE_CHECKING:
+    from megacpp_mcore.settings import PluginConfig
+
+PRECISION_FILE = "--te-precision-config-file"
+RUN = "megacpp_run"
+"""The attribute of Megatron's configuration in which a spec leaves the :class:`Run` that it has read."""
+
+_STAGES = "--pipeline-model-parallel-layout"
+_OWN_STATES = (
+    "--optimizer", "--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states",
+    "--fp8-param-gather", "--use-megatron-fsdp", "--num-distributed-optimizer-instances",
+    "--skip-train", "--yaml-cfg", "--use-checkpoint-args",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)  # fmt: skip
+"""Arguments under which a rank's states differ from :func:`megacpp_mcore.model.memory.states`, or others determine them."""
+
+_DATA = ("--data-path", "--split", "--mock-data", "--train-data-path", "--valid-data-path", "--test-data-path",
+         "--data-args-path",         "--per-split-data-args-path")  # fmt: skip
+_TOKENIZER = (
+    "--tokenizer-type",
+    "--tokenizer-model",
+    "--vocab-size",
+    "--null-tokenizer-eod-id",
+    "--null-tokenizer-pad-id",
+)
+_NUMBERS: Mapping[str, tuple[str, Any]] = {
+    "micro_batch_size": ("--micro-batch-size", 1),
+    "global_batch_size": ("--global-batch-size", None),
+    "train_iters": ("--train-iters", None),
+    "learning_rate": ("--lr", None),
+    "weight_decay": ("--weight-decay", 0.01),
+    "adam_beta2": ("--adam-beta2", 0.999),
+    "clip_grad": ("--clip-grad", 1.0),
+    "seed": ("--seed", 1234),
+}
+"""Fields of :class:`Training` to flags and Megatron's defaults; without one, that of :class:`Training` stands in."""
+
+
+def read(
+    words: Sequence[str],
+    *,
+    device: str,
+    processes: int,
+    model: Model | None = None,
+    settings: PluginConfig | None = None,
+) -> Run:
+    """Read the run that the arguments of a command line describe.
+
+    Args:
+        words: the arguments.
+        device: ``cuda`` or ``cpu``.
+        processes: number of processes.
+        model: what a spec of this package builds; None: that of ``settings``, or the preset that the arguments describe, if
+            they name such a spec.
+        settings: the file of ``MEGACPP_CONFIG``; None without.
+
+    Raises:
+        LaunchError: a number is none, or below its least.
+        ModelError: a combination that no run can have.
+    """
+    given = flags.read(words)
+    host = lowering.host_of(given.get("--spec"))
+    if model is None and settings is not None:
+        model = settings.model
+    if model is None and host is not None:
+        model = _described(given, host)
+    layout = _layout(given, model, host)
+    plan, file = _precision(given)
+    impl = flags.first(given, "--transformer-impl") or "transformer_engine"
+    training = Training(
+        device=device,
+        precision=plan,
+        transformer_impl=impl,
+        data=_words_of(given, _DATA),
+        tokenizer=_words_of(given, _TOKENIZER),
+        processes=processes,
+        **({} if model is None else _numbers(given)),
+    )
+    run = Run(model, layout, training, host or GPT, settings=settings)
+    found = {name: known.default for name, known in FIELDS.items()} | given_in(given)
+    found |= {
+        "precision_file": file,
+        "grad_bytes": _grad_bytes(given),
+        "experts": "--num-experts" in given if model is None else run.has_moe,
+        "own_states": not given.keys().isdisjoint(_OWN_STATES),
+        "own_stages": model is not None and _STAGES in given and not grammar.parse(model.pattern).staged,
+    }
+    captured = dataclasses.replace(training, cuda_graphs=found["cuda_graph_impl"] == "local")
+    if dataclasses.replace(run, training=captured, asked=found).is_captured:
+        run = dataclasses.replace(run, training=captured)
+    run = dataclasses.replace(run.carried_out(found), given=_given(given))
+    return run if model is None else _with_extra(run, model, given)
+
+
+def layout_of(config: Any) -> Layout:
+    """Read the layout of Megatron's configuration, or of its parsed arguments."""
+    return Layout(
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        virtual=config.virtual_pipeline_model_parallel_size or 1,
+        expert=config.expert_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        context=config.context_parallel_size,
+    )
+
+
+def model_of(sources: Sequence[object], settings: PluginConfig | None, host: str = GPT) -> Model:
+    """Return the model of a run: that of the settings' file, or that of its name, or the preset it describes; checked.
+
+    Args:
+        sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them; the name is
+            their ``megacpp_model``, if one has it.
+        settings: the file of ``MEGACPP_CONFIG``; None without.
+        host: the model class that holds its layers.
+
+    Raises:
+        ModelError: no preset has the name.
+        ArgumentMismatchError: the configuration contradicts the model, or no preset fits; lists the contradictions, of the
+            nearest preset.
+    """
+    named = next((name for source in sources if (name := getattr(source, "megacpp_model", None))), None)
+    origin = ""
+    if settings is not None:
+        model, origin = settings.model, f" of {settings.path} (MEGACPP_CONFIG)"
+    elif named is not None:
+        model = preset(named)
+    else:
+        model = min(PRESETS.values(), key=lambda one: len(lowering.mismatches(one, sources, host)))
+    lowering.check_arguments(model, sources, origin, host=host)
+    return model
+
+
+def _described(given: flags.Flags, host: str) -> Model | None:
+    """The preset with the width and heads, and the depth or hybrid pattern, of the arguments; None if none has them.
+
+    Among several it is the one whose arguments are given most completely; whether all are is checked later, against Megatron's
+    configuration.
+    """
+
+    def has(name: str, value: object) -> bool:
+        return flags.first(given, name) == str(value)
+
+    def fits(model: Model) -> bool:
+        pattern = flags.first(given, "--hybrid-layer-pattern") or ""
+        deep = has("--num-layers", model.depth) if host == GPT else not hybrid.contradictions(model, pattern)
+        return deep and has("--hidden-size", model.hidden_size) and has("--num-attention-heads", model.heads)
+
+    def missing(model: Model) -> int:
+        return sum(
+            given.get(one.words[0]) != one.words[1:] for one in lowering.model_arguments(model, host) if one.words
+        )
+
+    return min(filter(fits, PRESETS.values()), key=missing, default=None)
+
+
+def _layout(given: flags.Flags, model: Model | None, host: str | None) -> Layout:
+    """The layout; what Megatron switches off without tensor parallelism, or refuses without stages, is left out."""
+    tensor, pipeline, expert, context = (
+        flags.whole(given, f"--{name}-parallel-size", LaunchError, 1) or 1
+        for name in ("tensor-model", "pipeline-model", "expert-model", "context")
+    )
+    virtual = flags.whole(given, "--num-virtual-stages-per-pipeline-rank", LaunchError, 1) or 1
+    stages = 1 if model is None else len(grammar.parse(model.pattern).stages)
+    if host == HYBRID:
+        stages = len(hybrid.chunks(flags.first(given, "--hybrid-layer-pattern") or ""))
+    if stages > 1:
+        virtual = max(1, stages // pipeline)
+    return Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual if pipeline > 1 else 1,
+        expert=expert,
+        sequence_parallel="--sequence-parallel" in given and tensor > 1,
+        context=context,
+    )
+
+
+def _numbers(given: flags.Flags) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(Training):
+        if field.name not in _NUMBERS:
+            continue
+        flag, default = _NUMBERS[field.name]
+        text = flags.first(given, flag)
+        if text is None:
+            found |= {} if default is None else {field.name: default}
+        elif field.type == "int":
+            found[field.name] = flags.whole(given, flag, LaunchError, 0) or field.default
+        else:
+            try:
+                found[field.name] = float(text)
+            except ValueError:
+                raise LaunchError(f"{flag} is {text!r}; expected a number") from None
+    return found
+
+
+def _precision(given: flags.Flags) -> tuple[str, str | None]:
+    """The precision plan, and the precision file if it does not say the same as this package's."""
+    dtype = "bf16" if "--bf16" in given else "fp32"
+    file = flags.first(given, PRECISION_FILE)
+    if file is None:
+        return dtype, None
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return dtype, file  # Megatron reports why it cannot be read
+    is_ours = content == yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
+    return (FP8_EXPERTS, None) if is_ours and dtype == "bf16" else (dtype, file)
+
+
+def _grad_bytes(given: flags.Flags) -> int:
+    """Bytes of a gradient element in the buckets, as decided by Megatron's ``validate_args``."""
+    in_fp32 = "--accumulate-allreduce-grads-in-fp32" in given
+    if "--bf16" in given:
+        halved = flags.first(given, "--main-grads-dtype") == "bf16" and not in_fp32
+        return 2 if halved or "--grad-reduce-in-bf16" in given else 4
+    return 2 if "--fp16" in given and not in_fp32 else 4
+
+
+def _given(given: flags.Flags) -> frozenset[str]:
+    """The fields of an execution, and ``precision``, that the arguments name."""
+    names = {
+        name
+        for name, known in FIELDS.items()
+        if not given.keys().isdisjoint(known.metadata.get("words", known.metadata.get("names", ())))
+    }
+    return frozenset(
+        names | ({"precision"} if names & {"fp16", "fp8", "precision_file"} or "--bf16" in given else set())
+    )
+
+
+def _words_of(given: flags.Flags, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for flag, values in given.items() if flag in names for word in (flag, *values))
+
+
+def _with_extra(run: Run, model: Model, given: flags.Flags) -> Run:
+    """``run`` with the words that it has no field for; none where its layout does not fit the model, which is refused later."""
+    try:
+        known = flags.read(lowering.words_of(model, run))
+    except ModelError:
+        return run
+    extra = [word for flag, values in given.items() if known.get(flag) != values for word in (flag, *values)]
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, extra=tuple(extra)))

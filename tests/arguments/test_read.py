@@ -1,0 +1,153 @@
+"""Reading is the inverse of lowering: of every recipe, and of runs drawn at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.arguments.read import model_of, read
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, preset, with_overrides
+from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.run import FIELDS, Execution, Run, usual_for
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+from tests import stock
+from tests.errors import raises
+
+DATA = ("--data-path", "corpus", "--split", "100,0,0")
+
+
+def described(run: Run) -> Run:
+    """``run`` as its command line describes it, which names a preset by its sizes."""
+    known = run.model if run.model not in PRESETS.values() else None
+    return read(lower(run), device=run.device, processes=run.training.processes, model=known)
+
+
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_read_from_its_command_line(name: str, host: str) -> None:
+    run = dataclasses.replace(RECIPES[name].run, host=host)
+    given = {"data": DATA, "tokenizer": tokenizer_words(RECIPES[name].model), "extra": ("--exit-interval", "7")}
+    training = dataclasses.replace(run.training, **given, cuda_graphs=run.is_captured)
+    run = dataclasses.replace(run, training=training)
+    assert described(run) == run
+    assert lower(described(run)) == lower(run)
+
+
+def drawn(seed: int) -> Run:
+    """A run that can be lowered: sizes, stages, layout, training, and execution."""
+    draw = random.Random(seed)
+    while True:
+        overrides: dict[str, Any] = {"dsa": {"schedule": draw.choice(("-", "F", "-F"))}} if draw.random() < 0.7 else {}
+        overrides |= {"pattern": "AEMEA|EMEAEMR"} if draw.random() < 0.2 else {}
+        overrides |= {"pattern": draw.choice(("AM", "AE", "R"))} if draw.random() < 0.2 else {}
+        overrides |= {"mtp": {"depth": 0}} if draw.random() < 0.2 else {}
+        sizes = {name: draw.choice((1, 1, 2, 4)) for name in ("tensor", "pipeline", "virtual", "expert")}
+        device = draw.choice(("cuda", "cuda", "cpu"))
+        impl = draw.choice(("transformer_engine", "local")) if device == "cuda" else "local"
+        try:
+            model = with_overrides(preset(draw.choice(("nam56r", "nam56r_tiny", "nam52"))), overrides)
+            layout = Layout(**sizes, sequence_parallel=sizes["tensor"] > 1)
+            training = Training(
+                device=device,
+                precision=draw.choice(("bf16", "fp32", "bf16_te_fp8_experts")),
+                transformer_impl=impl,
+                data=draw.choice((DATA, ("--mock-data",))),
+                tokenizer=tokenizer_words(model),
+                micro_batch_size=draw.choice((1, 3)),
+                global_batch_size=draw.choice((24, 96)),
+                processes=layout.processes * draw.choice((1, 2, 3)),
+                train_iters=draw.choice((1, 7, 400)),
+                learning_rate=draw.choice((0.0, 3e-4, 0.0017)),
+                weight_decay=draw.choice((0.1, 0.0)),
+                adam_beta2=draw.choice((0.95, 0.999)),
+                clip_grad=draw.choice((1.0, 0.5)),
+                seed=draw.choice((1234, 7)),
+                extra=draw.choice(((), ("--exit-interval", "7", "--no-save-optim"))),
+            )
+            run = Run(model, layout, training, draw.choice((GPT, HYBRID)))
+            run = dataclasses.replace(run, asked=wanted(draw, run))
+            captured = dataclasses.replace(run, training=dataclasses.replace(training, cuda_graphs=True))
+            run = captured if captured.is_captured and draw.random() < 0.5 else run
+            lower(run)
+        except (ModelError, ValueError):
+            continue
+        return run
+
+
+def wanted(draw: random.Random, run: Run) -> dict[str, Any]:
+    """Some fields of an execution, other than usual."""
+    values: dict[str, Any] = {
+        **{name: not known.default for name, known in FIELDS.items() if "words" in known.metadata},
+        "moe_dispatcher": "flex", "bucket_elements": 5, "num_buckets": 3, "log_interval": 4, "fp8": "e4m3",
+        "cuda_graph_impl": "full_iteration", "cuda_graph_scope": ("attn", "mlp"), "recompute_granularity": "selective",
+        "recompute_modules": ("moe", "mlp"),
+    }  # fmt: skip
+    for name in ("megatron_fsdp", "fp16", *([] if run.has_moe else ["moe_dispatcher"])):
+        del values[name]  # another class of states; another dtype than the plan's; nothing to dispatch
+    chosen = {name: values[name] for name in draw.sample(sorted(values), draw.choice((0, 0, 1, 2, 4)))}
+    usual = dataclasses.asdict(Execution()) | usual_for(dataclasses.replace(run, asked=chosen))
+    return {name: value for name, value in chosen.items() if value != usual[name]}
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_runs_drawn_at_random_are_read_from_their_command_lines(start: int) -> None:
+    seen = set()
+    for seed in range(start, start + 50):
+        run = drawn(seed)
+        assert described(run) == run, seed
+        assert lower(described(run)) == lower(run), seed
+        seen |= {run.host, run.device, run.training.precision, *run.asked, run.layout.pipeline}
+    assert {GPT, HYBRID, "cuda", "cpu", "bf16_te_fp8_experts", 1, 2} <= seen
+    assert len(seen & FIELDS.keys()) > 10
+
+
+def test_megatron_parses_what_is_read(process: Path) -> None:
+    """Megatron's own parser and this reader agree on the fields that one flag decides."""
+    names = {
+        "moe_dispatcher": "moe_token_dispatcher_type",
+        "bucket_elements": "ddp_bucket_size",
+        "log_interval": "log_interval",
+    }
+    names |= {
+        name: name
+        for name in ("gradient_accumulation_fusion", "overlap_grad_reduce", "moe_permute_fusion", "manual_gc")
+    }
+    names |= {
+        "distributed_optimizer": "use_distributed_optimizer",
+        "cuda_graph_impl": "cuda_graph_impl",
+        "log_interval": "log_interval",
+    }
+    model = with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": "-FF"}})
+    for layout in (Layout(), Layout(expert=2), Layout(pipeline=2, virtual=2), Layout(tensor=2, sequence_parallel=True)):
+        training = Training(processes=2 * layout.processes, data=("--mock-data",), tokenizer=tokenizer_words(model))
+        words = lower(Run(model, layout, training))
+        with stock.gpu_host():
+            parsed = stock.parse(words, training.processes)
+        how = read(words, device="cuda", processes=training.processes, model=model).execution
+        assert {name: getattr(parsed, theirs) for name, theirs in names.items()} == {
+            name: getattr(how, name) for name in names
+        }
+
+
+def test_what_the_words_cannot_say_is_refused_or_left_out() -> None:
+    with raises(LaunchError, "--lr", "'fast'"):
+        read(["--lr", "fast"], device="cuda", processes=1, model=preset("nam56r"))
+    alone = read(["--num-experts", "4", "--sequence-parallel"], device="cuda", processes=1)
+    assert (alone.model, alone.has_moe, alone.layout, alone.families) == (None, True, Layout(), "")
+    with raises(ModelError, "no model of this package"):
+        lower(alone)
+
+
+def test_a_model_travels_by_name_and_is_checked() -> None:
+    class Source:
+        megacpp_model = "nam56r_tin"
+
+    with raises(ModelError, "'nam56r_tin'", "'nam56r_tiny'"):
+        model_of([Source()], None)

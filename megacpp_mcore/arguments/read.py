@@ -92,7 +92,7 @@ def read(
         model = _described(given, host)
     layout = _layout(given, model, host)
     plan, file = _precision(given)
-    impl = flags.first(given, "--transformer-impl") or "transformer_engine"
+    impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
     training = Training(
         device=device,
         precision=plan,

@@ -19,7 +19,9 @@ from typing import Any
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError
+from megacpp_mcore.arguments.overrides import is_ours
+from megacpp_mcore.arguments.overrides import read as read_overrides
+from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError, ModelError
 from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
@@ -65,19 +67,21 @@ _PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording | None = None) -> None:
-    """Train recipe ``name``, changed by ``overrides`` of the form ``section.key=value`` (Hydra's syntax).
+    """Train recipe ``name``, changed by ``overrides``.
 
     Args:
         name: of the recipe.
-        overrides: changes to it.
+        overrides: ``key=value`` as in ``recipe emit --set``, or ``section.key=value`` of Bridge's configuration.
         recording: what to record of the run, and where.
 
     Raises:
         LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: the run cannot work; before Megatron starts.
     """
+    ours = [override for override in overrides if is_ours(override)]
+    overrides = [override for override in overrides if not is_ours(override)]
     for override in overrides:
         check_form(override)  # before the minute in which Bridge is imported
-    chosen = with_own_model(recipe(name), plugin_config.from_environment())
+    chosen = changed(with_own_model(recipe(name), plugin_config.from_environment()), ours)
     settings = chosen.run.settings
     with contextlib.ExitStack() as stack:
         stack.enter_context(stand_in.process_environment())
@@ -315,6 +319,26 @@ def with_own_model(chosen: Recipe, settings: PluginConfig | None) -> Recipe:
     settings = plugin_config.of_recipe(chosen, settings)
     model = chosen.model if settings is None else settings.model
     return dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, model=model, settings=settings))
+
+
+def changed(chosen: Recipe, words: Sequence[str]) -> Recipe:
+    """Return ``chosen`` with other values of its layout and training plan, in the words of ``recipe emit --set``.
+
+    Raises:
+        ModelError: as :func:`megacpp_mcore.arguments.overrides.read`, or a value of the model: that has to be in a file.
+    """
+    changes = read_overrides(words)
+    if changes.model:
+        raise ModelError(
+            f"{', '.join(changes.model)} would change the model, and a run is checked against its model: name a file with it "
+            f"in {plugin_config.VARIABLE} (`megacpp-mcore recipe emit {chosen.model.name} --set … --settings FILE` writes it)"
+        )
+    if "processes" in changes.training:
+        raise LaunchError("the number of processes is torchrun's --nnodes × --nproc-per-node; leave processes out")
+    layout = dataclasses.replace(chosen.run.layout, **changes.layout)
+    processes = chosen.processes if layout == chosen.run.layout else int(os.environ.get("WORLD_SIZE", "1"))
+    training = dataclasses.replace(chosen.run.training, processes=processes, **changes.training)
+    return dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, layout=layout, training=training))
 
 
 def check_form(override: str) -> None:

@@ -1,44 +1,59 @@
-"""``KEY=VALUE`` overrides: parsed by the field types of model and training plan, and validated by these classes."""
+"""``KEY=VALUE`` overrides: parsed by the field types of model, layout and training plan, and validated by these classes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import ModelError, PatternError
-from megacpp_mcore.model import Model, with_overrides
+from megacpp_mcore.model import Layout, Model, with_overrides
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
 
 
-def read(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values in ``words`` for keys of the model, and those for keys of the run.
+class Overrides(NamedTuple):
+    """Values by key: of the model (dotted keys), of the layout, and of the training plan."""
+
+    model: dict[str, Any]
+    layout: dict[str, Any]
+    training: dict[str, Any]
+
+
+_KINDS = (Model, Layout, Training)
+_HINTS = [dict(schema.plain_keys(kind)) for kind in _KINDS]
+
+
+def is_ours(word: str) -> bool:
+    """Return whether ``word`` sets a key of the model, the layout or the training plan."""
+    return any(word.partition("=")[0] in hints for hints in _HINTS)
+
+
+def read(words: Sequence[str]) -> Overrides:
+    """Read the values in ``words``.
 
     Raises:
         ModelError: a word is not KEY=VALUE, its key is unknown (nearest names are suggested) or repeated, or its value is not
             of the key's type.
     """
-    of_model, of_training = dict(schema.plain_keys(Model)), dict(schema.plain_keys(Training))
+    known = {key: hint for hints in _HINTS for key, hint in hints.items()}
     found: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise ModelError(f"{word!r} is not of the form KEY=VALUE; write for example {key or 'depth'}=12")
-        hints = of_model | of_training
-        if key not in hints:
+        if key not in known:
             # A user may have left out the name of the part: topk matches both dsa.topk and moe.topk.
-            longer = [name for name in hints if name.endswith(f".{key}")]
-            raise ModelError(f"unknown key {key!r} in {word!r}; {nearest(key, hints, longer)}")
+            longer = [name for name in known if name.endswith(f".{key}")]
+            raise ModelError(f"unknown key {key!r} in {word!r}; {nearest(key, known, longer)}")
         if key in found:
             raise ModelError(f"{key} is given twice ({found[key]!r} and {text!r}); give it once")
         try:
-            found[key] = schema.read(text, hints[key], word)
+            found[key] = schema.read(text, known[key], word)
         except schema.SchemaError as error:
             raise ModelError(str(error)) from error
-    model = {key: value for key, value in found.items() if key in of_model}
-    return model, {key: value for key, value in found.items() if key in of_training}
+    return Overrides(*({key: value for key, value in found.items() if key in hints} for hints in _HINTS))
 
 
 def apply(model: Model, values: Mapping[str, Any]) -> Model:

@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
         default="cli",
         help="a shell command, a YAML file, an sbatch script, or only the arguments, one word a line",
     )
-    _add_set(emit, "values of the model and of the run")
+    _add_set(emit, "values of the model, the layout and the run")
     of_training = {name: options for name, (_, options) in _OF_TRAINING.items()}
     for name, options in (_OF_RUN | _OF_LAYOUT | of_training).items():  # each is None unless used
         emit.add_argument(f"--{name}", **options)
@@ -161,8 +161,8 @@ def _changed_model(name: str, words: Sequence[str]) -> Model:
     Raises:
         ModelError: no such name exists, or a word sets a value of a run.
     """
-    of_model, of_run = overrides.read(words)
-    if of_run:
+    of_model, *others = overrides.read(words)
+    if of_run := {**others[0], **others[1]}:
         raise ModelError(f"{', '.join(of_run)} is a run setting; pass it to `recipe emit`")
     recipe = _recipe(name)
     return overrides.apply(chosen_model(recipe.model.name if recipe else name)[0], of_model)
@@ -221,13 +221,15 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     Raises:
         LaunchError, ModelError, DataError: as :func:`emit`.
     """
-    of_model, of_run = overrides.read(args.values)
+    changes = overrides.read(args.values)
     recipe = _recipe(args.name)
     name = recipe.model.name if recipe else args.name
     original, loaded = chosen_model(name)
     loaded = loaded if recipe is None or recipe.settings is None else plugin_config.of_recipe(recipe)
-    model = overrides.apply(original, of_model)
-    layout = _layout(args, recipe.run.layout if recipe else Layout())
+    model = overrides.apply(original, changes.model)
+    of_layout = _once(args, changes.layout, {option: option.replace("-", "_") for option in _OF_LAYOUT})
+    of_training = _once(args, changes.training, {option: field for option, (field, _) in _OF_TRAINING.items()})
+    layout = dataclasses.replace(recipe.run.layout if recipe else Layout(), **of_layout)
     model.check_layout(layout)  # first, because processes and batch follow from it
     settings = None if loaded is None else loaded.path
     if model != original:
@@ -238,11 +240,20 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         )
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
-    training = _training(args, model, of_run, recipe.run.training if recipe else _usual_training(name, args, of_run))
+    if "processes" in of_training:
+        raise LaunchError("the number of processes is --nodes × --gpus-per-node; use those options instead of --set")
+    from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
+
+    training = dataclasses.replace(
+        recipe.run.training if recipe else _usual_training(name, of_training),
+        data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
+        tokenizer=tokenizer_words(model, args.tokenizer, args.data),
+        **of_training,
+    )
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
     run = Run(model, layout, training, args.host or GPT, settings=loaded)
-    if of_run.get("cuda_graphs") and not run.is_captured:
+    if of_training.get("cuda_graphs") and not run.is_captured:
         print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)
     env = {} if settings is None else {plugin_config.VARIABLE: os.path.realpath(settings)}
     if layout.tensor > 1 and training.device == "cuda":
@@ -260,35 +271,23 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     )
 
 
-def _layout(args: argparse.Namespace, base: Layout) -> Layout:
-    """Apply the options that were used to ``base``."""
-    given = {name: getattr(args, name) for name in (option.replace("-", "_") for option in _OF_LAYOUT)}
-    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
-
-
-def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, Any]) -> Training:
-    """Return the training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
-    device = args.device or of_run.get("device") or ("cpu" if name == "nam56r_tiny" else "cuda")
-    if device == "cpu":
-        return Training(device="cpu", precision="fp32", transformer_impl="local")
-    return Training()
-
-
-def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
-    """Apply options and ``--set`` to ``base``; a field set twice is refused."""
-    if "processes" in of_run:
-        raise LaunchError("the number of processes is --nodes × --gpus-per-node; use those options instead of --set")
-    values = dict(of_run)
-    for option, (field, _) in _OF_TRAINING.items():
+def _once(args: argparse.Namespace, values: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return ``values`` of ``--set`` and those of the options ``fields`` (to field names); one set by both is refused."""
+    found = dict(values)
+    for option, field in fields.items():
         given = getattr(args, option.replace("-", "_"))
-        if given is not None and field in of_run:
+        if given is not None and field in found:
             raise LaunchError(f"--{option} and --set {field} are the same setting; pass only one")
         if given is not None:
-            values[field] = given
-    from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
+            found[field] = given
+    return found
 
-    data = ("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0")
-    return dataclasses.replace(base, data=data, tokenizer=tokenizer_words(model, args.tokenizer, args.data), **values)
+
+def _usual_training(name: str, values: Mapping[str, Any]) -> Training:
+    """Return the training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
+    if values.get("device", "cpu" if name == "nam56r_tiny" else "cuda") == "cpu":
+        return Training(device="cpu", precision="fp32", transformer_impl="local")
+    return Training()
 
 
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:

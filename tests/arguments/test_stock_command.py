@@ -265,8 +265,8 @@ def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
 
 def test_overrides_and_their_differences_are_each_others_inverse() -> None:
     words = ["depth=24", "dsa.topk=64", "m2rnn.heads=none", "mtp.loss_scale=0.1", "mamba3.decay_activation=heavy_tail"]
-    of_model, of_run = overrides.read([*words, "learning_rate=1e-3"])
-    assert of_run == {"learning_rate": 1e-3}
+    of_model, of_layout, of_run = overrides.read([*words, "learning_rate=1e-3", "tensor=2"])
+    assert (of_layout, of_run) == ({"tensor": 2}, {"learning_rate": 1e-3})
     model = overrides.apply(preset("nam56r"), of_model)
     assert (model.depth, model.dsa.topk, model.m2rnn.heads, model.mtp.loss_scale) == (24, 64, None, 0.1)
     assert overrides.differences(model, preset("nam56r")) == {

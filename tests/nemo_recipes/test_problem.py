@@ -18,6 +18,7 @@ from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.nemo_recipes import bridge, run
 from megacpp_mcore.nemo_recipes import read as bridge_read
+from tests.errors import raises
 
 TINY, EIGHT = "nam56r_tiny_pretrain_1cpu_fp32", "nam56r_pretrain_8gpu_h200_bf16"
 
@@ -106,6 +107,24 @@ def test_a_layout_is_the_recipes_with_what_the_overrides_say() -> None:
     assert run.layout_of(eight, words) == Layout()
     with pytest.raises(ModelError, match="raise pipeline, or drop virtual"):
         run.layout_of(eight, overridden(virtual_pipeline_model_parallel_size=2))
+
+
+def test_layout_and_training_plan_are_changed_in_the_words_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    chosen = run.changed(RECIPES[TINY], ["expert=2", "train_iters=4", "learning_rate=0.5"])
+    assert chosen.run.layout == Layout(expert=2)
+    training = chosen.run.training
+    assert (training.processes, training.train_iters, training.learning_rate) == (2, 4, 0.5)
+    assert run.changed(RECIPES[EIGHT], ["seed=7"]).processes == 8
+    assert run.changed(RECIPES[EIGHT], []) == RECIPES[EIGHT]
+    with raises(ModelError, "dsa.topk", "MEGACPP_CONFIG"):
+        run.changed(RECIPES[TINY], ["dsa.topk=4"])
+    with raises(LaunchError, "processes"):
+        run.changed(RECIPES[TINY], ["processes=4"])
+    with raises(ModelError, "2", "tensor 1", "expert parallelism 4"):
+        run.changed(RECIPES[TINY], ["expert=4"])
+    with raises(ModelError, "expert", "'two'"):
+        run.run(TINY, ["expert=two"])
 
 
 @pytest.mark.parametrize(

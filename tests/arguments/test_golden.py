@@ -49,14 +49,21 @@ def texts(folder: Path, *, brief: bool = True) -> dict[str, str]:
     """The arguments of each run, one a line, and its launch policy on GPUs or the CPU."""
     found = {}
     for name, words in RUNS.items():
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        recipe = RECIPES.get(words[0])
+        needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        needed |= {"MEGACPP_CONFIG": str(recipe.settings)} if recipe and recipe.settings else {}
+        with (
+            mock.patch.dict(os.environ, needed),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             settings = ["--settings", str(folder / f"{len(found)}.yaml")] if _changes_the_model(words) else []
             given = [word for word in words if not word.startswith("extra=")]
             assert cli.main(["recipe", "emit", *given, *settings, "--as", "args", "--data", "corpus"]) == 0, name
         extra = [part for word in words if word.startswith("extra=") for part in word[6:].split()]
         arguments = [*out.getvalue().splitlines(), *extra]
         device = "cpu" if "gloo" in arguments else "cuda"
-        usual = RECIPES[words[0]].processes if words[0] in RECIPES else 1
+        usual = recipe.processes if recipe else 1
         processes = int(words[words.index("--gpus-per-node") + 1]) if "--gpus-per-node" in words else usual
         run = read(arguments, device=device, processes=processes)
         found[f"{name}: words"] = "\n".join(arguments).replace(ROOT, "ROOT")

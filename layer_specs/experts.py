@@ -153,7 +153,7 @@ def why_stock_experts(config: TransformerConfig) -> str | None:
     flex = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else "deepep"
     # Our kernels save no activations; the reference, used for other dtypes, saves what autograd saves.
     kept = config.params_dtype != torch.bfloat16 and "moe_act" in (config.recompute_modules or ())
-    for asked, what in (
+    for requested, what in (
         (config.quant_recipe is not None, "FP8 experts (--te-precision-config-file)"),
         (config.moe_router_padding_for_quantization, "--moe-router-padding-for-quantization"),
         (flex != "deepep", f"--moe-flex-dispatcher-backend {flex}, which pads rows"),
@@ -170,7 +170,7 @@ def why_stock_experts(config: TransformerConfig) -> str | None:
         (optimizer not in _ELEMENTWISE, f"--optimizer {optimizer}, which takes matrices one by one"),
         (config.recompute_granularity == "selective" and kept, f"--recompute-modules moe_act in {config.params_dtype}"),
     ):
-        if asked:
+        if requested:
             return what
     return None
 

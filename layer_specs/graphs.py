@@ -206,7 +206,7 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
     """
     if config.cuda_graph_impl == "none":
         return
-    asked = sorted(module.name for module in config.cuda_graph_modules)
+    modules = sorted(module.name for module in config.cuda_graph_modules)
     families = settings.recompute.on if settings is not None else ()
     recomputed = [f"recompute: {name}" for name in families if name != "experts"]
     if config.recompute_granularity == "selective":
@@ -218,8 +218,8 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         ),
         (compute_device() != "cuda", "CUDA graphs are for a GPU; leave --cuda-graph-impl out on a CPU"),
         (
-            asked not in ([], [CudaGraphModule.attn.name]),
-            f"--cuda-graph-modules {' '.join(asked)} names parts of layers, and a layer is captured whole; leave it out, or "
+            modules not in ([], [CudaGraphModule.attn.name]),
+            f"--cuda-graph-modules {' '.join(modules)} names parts of layers, and a layer is captured whole; leave it out, or "
             f"pass {CudaGraphModule.attn.name}, which leaves out those without a mixer",
         ),
         (

@@ -31,12 +31,12 @@ def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.n
 def why_stock_norm(config: TransformerConfig) -> str | None:
     """Name the first feature that the run requests of these norms and only stock's have, or None."""
     offloaded = {"attn_norm", "mlp_norm"} & set(config.offload_modules or ())
-    for asked, what in (
+    for requested, what in (
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (_recomputed(config), "--recompute-modules layernorm, which frees what the norm returns"),
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
     ):
-        if asked:
+        if requested:
             return what
     return None
 

@@ -120,13 +120,13 @@ def parts_for(config: TransformerConfig) -> Parts:
         ModelError: unknown implementation, or a feature that only Transformer Engine has while it is disabled.
         BackendError: Transformer Engine is requested and does not work here.
     """
-    asked = config.transformer_impl
-    if asked not in ("transformer_engine", "local"):
-        raise ModelError(f"transformer_impl is {asked!r}; expected 'transformer_engine' or 'local'")
+    requested = config.transformer_impl
+    if requested not in ("transformer_engine", "local"):
+        raise ModelError(f"transformer_impl is {requested!r}; expected 'transformer_engine' or 'local'")
     if te_disabled():
         _refuse_without_te(config)
     candidates = layer_parts_candidates(transformer_engine=_te_parts, local=_local_parts)
-    parts: Parts = Dispatcher(candidates=candidates).request(LAYER_PARTS, asked, device=compute_device()).fn()
+    parts: Parts = Dispatcher(candidates=candidates).request(LAYER_PARTS, requested, device=compute_device()).fn()
     return parts
 
 
@@ -189,7 +189,7 @@ def _local_parts() -> Parts:
 
 def _refuse_without_te(config: TransformerConfig) -> None:
     """Raise ModelError for requested stock features that only Transformer Engine has."""
-    for asked, what, remedy in (
+    for requested, what, remedy in (
         (config.quant_recipe is not None, "FP8 experts", "leave --te-precision-config-file out"),
         (config.moe_permute_fusion, "fused permutation of tokens", "leave --moe-permute-fusion out"),
         (config.moe_router_fusion, "a fused router", "leave --moe-router-fusion out"),
@@ -197,7 +197,7 @@ def _refuse_without_te(config: TransformerConfig) -> None:
         (config.cpu_offloading, "activations on the host", "leave --cpu-offloading-num-layers out"),
         (config.use_transformer_engine_op_fuser, "fused operations", "leave --use-transformer-engine-op-fuser out"),
     ):
-        if asked:
+        if requested:
             raise ModelError(
                 f"the run requests {what}, which Megatron has only in Transformer Engine, and {te_disabled()}; {remedy}, "
                 "or unset the variable"

@@ -64,7 +64,7 @@ def _periodic_roles(config: Any, layers: int) -> str:
     return "".join(SHARED_INDEX if skip else FULL_INDEX for skip in shared)
 
 
-def _asked(config: Any) -> plugin_config.IndexSchedule | None:
+def _configured_schedule(config: Any) -> plugin_config.IndexSchedule | None:
     """Return the schedule of the configuration file, or None.
 
     Raises:
@@ -83,7 +83,7 @@ def _trunk_roles(config: Any) -> str | None:
     """``F`` or ``S`` forevery layer of a DSA model's decoder; None without a schedule, and for other models."""
     if getattr(config, "experimental_attention_variant", None) != "dsa":
         return None
-    schedule = _asked(config)
+    schedule = _configured_schedule(config)
     if schedule is not None:
         return schedule.roles(config.num_layers)
     return _periodic_roles(config, config.num_layers) if _periodic(config) else None
@@ -167,7 +167,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
         config, layer = bound.arguments["config"], bound.arguments["layer_number"]
         block = _BUILDING.get()
         if block is None:
-            if (schedule := _asked(config)) is not None:
+            if (schedule := _configured_schedule(config)) is not None:
                 raise ModelError(
                     f"DSA layer {layer} is built outside of a GPT model's decoder and MTP blocks (HybridModel's, say), where "
                     f"the schedule {schedule.schedule!r} of {schedule.path} is not followed; leave dsa_index_cache out, or "

@@ -39,7 +39,7 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
         bound.apply_defaults()
         call = SimpleNamespace(**bound.arguments)
         if (obstacle := _obstacle(call)) is not None:
-            _say_once(obstacle)
+            _log_once(obstacle)
             observed.note("sparse_mla", "megatron", obstacle, speed=Speed.REFERENCE, slower_than_best=True)
             return original(*args, **kwargs)
         query, kv_TBK = call.query, call.key.squeeze(2)
@@ -97,7 +97,7 @@ def _backend(device: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> Resolu
 
 
 @functools.cache
-def _say_once(obstacle: str) -> None:
+def _log_once(obstacle: str) -> None:
     from megatron.core.utils import log_single_rank
 
     log_single_rank(logger, logging.WARNING, f"dsa-sparse-attention: stock's attention to all keys runs: {obstacle}")

@@ -200,7 +200,7 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         obstacle = _obstacle(self, arguments)
         if obstacle is not None:
             _note(self, "megatron", obstacle)
-            _say_once(self, obstacle)
+            _log_once(self, obstacle)
             return original(self, *args, **kwargs)
         _note(self, _OP, "the patch linear-cross-entropy")
         mask = arguments.get("loss_mask")
@@ -286,7 +286,7 @@ def _of_weight(model: Any) -> str | None:
     return "the output weight is sharded for rematerialisation (GTP)" if layer.gtp_remat_size > 1 else None
 
 
-def _say_once(model: Any, obstacle: str) -> None:
+def _log_once(model: Any, obstacle: str) -> None:
     """Log one line, on the first rank of the pipeline stage."""
     groups = (getattr(model.pg_collection, name, None) for name in ("tp", "dp_cp"))
     if all(group is None or group.rank() == 0 for group in groups):

@@ -118,13 +118,13 @@ def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
 def _report(call: Call, backend: str | None, reason: str, speed: Speed, level: int = logging.INFO) -> None:
     """Log and record once which ``backend`` (None: stock) runs and why; a warning marks one that is slower than necessary."""
     core = type(call.core).__name__
-    _say_once(level, f"{core} runs {'as stock' if backend is None else backend}: {reason}")
+    _log_once(level, f"{core} runs {'as stock' if backend is None else backend}: {reason}")
     layer, slower = getattr(call.core, "layer_number", None), level >= logging.WARNING
     observed.note("mla", backend or f"megatron {core}", reason, speed=speed, layer=layer, slower_than_best=slower)
 
 
 @functools.cache
-def _say_once(level: int, message: str) -> None:
+def _log_once(level: int, message: str) -> None:
     from megatron.core.utils import log_single_rank
 
     log_single_rank(logger, level, f"mla-core-attention: {message}")
@@ -272,7 +272,7 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
     length, batch, heads, width = query.shape
     causal = call.mask_type != "no_mask"
     graph = importlib.import_module("transformer_engine.pytorch.graph")
-    asked = {
+    questions = {
         "qkv_dtype": query.dtype,
         # Three tensors with two different widths cannot be views of one packed buffer.
         "qkv_layout": "sbhd_sbhd_sbhd",
@@ -297,7 +297,7 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
         # Rounded: lengths differ between batches, and for each query Transformer Engine lets cuDNN build a graph.
         sequences, longest, tokens = map(_power_of_two, (call.packed.cu_seqlens_q.numel() - 1, longest, length))
         variant = call.core.config.experimental_attention_variant
-        asked |= {
+        questions |= {
             "qkv_layout": "thd_thd_thd",
             "batch_size": sequences,
             "max_seqlen_q": longest,
@@ -307,7 +307,7 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
             "head_dim_v": width if variant is None else value.shape[-1],  # stock pads the values
             "attn_mask_type": "padding_causal",
         }
-    return tuple(asked.items())
+    return tuple(questions.items())
 
 
 def _power_of_two(least: int) -> int:

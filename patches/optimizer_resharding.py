@@ -54,8 +54,8 @@ def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
             loaded = original(*args, **kwargs)
         finally:
             _refusals = None
-        if of_any := [refusal for of_rank in gathered(refusals) for refusal in of_rank]:
-            raise CheckpointError(of_any[0])
+        if refusals := [refusal for of_rank in gathered(refusals) for refusal in of_rank]:
+            raise CheckpointError(refusals[0])
         return loaded
 
     return load_checkpoint
@@ -215,7 +215,7 @@ def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_parameter_state_from_fully_reshardable
 
 
-def _by_the_names_there(original: Callable[..., Any]) -> Callable[..., Any]:
+def _by_saved_names(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer."""
 
     @functools.wraps(original)
@@ -361,7 +361,7 @@ PATCH = Patch(
         Edit.of(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict",
             "03ff27201c5bf5e4f58b48d05dd15d2af7e6377313cb4f702aae2e1171d29600",
-            _by_the_names_there,
+            _by_saved_names,
         ),
         Edit.of(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",

@@ -293,8 +293,8 @@ def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], s
         if done.returncode:
             return None, {}, _failure(done.returncode, complaints.read_bytes().decode(errors="replace"))
         try:
-            told = json.loads(answer.read_bytes())
-            return told["version"], told["details"], ""
+            answers = json.loads(answer.read_bytes())
+            return answers["version"], answers["details"], ""
         except (OSError, ValueError, LookupError, TypeError):  # no answer was written, or only part of one
             return None, {}, "it ended its process with status 0 while it was being tried"
 

@@ -27,7 +27,7 @@ _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 
 def install(lane: CpuLane) -> None:
     """Let ``lane`` replace them."""
-    _keep_the_warm_up_off_the_generator(lane)
+    _preserve_rng_in_warm_up(lane)
     _quiet_shared_generator_warning(lane)
     _seed_experts_by_global_index(lane)
     # With Transformer Engine installed, the fp32 router would call its GEMM, which supports only CUDA tensors.
@@ -36,7 +36,7 @@ def install(lane: CpuLane) -> None:
     lane.replace("is of CPUs", torch_fully_sharded_data_parallel, DeviceMesh=of_cpus)
 
 
-def _keep_the_warm_up_off_the_generator(lane: CpuLane) -> None:
+def _preserve_rng_in_warm_up(lane: CpuLane) -> None:
     """Keep the random inputs with which Megatron warms up its fused functions from affecting the initial weights.
 
     Their size depends on micro-batch, sequence and tensor parallelism, and they are drawn after seeding, before the model

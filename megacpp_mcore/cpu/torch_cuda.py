@@ -31,7 +31,7 @@ def install(lane: CpuLane) -> None:
     lane.messages.append("CPU lane: torch.cuda, torch.cuda.random and torch.cuda.nvtx are answered by the CPU")
     _send_devices_to_cpu(lane)
     _accept_any_split_sizes(lane)
-    _keep_loaders_off_the_generator(lane)
+    _preserve_rng_in_loaders(lane)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -256,7 +256,7 @@ def without_moving_the_generator(function: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-def _keep_loaders_off_the_generator(lane: CpuLane) -> None:
+def _preserve_rng_in_loaders(lane: CpuLane) -> None:
     """Keep a new DataLoader iterator's random draw from advancing the generator that dropout uses.
 
     A resumed run creates its iterators after restoring the generator, an uninterrupted one before training. On a GPU

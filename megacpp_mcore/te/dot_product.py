@@ -37,8 +37,8 @@ def lacking(**needs: Any) -> str | None:
     for name in needs:
         if name not in CANNOT:
             raise ModelError(f"unknown need {name!r} of Transformer Engine's attention; known: {', '.join(CANNOT)}")
-    asked = [f"{name}: {CANNOT[name]}" for name, value in needs.items() if _is_needed(value)]
-    return "; ".join(asked) or None
+    unsupported = [f"{name}: {CANNOT[name]}" for name, value in needs.items() if _is_needed(value)]
+    return "; ".join(unsupported) or None
 
 
 def _is_needed(value: Any) -> bool:

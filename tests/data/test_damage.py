@@ -153,7 +153,7 @@ def test_remembered_hashes_are_used(prefix, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_refused(prefix):
-    with raises(DataError, 260, 256, code="vocabulary"):
+    with raises(DataError, "260 token", "embeds 256", code="vocabulary"):
         check_training(prefix, vocab_size=256)
     with raises(DataError, 256, 0, code="end-of-document"):
         check_training(prefix, eod_id=0)

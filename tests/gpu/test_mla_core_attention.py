@@ -219,7 +219,7 @@ def patched(process: None) -> Iterator[list[str]]:
 
     registry = Registry([mla_core_attention.PATCH])
     registry.apply([mla_core_attention.PATCH.name])
-    mla_core_attention._say_once.cache_clear()
+    mla_core_attention._log_once.cache_clear()
     mla_core_attention._te_selection.cache_clear()
     lines: list[str] = []
     patch = pytest.MonkeyPatch()

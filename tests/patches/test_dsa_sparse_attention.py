@@ -32,7 +32,7 @@ def patched() -> Iterator[mock.Mock]:
     (edit,) = PATCH.edits
     name = edit.target.partition(":")[2]
     original = mock.create_autospec(getattr(dsa(), name), side_effect=getattr(dsa(), name))
-    dsa_sparse_attention._say_once.cache_clear()
+    dsa_sparse_attention._log_once.cache_clear()
     observed.forget()
     with mock.patch.object(dsa(), name, edit.make(original)):
         yield original

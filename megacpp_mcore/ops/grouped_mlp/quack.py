@@ -80,9 +80,9 @@ def _output(left: Side, weights: Sequence[torch.Tensor], rows: Rows) -> torch.Te
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: str
+    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], activation: str
 ) -> tuple[Side, Side, torch.Tensor, Side]:
-    (h_RF,), start_E = kept, _starts(rows)
+    (h_RF,), start_E = saved, _starts(rows)
     dh_RF, a_RF, dprob_R = vendors.entry("quack_backward")(
         dy, weights[1], PreAct=h_RF, activation=ACTIVATIONS[activation], colvec_scale=rows.prob_R, colvec_reduce=True,
         cu_seqlens_m=start_E, A_idx=rows.token_R, dynamic_scheduler=False, tuned=False, config=_tile(h_RF.shape[1]),

@@ -142,8 +142,8 @@ class GroupedMLP(torch.autograd.Function):
         """Compute the output; ``weights`` are those of the products."""
         x_RD, prob_R = packed(x_RD), None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
-        kept, left = call.products.hidden(x_RD, rows, weights, call.activation)
-        ctx.save_for_backward(x_RD, end_E, prob_R, *weights, *kept)
+        saved, left = call.products.hidden(x_RD, rows, weights, call.activation)
+        ctx.save_for_backward(x_RD, end_E, prob_R, *weights, *saved)
         ctx.call, ctx.num_weights = call, len(weights)
         return call.products.output(left, weights, rows)
 
@@ -152,9 +152,9 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients of x, w1, w2 and the probabilities."""
         x_RD, end_E, prob_R, *others = ctx.saved_tensors
-        weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
+        weights, saved = others[: ctx.num_weights], others[ctx.num_weights :]
         dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.call.products
-        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, kept, ctx.call.activation)
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, saved, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_RD, rows, a, tokens_left=True) if ctx.needs_input_grad[3] else None
         dx_RD = products.input_gradient(left, weights, rows) if ctx.needs_input_grad[0] else None
         dw1_EFD = _of_weight(ctx.call, x_RD, rows, dh, tokens_left=False) if ctx.needs_input_grad[2] else None
@@ -181,8 +181,8 @@ class RoutedMLP(torch.autograd.Function):
         """Compute the output; ``weights`` are those of the products."""
         x_TD, routing_TE = packed(x_TD), routing_TE.contiguous()
         rows, row_TK = placed(routing_TE, probs_TE, topk, exact)
-        kept, left = call.products.hidden(x_TD, rows, weights, call.activation)
-        ctx.save_for_backward(x_TD, routing_TE, *rows, *weights, *kept)
+        saved, left = call.products.hidden(x_TD, rows, weights, call.activation)
+        ctx.save_for_backward(x_TD, routing_TE, *rows, *weights, *saved)
         ctx.call, ctx.num_weights, ctx.probs_dtype = call, len(weights), probs_TE.dtype
         ctx.exact = exact
         y_RD = call.products.output(left, weights, rows)
@@ -193,9 +193,9 @@ class RoutedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, end_E, row_TK, token_R, prob_R, *others = ctx.saved_tensors
-        weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
+        weights, saved = others[: ctx.num_weights], others[ctx.num_weights :]
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
-        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, kept, ctx.call.activation)
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, saved, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a  # what follows reuses its memory
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
@@ -256,9 +256,9 @@ def _hidden(
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: str
+    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (_, w2_EDF), (h_RF,) = weights, kept
+    (_, w2_EDF), (h_RF,) = weights, saved
     (E, D, F), R = w2_EDF.shape, h_RF.shape[0]
     a_RF, dh_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
     dprob_PR = h_RF.new_empty(triton.cdiv(F, BACKWARD["BN"]), R, dtype=torch.float32)

@@ -512,9 +512,9 @@ def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tu
     key_BGTK = attention.keys()
 
     def of(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        at, kept, valid = selected(rows)
+        at, saved, valid = selected(rows)
         bias = rule.bias_at(rows, at)
-        return kept, attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias), bias
+        return saved, attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias), bias
 
     return of, attention.elements_per_query(topk)
 
@@ -599,8 +599,8 @@ def sparse_backward(
     weight_BS = weight_BS if rows_BS is None else weight_BS * rows_BS
 
     def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        kept, target, bias = targets(rows)
-        return kept, target, weight_BS[:, rows.start : rows.stop], bias
+        saved, target, bias = targets(rows)
+        return saved, target, weight_BS[:, rows.start : rows.stop], bias
 
     chunks = indexer.chunks(max(per_query, topk * sum(indexer.q_SBHD.shape[2:])), query_chunk)
     _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(

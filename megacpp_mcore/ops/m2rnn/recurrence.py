@@ -347,10 +347,10 @@ def reverse(
         before2, h3, slope2, change2 = _mix(h2, c2, f2, DOCUMENTS)
         before3, h4, slope3, change3 = _mix(h3, c3, f3, DOCUMENTS)
         befores = tl.trans(_stack(before0, before1, before2, before3, PART))
-        dh, dpre3, df3 = _back(dh, change3, slope3, q3, f3, dy3, WT_high, WT_low, PART, ASM, DOCUMENTS)
-        dh, dpre2, df2 = _back(dh, change2, slope2, q2, f2, dy2, WT_high, WT_low, PART, ASM, DOCUMENTS)
-        dh, dpre1, df1 = _back(dh, change1, slope1, q1, f1, dy1, WT_high, WT_low, PART, ASM, DOCUMENTS)
-        dh, dpre0, df0 = _back(dh, change0, slope0, q0, f0, dy0, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre3, df3 = _token_bwd(dh, change3, slope3, q3, f3, dy3, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre2, df2 = _token_bwd(dh, change2, slope2, q2, f2, dy2, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre1, df1 = _token_bwd(dh, change1, slope1, q1, f1, dy1, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre0, df0 = _token_bwd(dh, change0, slope0, q0, f0, dy0, WT_high, WT_low, PART, ASM, DOCUMENTS)
         dq = _pick(four[None, :], _dot(h1, dy, PART), _dot(h2, dy, PART), _dot(h3, dy, PART), _dot(h4, dy, PART))
         tl.store(dq_BHSK + dqk_4 + t * K, dq.to(dq_BHSK.dtype.element_ty))
         dk = _pick(
@@ -384,7 +384,7 @@ def _mix(h, c, f, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _back(
+def _token_bwd(
     dh, change, slope, q, f, dy, WT_high, WT_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr
 ):  # fmt: skip
     """Backward of one token: the gradients of the state before it, of tanh's argument, and of f."""

@@ -1067,10 +1067,10 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     value = _in_parts(value_ptr + PARTS * one_part, at, t < SP, one_part, PARTS) - k_value
     # The values at the boundaries are exact; the running sum's rounding error is spread evenly between them.
     place = bh * (NSEG + 1) + seg
-    way = tl.arange(0, T).to(tl.float32) / T
+    fraction = tl.arange(0, T).to(tl.float32) / T
     summed = tl.cumsum(value, 0)
     start = tl.load(boundary_value_ptr + place)
-    da = start - (summed - value) + way * (tl.load(boundary_value_ptr + place + 1) + tl.sum(value, 0) - start)
+    da = start - (summed - value) + fraction * (tl.load(boundary_value_ptr + place + 1) + tl.sum(value, 0) - start)
     dw = tl.where(w > 0, (k_value - gamma * dgamma) / tl.where(w > 0, w, 1.0), 0.0)
     # The previous token: its w contains this token's pending part.
     has_before = inside & (t > 0)
@@ -1093,7 +1093,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     dtheta = (
         start[None, :]
         - (tl.cumsum(drotation, 0) - drotation)
-        + way[:, None] * (end + tl.sum(drotation, 0) - start)[None, :]
+        + fraction[:, None] * (end + tl.sum(drotation, 0) - start)[None, :]
     )
     if PACKED:
         # Nothing crosses the start of a document.

@@ -27,8 +27,14 @@ def install(lane: CpuLane) -> None:
     lane.replace("", torch.cuda, **_device_functions(), **_memory_functions(), **generators)
     # Megatron uses both torch.cuda.get_rng_state and torch.cuda.random.get_rng_state.
     lane.replace("", torch.cuda.random, **generators)
-    lane.replace("", torch.cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark"), _nothing))
+    lane.replace("", torch.cuda.nvtx, **_without_effect("range_push", "range_pop", "mark"))
     lane.messages.append("CPU lane: torch.cuda, torch.cuda.random and torch.cuda.nvtx are answered by the CPU")
+    lane.replace(
+        "find none: torch itself, such as its optimizers, knows that this is a CPU",
+        torch.accelerator,
+        current_accelerator=lambda check_available=False: None,
+        is_available=lambda: False,
+    )
     _send_devices_to_cpu(lane)
     _accept_any_split_sizes(lane)
     _preserve_rng_in_loaders(lane)
@@ -36,6 +42,11 @@ def install(lane: CpuLane) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+def _without_effect(*names: str) -> dict[str, Callable[..., None]]:
+    """Return a function without effect for each name: Dynamo has a rule a function, and refuses two for one."""
+    return {name: lambda *_, **__: None for name in names}
 
 
 def _local_world_size() -> int:
@@ -80,9 +91,7 @@ def _device_functions() -> dict[str, Any]:
         name="CPU stand-in for CUDA", major=0, minor=0, total_memory=_host_memory(), multi_processor_count=processors
     )
     stream = _Stream()
-    return dict.fromkeys(("init", "synchronize", "ipc_collect"), _nothing) | {
-        "set_device": lambda device: None,  # a separate object: Dynamo has rules for torch's own functions
-        "set_stream": lambda stream: None,
+    return _without_effect("init", "synchronize", "ipc_collect", "set_device", "set_stream") | {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": _local_world_size,
@@ -114,11 +123,14 @@ def _memory_functions() -> dict[str, Any]:
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)
 
-    now = dict.fromkeys(
-        ("memory_allocated", "memory_reserved", "device_memory_used"), lambda device=None: _resident_bytes()
-    )
-    peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: _peak_resident_bytes())
-    unneeded = dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing)
+    now = {
+        name: lambda device=None: _resident_bytes()
+        for name in ("memory_allocated", "memory_reserved", "device_memory_used")
+    }
+    peak = {
+        name: lambda device=None: _peak_resident_bytes() for name in ("max_memory_allocated", "max_memory_reserved")
+    }
+    unneeded = _without_effect("reset_peak_memory_stats", "reset_max_memory_allocated")
     free = {"mem_get_info": lambda device=None: (_host_memory() - _resident_bytes(), _host_memory())}
     return {**now, **peak, **unneeded, **free, "empty_cache": empty_cache, "memory_stats": memory_stats}
 
@@ -143,9 +155,9 @@ def _generator_functions() -> dict[str, Any]:
         generator.set_state(new_states[-1])  # the devices of one host share the generator: all states are equal
 
     return {
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: generator.manual_seed(int(seed))),
-        **dict.fromkeys(("seed", "seed_all"), generator.seed),
-        "initial_seed": generator.initial_seed,
+        **{name: lambda seed: generator.manual_seed(int(seed)) for name in ("manual_seed", "manual_seed_all")},
+        **{name: lambda: generator.seed() for name in ("seed", "seed_all")},
+        "initial_seed": lambda: generator.initial_seed(),
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state() for _ in range(_local_world_size())],
         "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),

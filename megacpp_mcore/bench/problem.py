@@ -131,12 +131,8 @@ class Variant:
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     def deterministic(self) -> Variant:
-        """Return this variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode.
-
-        Raises:
-            BenchmarkError: it is captured: its graphs would be shared with the variant of the other mode.
-        """
-        if self.is_captured:
+        """Return this variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode."""
+        if self.is_captured:  # its graphs would be shared with the variant of the other mode
             raise BenchmarkError(f"{self.name} is captured; expected deterministic() before captured()")
         return dataclasses.replace(self, name=f"{self.name}, deterministic", around=_deterministic_algorithms)
 
@@ -151,12 +147,7 @@ class Variant:
     ) -> Variant:
         """Return the variant whose forward pass is ``call`` and whose backward pass is autograd's.
 
-        Args:
-            name: of the variant.
-            side: of the variant.
-            call: the forward pass.
-            leaves: returns the tensors to differentiate; by default the leaves of the inputs.
-            more: other fields of the variant.
+        ``leaves`` returns the tensors to differentiate, by default the leaves of the inputs; ``more`` are other fields.
         """
 
         def both(inputs: Inputs) -> list[torch.Tensor]:
@@ -168,14 +159,8 @@ class Variant:
     def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
         """Yield our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
 
-        Args:
-            op: an op of the dispatcher.
-            options: device and dtype.
-            call: computes the output from a backend's function and the inputs.
-            needs: further requirements of the backend, or replacements, as in a request.
-
-        Raises:
-            BenchmarkError: no backend of that op is known.
+        ``call`` computes the output from a backend's function and the inputs; ``needs`` are further requirements of the
+        backend, or replacements, as in a request. An op without a backend is a BenchmarkError.
         """
         known = [one for one in backends.own_candidates() if one.op == op and one.name != backends.STOCK]
         if not known:

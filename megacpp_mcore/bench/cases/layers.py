@@ -98,7 +98,11 @@ class Built:
 
 
 def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Variant], options: Options) -> Problem:
-    model = with_overrides(_model(options.shape["hidden"]), {"seq_length": options.shape["S"]})
+    by_width, hidden_size = {preset(name).hidden_size: preset(name) for name in MODELS}, options.shape["hidden"]
+    if hidden_size not in by_width:
+        known = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
+        raise BenchmarkError(f"size hidden is {hidden_size}; expected the width of a model: {known}")
+    model = with_overrides(by_width[hidden_size], {"seq_length": options.shape["S"]})
     kinds = zip(model.layers, model.roles, strict=True)
     number = 0 if letter == "mtp" else list(kinds).index((letter, role)) + 1
     plan = Plan(options, model, _config(options, model), number)
@@ -112,34 +116,17 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
+    step = flops.step(model, options.shape["B"], seq_length=options.shape["S"])
+    work, head = (step.layers[number - 1].total, None) if number else (step.mtp[0].total, step.mtp[0].head)
+    if head is not None:
+        work = Work(work.forward - head.forward, work.backward - head.backward)
     return Problem(
         shape={"model": model.name, **options.shape},
         inputs=inputs,
         variants=variants,
-        works=Floor.pair(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
+        works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
         check=AgainstTruth(*_truth_and_limits(plan, ours, inputs)),
     )
-
-
-def _model(hidden: int) -> Model:
-    """Return the model of that width.
-
-    Raises:
-        BenchmarkError: there is none.
-    """
-    by_width = {preset(name).hidden_size: preset(name) for name in MODELS}
-    if hidden not in by_width:
-        known = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
-        raise BenchmarkError(f"size hidden is {hidden}; expected the width of a model: {known}")
-    return by_width[hidden]
-
-
-def _work(plan: Plan) -> Work:
-    step = flops.step(plan.model, plan.options.shape["B"], seq_length=plan.options.shape["S"])
-    if plan.number:
-        return step.layers[plan.number - 1].total
-    whole, head = step.mtp[0].total, step.mtp[0].head
-    return Work(whole.forward - head.forward, whole.backward - head.backward)
 
 
 def _truth_and_limits(plan: Plan, ours: Built, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

@@ -39,14 +39,16 @@ def problem(options: Options) -> Problem:
         return output
 
     moved = S * B * E * (4 + 4 + 1)
-    floors = (Floor(operations=0, moved=moved * times, precision="fp32") for times in (1, 3))
     return Problem(
         inputs=inputs,
         variants=[
             Variant.of("stock's functions", PEER, lambda inputs: run(_stock, inputs)),
             *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
         ],
-        works=dict(zip((FORWARD, BOTH), floors, strict=True)),
+        works={
+            work: Floor(operations=0, moved=times * moved, precision="fp32")
+            for work, times in ((FORWARD, 1), (BOTH, 3))
+        },
         check=AgainstTruth(in_double(lambda inputs: run(route, inputs), inputs), LIMIT),
     )
 

@@ -210,7 +210,7 @@ def indexer_pieces() -> None:
         assert torch.equal(indexer.select(*inputs, topk, documents), indexer_reference.select(*inputs, topk, documents))
 
 
-def indexer_all_keys(D: int) -> None:
+def indexer_all_keys(D: int = 64) -> None:
     """Scores of more and of fewer keys than queries, strided, into part of a buffer, with NaN and infinities."""
     nan, inf = float("nan"), float("inf")
     for S, T in ((70, 150), (150, 70), (1, 1), (64, 128)):
@@ -238,7 +238,7 @@ def indexer_all_keys(D: int) -> None:
     assert (found == inf).any()
 
 
-def indexer_by_chunks(D: int) -> None:
+def indexer_by_chunks(D: int = 64) -> None:
     """Selections and scores are plain PyTorch's, whatever the rule; inputs that the kernel does not take are PyTorch's."""
     runs_kernels, calls = indexer_chunks._runs_kernels, []
     score_all = indexer.score_all
@@ -496,7 +496,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sparse_attention(rms: float, wide: bool = False, heads: int = 64, **sizes: Any) -> None:
+def sparse_attention(rms: float, wide: bool = False, **sizes: Any) -> None:
     """By sums of floats and by sums of integers; the kernels for wide latents, in several chunks of queries."""
     case = sparse_mla_case.Case(**{"S": 37, "H": 3, "K": 32, "V": 16, "N": 20} | sizes)
     sparse_mla.WIDTHS, sparse_mla.DTYPES = ((case.K, case.V),), (case.dtype,)
@@ -508,7 +508,6 @@ def sparse_attention(rms: float, wide: bool = False, heads: int = 64, **sizes: A
         poison_new_memory()
         sparse_mla.kernels.KEYS, sparse_mla.wide.TILE = 32, tl.constexpr(32)
         sparse_mla.QUERIES["KEYS"] = 32
-        sparse_mla.HEADS = heads
     sparse_mla.GRADIENTS["W"] = 16
     sparse_mla.SCRATCH = 2**14 * case.dtype.itemsize
     sparse_mla.kernels.FEW = sparse_mla.wide.FEW = tl.constexpr(12)  # of 20 keys
@@ -535,17 +534,9 @@ def norms(dtype: torch.dtype, rms: float) -> None:
 
 FP16, FP32 = torch.float16, torch.float32
 TOKENS = {"T": 37, "D": 40, "F": 24}
-SISO = {"R": 1, "mimo": False}
 AWKWARD: dict[str, Any] = {"ragged": True, "popular": True, "strided": True, "layers": 2}
 PROGRAMS: dict[str, Callable[[], None]] = {
     "grouped_mlp": partial(grouped_mlp, 3e-6, **TOKENS, dtype=FP32),
-    "grouped_mlp, a lone token": partial(
-        grouped_mlp, 3e-6, **TOKENS, E=5, routing="lone", dtype=FP32, activation="gelu_tanh"
-    ),
-    "grouped_mlp, float16": partial(grouped_mlp, 2e-3, **TOKENS, E=7, topk=1, dtype=FP16, prob_dtype=FP16),
-    "grouped_mlp, small tiles": partial(
-        grouped_mlp, 3e-6, small_tiles=True, T=70, D=8, F=16, E=6, topk=4, routing="skewed", dtype=FP32
-    ),
     "grouped_mlp, one of four ranks": partial(
         grouped_mlp, 3e-6, small_tiles=True, T=70, D=8, F=16, E=3, ranks=4, topk=4, routing="skewed", dtype=FP32
     ),
@@ -554,10 +545,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "indexer, rows": indexer_rows,
     "indexer, pieces": indexer_pieces,
     "indexer, gradient": indexer_gradient,
-    "indexer, all keys": partial(indexer_all_keys, 64),
-    "indexer, all keys, 128": partial(indexer_all_keys, 128),
-    "indexer, chunks": partial(indexer_by_chunks, 64),
-    "indexer, chunks, 128": partial(indexer_by_chunks, 128),
+    "indexer, all keys": indexer_all_keys,
+    "indexer, chunks": indexer_by_chunks,
     "indexer, learns": indexer_learns,
     "indexer, learns densely": indexer_learns_densely,
     "linear_cross_entropy": linear_cross_entropy,
@@ -566,25 +555,16 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "m2rnn, small steps": recurrent_mixer_of_small_steps,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding
     "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True),
-    "mamba3, one token": partial(mamba3_mixer, 1, states=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),
-    "mamba3, SISO": partial(mamba3_mixer, 66, **SISO, out_norm=False),
-    "mamba3, whole segments": partial(mamba3_mixer, 64),
-    "mamba3, SISO, documents": partial(mamba3_mixer, 130, **SISO, documents=(50, 80), states=True),
+    "mamba3, SISO, documents": partial(mamba3_mixer, 130, R=1, mimo=False, documents=(50, 80), states=True),
     "mla_projection": partial(mla_projection, FP32, 3e-6),
-    "mla_projection, float16": partial(mla_projection, FP16, 2e-3),
     "rms_norm": partial(norms, FP32, 2e-6),
-    "rms_norm, float16": partial(norms, FP16, 2e-3),
     "router": route,
     "sparse_mla": partial(sparse_attention, 4e-6, dtype=FP32, **AWKWARD),
-    "sparse_mla, float16": partial(sparse_attention, 2e-3, dtype=FP16, ragged=True),
-    "sparse_mla, many heads": partial(sparse_attention, 4e-6, S=9, H=70, dtype=FP32),
     "sparse_mla, wide": partial(sparse_attention, 4e-6, wide=True, S=29, K=48, V=32, dtype=FP32, **AWKWARD),
     "sparse_mla, wide, float16": partial(sparse_attention, 2e-3, wide=True, K=48, V=32, dtype=FP16, ragged=True),
-    "sparse_mla, wide, many heads": partial(
-        sparse_attention, 4e-6, wide=True, heads=16, S=11, H=35, K=48, V=32, dtype=FP32, ragged=True, layers=2
-    ),
 }
+"""One small case for each path of the kernels; other sizes, dtypes and counts of heads are in tests/gpu."""
 
 
 if __name__ == "__main__":

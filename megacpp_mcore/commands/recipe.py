@@ -206,7 +206,10 @@ def emit(args: argparse.Namespace) -> str:
     if args.form != "slurm" and slurm.given():
         raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
     command = command_of(args)
-    missing = [f"{name}={value}" for name, value in command.env.items() if os.environ.get(name) != str(value)]
+    given = dict(os.environ)
+    if file := given.get(plugin_config.VARIABLE):
+        given[plugin_config.VARIABLE] = os.path.realpath(file)  # as the command names it
+    missing = [f"{name}={value}" for name, value in command.env.items() if given.get(name) != str(value)]
     if args.form == "args" and missing:
         lacking = f"the arguments alone lack the run's environment; set {' '.join(missing)}"
         if not args.settings:  # without them the same words train something else

@@ -315,6 +315,9 @@ def test_a_command_names_the_file_that_changes_its_model(
     file.write_text("model: nam56r_tiny\noverrides: {name: mine, dsa: {topk: 8}}\n")
     for name in ("mine", "nam56r_tiny"):
         is_of_the_file(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGACPP_CONFIG", file.name)  # by a relative path the environment has it, too
+    assert recipe(capsys, "emit", "mine", "--as", "args", "--data", "none")
     file.write_text("modell: x\n")
     assert "'modell'" in recipe(capsys, "emit", "nam56r_tiny", status=2)
 

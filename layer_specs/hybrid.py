@@ -190,7 +190,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     )
     # Each slot is called only for layers of its own symbol, so all slots can share the specs of every layer.
     slot = ModuleSpec(module=NumberedLayer, params={"specs": dict(zip(layers, block.layer_specs or (), strict=True))})
-    return HybridStackSubmodules(**{slot_.attribute: slot for slot_ in hybrid.SLOTS if slot_.attribute is not None})
+    return HybridStackSubmodules(**{slot_.attribute: slot for slot_ in hybrid.slots() if slot_.attribute is not None})
 
 
 def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[range, ...]:

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +158,38 @@ def block_submodules(
     return HybridBlockSubmodules(layer_specs=specs, layer_norm=parts.norm, mtp=mtp)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a family's spec is made from: the run's model, configuration, parts and backends, and the layer's role."""
+
+    model: Model
+    config: TransformerConfig
+    parts: Parts
+    dispatcher: Dispatcher
+    index_cache: IndexCache
+    role: str | None
+
+    def mixer(self, spec: ModuleSpec) -> ModuleSpec:
+        """Return the layer whose attention slot holds ``spec``."""
+        return mixer_layer_spec(residual_norm(self.parts, self.dispatcher), spec)
+
+
+def _attention(asked: Asked) -> ModuleSpec:
+    if asked.role == grammar.FULL_ATTENTION:
+        return asked.mixer(full_attention(asked.parts, asked.dispatcher))
+    full = asked.role == grammar.FULL_INDEX
+    return asked.mixer(sparse_attention(asked.parts, asked.dispatcher, asked.index_cache, asked.model.dsa, full=full))
+
+
+SPECS: dict[str, Callable[[Asked], ModuleSpec]] = {
+    "A": _attention,
+    "E": lambda asked: expert_layer_spec(asked.config, asked.parts, asked.dispatcher),
+    "M": lambda asked: asked.mixer(mamba(asked.model, asked.parts, asked.dispatcher)),
+    "R": lambda asked: asked.mixer(recurrent(asked.model, asked.parts, asked.dispatcher)),
+}
+"""The spec of a layer of each of :data:`megacpp_mcore.model.families.FAMILIES`."""
+
+
 def layer_spec(
     model: Model,
     config: TransformerConfig,
@@ -165,19 +198,9 @@ def layer_spec(
     dispatcher: Dispatcher,
     index_cache: IndexCache,
 ) -> ModuleSpec:
-    """The spec of trunk layer ``number`` (1-based)."""
-    letter, role = model.layers[number - 1], model.roles[number - 1]
-    if letter == "E":
-        return expert_layer_spec(config, parts, dispatcher)
-    if letter == "M":
-        mixer = mamba(model, parts, dispatcher)
-    elif letter == "R":
-        mixer = recurrent(model, parts, dispatcher)
-    elif role == grammar.FULL_ATTENTION:
-        mixer = full_attention(parts, dispatcher)
-    else:
-        mixer = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=role == grammar.FULL_INDEX)
-    return mixer_layer_spec(residual_norm(parts, dispatcher), mixer)
+    """Return the spec of trunk layer ``number`` (1-based)."""
+    role = model.roles[number - 1]
+    return SPECS[model.layers[number - 1]](Asked(model, config, parts, dispatcher, index_cache, role))
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:

@@ -54,6 +54,7 @@ from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.layer_specs.core_attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
+from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.indexer.reference import score_block, select
 from megacpp_mcore.ops.mamba3.reference import mamba3, mix_segment
@@ -222,16 +223,17 @@ class RegionPlan:
         if self.backend is not None:
             for module in layer.modules():
                 _compile(module, self.backend)
-        recompute = self.recompute
-        if {"A": recompute.a, "M": recompute.m, "R": recompute.r}.get(letter):
+        family = FAMILIES[letter]
+        recompute = family.recompute in self.recompute.on
+        if recompute and family.is_mixer:
             in_scope = (
                 self.fp8 is not None and letter in self.fp8.fp8.letters and not self.fp8.in_zone(layer.layer_number)
             )
             _recompute(layer.self_attention, "forward", by_engine=in_scope)
-        if letter == "E" and recompute.experts:
+        elif recompute:
             _recompute(layer.mlp.experts, "forward")
         if self.fp8 is not None and letter in self.fp8.fp8.letters:
-            self.fp8.install(layer.mlp.shared_experts if letter == "E" else layer.self_attention, layer.layer_number)
+            self.fp8.install(layer.self_attention if family.is_mixer else layer.mlp.shared_experts, layer.layer_number)
             if letter == "A" and not self.fp8.in_zone(layer.layer_number):
                 layer.self_attention.latents_backend = None  # it would bypass the modules, which run in FP8
 

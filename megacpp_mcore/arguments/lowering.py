@@ -7,13 +7,14 @@ cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, hybrid, precision
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families.base import Argument, absent, option, switch
 from megacpp_mcore.model.run import FEATURES, FIELDS, TORCH_FSDP, Run
 from megacpp_mcore.model.run import words_of as field_words
 from megacpp_mcore.model.training import GPT, HYBRID
@@ -82,36 +83,6 @@ def host_of(spec: Sequence[str] | None) -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One stock argument that a model requires.
-
-    Attributes:
-        words: command-line words; empty if Megatron's default is the right value.
-        field: the field of Megatron's configuration that the argument sets.
-        expected: the value that field must have.
-        remedy: what to change on the command line otherwise.
-    """
-
-    words: tuple[str, ...]
-    field: str
-    expected: Any
-    remedy: str
-
-
-def _option(flag: str, value: Any, field: str | None = None) -> Argument:
-    words = (flag, str(value))
-    return Argument(words, field or flag[2:].replace("-", "_"), value, " ".join(words))
-
-
-def _switch(flag: str, field: str, expected: bool) -> Argument:
-    return Argument((flag,), field, expected, flag)
-
-
-def _absent(flag: str, field: str, expected: Any) -> Argument:
-    return Argument((), field, expected, f"without {flag}")
-
-
 def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
     """Every stock argument that belongs to the model itself, in a fixed order; of HybridModel's pattern, the fields it sets.
 
@@ -133,141 +104,60 @@ def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
         "is_hybrid_model": Argument((), "is_hybrid_model", True, by_pattern),
         "mtp_num_layers": Argument((), "mtp_num_layers", model.mtp.depth or None, by_pattern),
         # Megatron itself sets it where the pattern has a D.
-        "experimental_attention_variant": _absent(
+        "experimental_attention_variant": absent(
             "--experimental-attention-variant", "experimental_attention_variant", "dsa" if sparse else None
         ),
-        "moe_layer_freq": _absent("--moe-layer-freq", "moe_layer_freq", 1),
+        "moe_layer_freq": absent("--moe-layer-freq", "moe_layer_freq", 1),
     }
     return [replaced.get(argument.field, argument) for argument in arguments]
 
 
 def _gpt_arguments(model: Model) -> list[Argument]:
-    moe_layers = [int(letter == "E") for letter in model.layers]
     arguments = [
-        _option("--num-layers", model.depth),
-        _option("--hidden-size", model.hidden_size),
-        _option("--num-attention-heads", model.heads),
-        _option("--ffn-hidden-size", model.ffn_hidden_size),
-        _option("--max-position-embeddings", model.seq_length, "seq_length"),
-        _option("--position-embedding-type", "rope"),
-        _option("--rotary-base", int(model.rope_theta)),
+        option("--num-layers", model.depth),
+        option("--hidden-size", model.hidden_size),
+        option("--num-attention-heads", model.heads),
+        option("--ffn-hidden-size", model.ffn_hidden_size),
+        option("--max-position-embeddings", model.seq_length, "seq_length"),
+        option("--position-embedding-type", "rope"),
+        option("--rotary-base", int(model.rope_theta)),
         # With fan-in init, the model's own rule replaces Megatron's (layer_specs/initial.py).
-        _absent("--init-method-std", "init_method_std", 0.02)
+        absent("--init-method-std", "init_method_std", 0.02)
         if model.start.std is None
-        else _option("--init-method-std", model.start.std),
-        _option("--embedding-init-method-std", model.start.embedding_std),
-        _option("--normalization", "RMSNorm"),
-        _option("--norm-epsilon", model.norm_eps, "layernorm_epsilon"),
-        _option("--attention-dropout", 0.0),
-        _option("--hidden-dropout", 0.0),
-        _switch("--disable-bias-linear", "add_bias_linear", False),
-        _switch("--untie-embeddings-and-output-weights", "share_embeddings_and_output_weights", False),
-        _switch("--no-rope-fusion", "apply_rope_fusion", False),
-        _absent("--apply-layernorm-1p", "layernorm_zero_centered_gamma", False),
-        _absent("--swiglu", "gated_linear_unit", False),
-        _absent("--squared-relu", "activation_func", "gelu"),
-        _absent("--use-mup", "use_mup", False),
-        _absent("--experimental-attention-variant", "experimental_attention_variant", None),
-        _absent("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm", False),
-        _absent("--use-te-activation-func", "use_te_activation_func", False),  # the tanh form of GELU
-        _absent("--activation-func-clamp-value", "activation_func_clamp_value", None),
-        _absent("--glu-linear-offset", "glu_linear_offset", 0.0),
-        _absent("--heterogeneous-layers-config-path", "heterogeneous_block_specs", False),
-        _absent("--hybrid-layer-pattern", "is_hybrid_model", False),
+        else option("--init-method-std", model.start.std),
+        option("--embedding-init-method-std", model.start.embedding_std),
+        option("--normalization", "RMSNorm"),
+        option("--norm-epsilon", model.norm_eps, "layernorm_epsilon"),
+        option("--attention-dropout", 0.0),
+        option("--hidden-dropout", 0.0),
+        switch("--disable-bias-linear", "add_bias_linear", False),
+        switch("--untie-embeddings-and-output-weights", "share_embeddings_and_output_weights", False),
+        switch("--no-rope-fusion", "apply_rope_fusion", False),
+        absent("--apply-layernorm-1p", "layernorm_zero_centered_gamma", False),
+        absent("--swiglu", "gated_linear_unit", False),
+        absent("--squared-relu", "activation_func", "gelu"),
+        absent("--use-mup", "use_mup", False),
+        absent("--experimental-attention-variant", "experimental_attention_variant", None),
+        absent("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm", False),
+        absent("--use-te-activation-func", "use_te_activation_func", False),  # the tanh form of GELU
+        absent("--activation-func-clamp-value", "activation_func_clamp_value", None),
+        absent("--glu-linear-offset", "glu_linear_offset", 0.0),
+        absent("--heterogeneous-layers-config-path", "heterogeneous_block_specs", False),
+        absent("--hybrid-layer-pattern", "is_hybrid_model", False),
     ]
-    if "A" in model.layers or model.mtp.depth:
-        arguments += _attention_arguments(model)
-    if "E" in model.layers:
-        arguments += _moe_arguments(model, moe_layers)
-    else:
-        arguments.append(_absent("--num-experts", "num_moe_experts", None))
+    for family in FAMILIES.values():
+        used = family in model.families
+        arguments += family.arguments(model.shape, *model.sizes(family)) if used else family.without
     if model.mtp.depth:
         arguments += [
-            _option("--mtp-num-layers", model.mtp.depth),
-            _option("--mtp-loss-scaling-factor", model.mtp.loss_scale),
-            _switch("--mtp-use-repeated-layer", "mtp_use_repeated_layer", True),
-            _absent("--mtp-detach-heads", "mtp_detach_heads", False),
+            option("--mtp-num-layers", model.mtp.depth),
+            option("--mtp-loss-scaling-factor", model.mtp.loss_scale),
+            switch("--mtp-use-repeated-layer", "mtp_use_repeated_layer", True),
+            absent("--mtp-detach-heads", "mtp_detach_heads", False),
         ]
     else:
-        arguments.append(_absent("--mtp-num-layers", "mtp_num_layers", None))
+        arguments.append(absent("--mtp-num-layers", "mtp_num_layers", None))
     return arguments
-
-
-def _attention_arguments(model: Model) -> list[Argument]:
-    mla, dsa = model.mla, model.dsa
-    arguments = [
-        _switch("--multi-latent-attention", "multi_latent_attention", True),
-        _switch("--qk-layernorm", "qk_layernorm", True),
-        _option("--rope-type", "rope"),
-        _option("--q-lora-rank", mla.q_lora_rank),
-        _option("--kv-lora-rank", mla.kv_lora_rank),
-        _option("--qk-head-dim", mla.qk_head_dim),
-        _option("--qk-pos-emb-head-dim", mla.qk_pos_emb_head_dim),
-        _option("--v-head-dim", mla.v_head_dim),
-        _absent("--rotary-percent", "rotary_percent", 1.0),
-        _absent("--rotary-interleaved", "rotary_interleaved", False),
-        _absent("--window-size", "window_size", None),
-        _absent("--softmax-type", "softmax_type", "vanilla"),
-        _absent("--attention-output-gate", "attention_output_gate", False),
-        _absent("--group-query-attention", "num_query_groups", model.heads),
-        _absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
-        _absent("--no-rope-freq", "no_rope_freq", None),
-        _absent("--qk-l2-norm", "qk_l2_norm", False),
-        _absent("--kv-channels", "kv_channels", model.hidden_size // model.heads),
-        _absent("--qk-clip", "qk_clip", False),
-        _absent("--log-max-attention-logit", "log_max_attention_logit", False),
-        _absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),
-    ]
-    if set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}:
-        arguments += [
-            _option("--dsa-indexer-n-heads", dsa.indexer_heads),
-            _option("--dsa-indexer-head-dim", dsa.indexer_head_dim),
-            _option("--dsa-indexer-topk", dsa.topk),
-            _option("--dsa-indexer-loss-coeff", dsa.loss_coeff),
-            _switch("--dsa-indexer-use-sparse-loss", "dsa_indexer_use_sparse_loss", True),
-            _switch("--no-dsa-indexer-rotate-activation", "dsa_indexer_rotate_activation", False),
-            _absent("--no-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", True),
-            _absent("--dsa-indexer-rope-interleaved", "dsa_indexer_rope_interleaved", False),
-            _absent("--dsa-indexer-k-norm-epsilon", "dsa_indexer_k_norm_epsilon", None),
-            _absent("--dsa-indexer-k-norm-fp32", "dsa_indexer_k_norm_fp32", False),
-            # Not upstream's index sharing and kernels: the model sets the schedule, the dispatcher chooses the backend.
-            _absent("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 1),
-            _absent("--dsa-indexer-skip-topk-offset", "dsa_indexer_skip_topk_offset", 0),
-            _absent("--dsa-kernel-backend", "dsa_kernel_backend", "none"),
-        ]
-    return arguments
-
-
-def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
-    moe = model.moe
-    frequency = "[" + ",".join(map(str, moe_layers)) + "]"
-    return [
-        _option("--num-experts", moe.experts, "num_moe_experts"),
-        Argument(("--moe-layer-freq", frequency), "moe_layer_freq", moe_layers, f"--moe-layer-freq {frequency}"),
-        _option("--moe-router-topk", moe.topk),
-        _option("--moe-ffn-hidden-size", moe.ffn_hidden_size),
-        _option("--moe-shared-expert-intermediate-size", moe.shared_ffn_hidden_size),
-        _option("--moe-router-score-function", "sigmoid"),
-        _option("--moe-router-dtype", "fp32"),
-        _switch("--moe-router-enable-expert-bias", "moe_router_enable_expert_bias", True),
-        _option("--moe-router-bias-update-rate", moe.bias_update_rate),
-        _option("--moe-router-load-balancing-type", "seq_aux_loss"),
-        _option("--moe-aux-loss-coeff", moe.sequence_aux_loss_coeff),
-        _option("--moe-z-loss-coeff", moe.z_loss_coeff),
-        _absent("--moe-expert-capacity-factor", "moe_expert_capacity_factor", None),
-        _absent("--moe-expert-rank-capacity-factor", "moe_expert_rank_capacity_factor", None),
-        _absent("--moe-pad-expert-input-to-capacity", "moe_pad_expert_input_to_capacity", False),
-        _absent("--moe-router-force-load-balancing", "moe_router_force_load_balancing", False),
-        _absent("--moe-router-force-biased", "moe_router_force_biased", None),
-        _absent("--moe-router-num-groups", "moe_router_num_groups", None),
-        _absent("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor", None),
-        _absent("--moe-shared-expert-gate", "moe_shared_expert_gate", False),
-        _absent("--moe-latent-size", "moe_latent_size", None),
-        _absent("--moe-apply-probs-on-input", "moe_apply_probs_on_input", False),
-        _absent("--moe-input-jitter-eps", "moe_input_jitter_eps", None),
-        # Each chunk would add the routers' losses whole.
-        _absent("--mlp-chunks-for-training", "mlp_chunks_for_training", 1),
-    ]
 
 
 def lower(run: Run) -> tuple[str, ...]:
@@ -292,7 +182,7 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
     layout, training, how = run.layout, run.training, run.execution
     words = [word for argument in model_arguments(model, run.host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
-    if "E" in model.layers:
+    if run.has_moe:
         words += ["--moe-token-dispatcher-type", how.moe_dispatcher]
     words += [
         "--tensor-model-parallel-size", str(layout.tensor),

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megacpp_mcore.model import PRESETS, Model, flops, hybrid
-from megacpp_mcore.model.pattern import ROLES
+from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families.attention import ROLES
 
 _PARTS = {
-    "A": "A attention",
-    "M": "M Mamba-3",
-    "E": "E experts",
-    "R": "R M²RNN",
+    **{family.letter: family.part for family in FAMILIES.values()},
     "mtp": "MTP block (one, shared)",
     "embedding": "embedding",
     "head": "output head",
@@ -129,7 +127,7 @@ def _parameters(models: Sequence[Model]) -> list[str]:
 def _flops(models: Sequence[Model]) -> list[str]:
     steps = [flops.step(model) for model in models]
     rows = {}
-    for name in flops.Families.__dataclass_fields__:
+    for name in flops.NAMES:
         shares = [getattr(step.families, name).training / step.families.total.training for step in steps]
         if any(shares):
             rows[name.replace("_", " ")] = [f"{share:.1%}" if share else "none" for share in shares]

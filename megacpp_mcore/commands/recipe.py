@@ -20,6 +20,7 @@ from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, S
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, memory, preset
+from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
@@ -372,7 +373,7 @@ def counted(model: Model, args: argparse.Namespace) -> str:
 
 
 def _summary(model: Model) -> str:
-    counts = ", ".join(f"{model.layers.count(letter)} {letter}" for letter in "AEMR" if letter in model.layers)
+    counts = ", ".join(f"{model.layers.count(letter)} {letter}" for letter in FAMILIES if letter in model.layers)
     total = sum(model.parameters().values()) / 1e9
     return (
         f"{model.depth} layers ({counts}), hidden {model.hidden_size}, {total:.4g} B parameters, MTP {model.mtp.depth}"

@@ -1,12 +1,14 @@
 """The model: NAM56R's definition, parallel layout, precision, and the cost of a step. No torch, no Megatron.
 
 ==================  =========================================================
-:mod:`~.definition`  the model: layer families, sizes, presets
+:mod:`~.families`    a record for each family of layers
+:mod:`~.definition`  the model: its families' sizes, presets
 :mod:`~.pattern`     layer letters, and the DSA schedule
 :mod:`~.hybrid`      the same as Megatron's ``--hybrid-layer-pattern``
 :mod:`~.precision`   which layers compute in which number format
 :mod:`~.training`    what one run adds: machine, data, optimizer
-:mod:`~.recipes`     model, layout and training plan together, by name
+:mod:`~.run`         model, layout and training plan together, and what follows from them
+:mod:`~.recipes`     runs by name
 :mod:`~.parameters`  parameter counts, by part and by how a layout shards them
 :mod:`~.memory`      bytes of persistent state per rank
 :mod:`~.flops`       FLOPs of a step
@@ -18,9 +20,7 @@ from megacpp_mcore.model.definition import (
     M2RNN,
     MLA,
     MTP,
-    OWN,
     PRESETS,
-    SERVED,
     Layout,
     Mamba3,
     Model,
@@ -29,6 +29,7 @@ from megacpp_mcore.model.definition import (
     preset,
     with_overrides,
 )
+from megacpp_mcore.model.families.attention import OWN, SERVED
 
 __all__ = [
     "DSA",

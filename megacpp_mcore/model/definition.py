@@ -17,168 +17,14 @@ from typing import Any
 from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model import parameters
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families import FAMILIES, Family, mamba, recurrent
+from megacpp_mcore.model.families.attention import ATTENTION, DSA, MLA
+from megacpp_mcore.model.families.base import Shape, divides, not_negative, positive
+from megacpp_mcore.model.families.experts import MoE
+from megacpp_mcore.model.families.mamba import Mamba3
+from megacpp_mcore.model.families.recurrent import M2RNN
 from megacpp_mcore.util import schema
-from megacpp_mcore.util.nearest import nearest, nearest_number
-
-
-def _positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not 0 < value < math.inf:  # NaN fails this as well
-            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected a positive, finite number")
-
-
-def _not_negative(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not 0 <= value < math.inf:
-            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected 0 (off) or more, and finite")
-
-
-def _divides(what: str, number: int, by: str, divisor: int, *, fixed: bool = False) -> None:
-    """Refuse a ``number`` that is no multiple of ``divisor``; ``fixed``: only the number can be changed."""
-    if number % divisor:
-        if fixed:
-            fitting = f"multiple is {nearest_number(number, range(divisor, number + divisor, divisor))}"
-        else:
-            divisors = (each for each in range(1, number + 1) if number % each == 0)
-            fitting = f"divisor is {nearest_number(divisor, divisors)}"
-        raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); the nearest {fitting}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLA:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), plain rotary embedding, both latents normed."""
-
-    q_lora_rank: int = 64
-    kv_lora_rank: int = 64
-    qk_head_dim: int = 64
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 64
-
-    def __post_init__(self) -> None:
-        _positive(self, *(f.name for f in dataclasses.fields(self)))
-        _divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2, fixed=True)
-
-
-OWN, SERVED = "own", "served"
-"""The attention a DSA indexer learns from: that of its own layer, or of all layers that it serves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSA:
-    """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
-
-    Attributes:
-        schedule: one character per A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` reuses its indices.
-        topk: number of keys that a query attends to.
-        loss_coeff: weight of the indexer's KL loss.
-        distill: the attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
-            serves (multi-layer distillation), or ``own``, its own layer only. Without Shared layers these are the same.
-        warmup_steps: initial steps in which sparse layers attend to every causal key, and the indexer of a Full layer learns
-            that attention (DeepSeek-V3.2 report, dense warm-up); 0: none.
-    """
-
-    schedule: str = "-FSS"
-    indexer_heads: int = 32
-    indexer_head_dim: int = 64
-    topk: int = 256
-    loss_coeff: float = 1e-3
-    distill: str = SERVED
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        _positive(self, "indexer_heads", "indexer_head_dim", "topk")
-        _not_negative(self, "loss_coeff", "warmup_steps")
-        if self.distill not in (OWN, SERVED):
-            raise ModelError(
-                f"DSA.distill is {self.distill!r}; expected {SERVED} (the indexer of an F layer learns from it and its S "
-                f"layers) or {OWN} (from the F layer alone)"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mamba3:
-    """Mamba-3 mixer (arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``).
-
-    Attributes:
-        mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
-        chunk: tokens of a chunk in the reference, with which FLOPs are counted; the kernels have chunks of 64 / R.
-        rope_fraction: fraction of the state that RoPE rotates.
-        a_floor: the decay rate A is at most ``-a_floor``.
-        out_norm: RMSNorm of each head between the scan and the output projection; False is the default of mamba-ssm's module,
-            which writes more to the residual stream than all other layers together (docs/model.md).
-        decay_activation: activation that makes the raw decay positive: ``softplus``, or ``heavy_tail`` as in newest upstream.
-    """
-
-    expand: int = 2
-    head_dim: int = 64
-    groups: int = 8
-    state: int = 64
-    mimo_rank: int = 4
-    chunk: int = 16
-    rope_fraction: float = 0.5
-    a_floor: float = 1e-4
-    out_norm: bool = True
-    decay_activation: str = "softplus"
-
-    def __post_init__(self) -> None:
-        _positive(self, "expand", "head_dim", "groups", "state", "mimo_rank", "chunk", "a_floor")
-        if self.rope_fraction not in (0.5, 1.0):
-            raise ModelError(f"Mamba3.rope_fraction is {self.rope_fraction}; expected 0.5 or 1.0")
-        if self.decay_activation not in ("softplus", "heavy_tail"):
-            raise ModelError(f"Mamba3.decay_activation is {self.decay_activation!r}; expected softplus or heavy_tail")
-        _divides("Mamba3.state", self.state, "4, for rotated pairs of half the state", 4, fixed=True)
-
-    @property
-    def angles(self) -> int:
-        """Rotation angles per token: pairs of rotated state entries."""
-        return int(self.state * self.rope_fraction) // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class M2RNN:
-    """M²RNN mixer (arXiv 2603.14360): a matrix-valued non-linear recurrence with one shared query/key head.
-
-    Attributes:
-        heads: None uses ``hidden_size // 80`` rounded down to a multiple of 4.
-        checkpoint_every: tokens between states saved for the backward pass.
-    """
-
-    key_dim: int = 64
-    value_dim: int = 16
-    conv_kernel: int = 4
-    heads: int | None = None
-    checkpoint_every: int = 64
-
-    def __post_init__(self) -> None:
-        _positive(self, "key_dim", "value_dim", "conv_kernel", "checkpoint_every")
-        if self.heads is not None:
-            _positive(self, "heads")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoE:
-    """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU.
-
-    Attributes:
-        bias_update_rate: change of an expert's bias per step. DeepSeek-V3's 1e-3 needs some hundred steps to overcome the
-            differences between scores, and leaves experts in deep layers idle meanwhile (docs/model.md).
-    """
-
-    experts: int = 16
-    topk: int = 4
-    ffn_hidden_size: int = 896
-    shared_ffn_hidden_size: int = 1024
-    bias_update_rate: float = 1e-2
-    sequence_aux_loss_coeff: float = 1e-4
-    z_loss_coeff: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _positive(self, "experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size")
-        _not_negative(self, "bias_update_rate", "sequence_aux_loss_coeff", "z_loss_coeff")
-        if self.topk > self.experts:
-            raise ModelError(f"MoE.topk is {self.topk} but there are {self.experts} experts; lower topk")
+from megacpp_mcore.util.nearest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +39,7 @@ class MTP:
     loss_decay: float = 0.6
 
     def __post_init__(self) -> None:
-        _not_negative(self, "depth", "loss_scale")
+        not_negative(self, "depth", "loss_scale")
         if not 0 < self.loss_decay <= 1:
             raise ModelError(f"MTP.loss_decay is {self.loss_decay}; expected more than 0 and at most 1")
 
@@ -220,9 +66,9 @@ class Start:
     head_gain: float = 0.5
 
     def __post_init__(self) -> None:
-        _positive(self, "embedding_std", "head_gain")
+        positive(self, "embedding_std", "head_gain")
         if self.std is not None:
-            _positive(self, "std")
+            positive(self, "std")
             if self.head_gain != 1.0:
                 raise ModelError(
                     f"Start.head_gain is {self.head_gain} beside std {self.std}; it is a factor on the rule by fan-in, set it "
@@ -242,7 +88,7 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, "tensor", "pipeline", "virtual", "expert", "context")
+        positive(self, "tensor", "pipeline", "virtual", "expert", "context")
         if self.virtual > 1 and self.pipeline == 1:
             raise ModelError(
                 "virtual pipeline stages need more than one pipeline stage; raise pipeline, or drop virtual"
@@ -258,7 +104,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A hybrid model of A, M, E and R layers; immutable, every value is checked on construction."""
+    """A hybrid model of A, E, M and R layers; immutable, every value is checked on construction."""
 
     name: str
     pattern: str
@@ -279,8 +125,8 @@ class Model:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
-        _positive(self, "norm_eps")
+        positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
+        positive(self, "norm_eps")
         if self.rope_theta != int(self.rope_theta):
             raise ModelError(
                 f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
@@ -292,19 +138,8 @@ class Model:
                 f"{self.mtp.depth} MTP depths of one shared A block; write {'/A' * self.mtp.depth!r} or leave it out"
             )
         _ = self.roles  # parses the pattern against the depth, and the schedule against the pattern
-        if "M" in self.layers:
-            _divides(f"{self.name}: Mamba-3 inner width", self.mamba_inner, "Mamba3.head_dim", self.mamba3.head_dim)
-            _divides(f"{self.name}: Mamba-3 heads", self.mamba_heads, "Mamba3.groups", self.mamba3.groups)
-        if self.dsa.indexer_head_dim < self.mla.qk_pos_emb_head_dim:
-            raise ModelError(
-                f"{self.name}: DSA.indexer_head_dim is {self.dsa.indexer_head_dim}, less than the rotary "
-                f"part MLA.qk_pos_emb_head_dim ({self.mla.qk_pos_emb_head_dim}) that it has to hold; raise it"
-            )
-        if "R" in self.layers and self.recurrent_heads < 1:
-            raise ModelError(
-                f"{self.name}: hidden_size {self.hidden_size} gives no M²RNN head (hidden_size // 80, down to a "
-                "multiple of 4); set m2rnn.heads"
-            )
+        for family in self.families:
+            family.check(self.shape, *self.sizes(family))
 
     @cached_property
     def layers(self) -> str:
@@ -316,20 +151,35 @@ class Model:
         """Each layer's attention role (``-``, ``F``, ``S``), None for layers of other families."""
         return grammar.attention_roles(self.layers, self.dsa.schedule)
 
+    @cached_property
+    def shape(self) -> Shape:
+        """What its families share."""
+        return Shape(self.name, self.hidden_size, self.heads, self.layers, self.roles)
+
+    @property
+    def families(self) -> list[Family]:
+        """The families of its layers, and of the MTP block, which is an A layer."""
+        used = self.layers + "A" * bool(self.mtp.depth)
+        return [family for family in FAMILIES.values() if family.letter in used]
+
+    def sizes(self, family: Family) -> tuple[Any, ...]:
+        """Return the family's own sizes, as its functions take them."""
+        return tuple(getattr(self, name) for name in family.fields)
+
     @property
     def mamba_inner(self) -> int:
         """Width of the Mamba-3 mixer's inner stream."""
-        return self.mamba3.expand * self.hidden_size
+        return mamba.inner_width(self.hidden_size, self.mamba3)
 
     @property
     def mamba_heads(self) -> int:
         """Mamba-3 heads."""
-        return self.mamba_inner // self.mamba3.head_dim
+        return mamba.heads_of(self.hidden_size, self.mamba3)
 
     @property
     def recurrent_heads(self) -> int:
         """M²RNN heads."""
-        return self.m2rnn.heads if self.m2rnn.heads is not None else self.hidden_size // 80 // 4 * 4
+        return recurrent.heads_of(self.hidden_size, self.m2rnn)
 
     def layer_numbers(self, letter: str) -> tuple[int, ...]:
         """1-based numbers of the layers of one family."""
@@ -373,33 +223,26 @@ class Model:
                 f"{self.name}: context parallelism is {layout.context}; no block family of this model can cut a sequence over "
                 "ranks yet, leave --context-parallel-size at 1"
             )
-        _divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
+        divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
         if self.mtp.depth:
-            _divides(f"{self.name}: dense FFN width", self.ffn_hidden_size, "tensor parallelism", tensor)
-            _divides(f"{self.name}: hidden size", self.hidden_size, "tensor parallelism", tensor)
-        if "M" in self.layers:
-            _divides(f"{self.name}: Mamba-3 heads", self.mamba_heads, "tensor parallelism", tensor)
-            _divides(f"{self.name}: Mamba-3 groups", self.mamba3.groups, "tensor parallelism", tensor)
-        if "R" in self.layers:
-            _divides(f"{self.name}: M²RNN heads", self.recurrent_heads, "tensor parallelism", tensor)
-        if "E" in self.layers:
-            _divides(f"{self.name}: experts", self.moe.experts, "expert parallelism", layout.expert)
-            shared = self.moe.shared_ffn_hidden_size
-            _divides(f"{self.name}: shared expert width", shared, "tensor parallelism", tensor)
-        if tensor > 1 and not layout.sequence_parallel and ("A" in self.layers or self.mtp.depth):
+            divides(f"{self.name}: dense FFN width", self.ffn_hidden_size, "tensor parallelism", tensor)
+            divides(f"{self.name}: hidden size", self.hidden_size, "tensor parallelism", tensor)
+        for family in self.families:
+            family.check_layout(self.shape, tensor, layout.expert, *self.sizes(family))
+        if tensor > 1 and not layout.sequence_parallel and ATTENTION in self.families:
             # In megatron-core 0.19 absorbed MLA refuses this, and full MLA trains its latent norms and projections wrongly.
             raise ModelError(
                 f"{self.name}: MLA under tensor parallelism ({tensor}) needs sequence parallelism; add --sequence-parallel"
             )
         if layout.sequence_parallel:
-            _divides(f"{self.name}: sequence length", self.seq_length, "tensor parallelism", tensor)
+            divides(f"{self.name}: sequence length", self.seq_length, "tensor parallelism", tensor)
 
     def vocab_size_padded(self, tensor: int, divisible_by: int = 128) -> int:
         """The vocabulary after Megatron's padding to a multiple of ``divisible_by * tensor``."""
         return math.ceil(self.vocab_size / (divisible_by * tensor)) * divisible_by * tensor
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by part: ``A``, ``M``, ``E``, ``R``, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``."""
+        """Parameters by part: each letter, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``."""
         return {part: count.total for part, count in parameters.by_part(self).items()}
 
 

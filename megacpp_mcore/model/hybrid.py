@@ -17,86 +17,15 @@ from dataclasses import dataclass
 
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
-from megacpp_mcore.model.pattern import FULL_ATTENTION
-
-FULL_MLA, SPARSE_MLA = "+", "D"
-MTP_BLOCK = "+-"
-"""The hybrid pattern of one MTP depth: full MLA, then a dense feed-forward layer."""
+from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families.attention import FULL_ATTENTION, FULL_MLA, MTP_BLOCK, SPARSE_MLA
+from megacpp_mcore.model.families.base import Slot
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The layer slot of one symbol of a hybrid pattern.
-
-    Attributes:
-        symbol: the symbol.
-        letter: the NAM56R block it hosts.
-        attribute: the field of Megatron's ``HybridStackSubmodules``; None if the block is built without one.
-        stock: Megatron's meaning of the symbol.
-        native: True if the layer is what Megatron means by the symbol, with whichever kernels; False if our mixer occupies
-            the slot of another layer type.
-        why: the reason, human-readable.
-    """
-
-    symbol: str
-    letter: str
-    attribute: str | None
-    stock: str
-    native: bool
-    why: str
-
-
-SLOTS = (
-    Slot(
-        FULL_MLA,
-        "A",
-        "mla_layer",
-        "multi-head latent attention",
-        True,
-        "stock MLASelfAttention; the core attention is ours, as stock's takes no unequal head widths without "
-        "Transformer Engine",
-    ),
-    Slot(
-        SPARSE_MLA,
-        "A",
-        "dsa_layer",
-        "DeepSeek sparse attention",
-        True,
-        "stock AbsorbedMLASelfAttention and DSAIndexer; the core attention is ours, with the index cache between Full and "
-        "Shared layers, which one spec a slot cannot tell apart: they are told apart by layer number",
-    ),
-    Slot(
-        "M",
-        "M",
-        "mamba_layer",
-        "Mamba-2",
-        False,
-        "Mamba-3 takes the slot of Mamba-2, as a TransformerLayer: stock has no Mamba-3 mixer",
-    ),
-    Slot(
-        "E", "E", "moe_layer", "mixture of experts", True, "stock MoELayer; its router and its routed experts are ours"
-    ),
-    Slot(
-        "G",
-        "R",
-        "gdn_layer",
-        "gated delta net",
-        False,
-        "M²RNN takes the slot of the gated delta net, as a TransformerLayer: stock has no M²RNN, and no symbol is free",
-    ),
-    Slot(
-        MTP_BLOCK,
-        "A",
-        None,
-        "multi-head latent attention, then a dense feed-forward layer",
-        True,
-        "the shared MTP block, one TransformerLayer of stock MLA and stock MLP: the same computation as two layers, under "
-        "the names that the GPT host has",
-    ),
-)
-"""All symbols that NAM56R uses; :data:`MTP_BLOCK` consists of two of them, only in the MTP part."""
-
-_SYMBOLS = {slot.letter: slot.symbol for slot in SLOTS if slot.letter != "A"}
+def slots() -> tuple[Slot, ...]:
+    """Return the slots of all families; :data:`MTP_BLOCK` is two symbols of one, only in the MTP part."""
+    found = [slot for family in FAMILIES.values() for slot in family.slots]
+    return tuple(sorted(found, key=lambda slot: slot.symbol == MTP_BLOCK))
 
 
 def chunks(text: str) -> tuple[range, ...]:
@@ -115,7 +44,7 @@ class Plan:
     Attributes:
         model: the model.
         text: the hybrid pattern, with the pipeline stages of the layout and the MTP depths.
-        slots: the symbols in ``text``, in the order of :data:`SLOTS`, each native or ours, and why.
+        slots: the symbols in ``text``, in the order of :func:`slots`, each native or ours, and why.
     """
 
     model: Model
@@ -147,12 +76,14 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
     is_staged = grammar.parse(model.pattern).staged
     cut = model.chunks(layout or Layout()) if layout or not is_staged else chunks(model.pattern)
     symbols = [
-        _SYMBOLS[letter] if role is None else FULL_MLA if role == FULL_ATTENTION else SPARSE_MLA
+        FAMILIES[letter].slots[0].symbol if role is None else FULL_MLA if role == FULL_ATTENTION else SPARSE_MLA
         for letter, role in zip(model.layers, model.roles, strict=True)
     ]
     trunk = "|".join("".join(symbols[chunk.start - 1 : chunk.stop - 1]) for chunk in cut)
     used = {*symbols, *[MTP_BLOCK] * model.mtp.depth}
-    return Plan(model, trunk + f"/{MTP_BLOCK}" * model.mtp.depth, tuple(slot for slot in SLOTS if slot.symbol in used))
+    return Plan(
+        model, trunk + f"/{MTP_BLOCK}" * model.mtp.depth, tuple(slot for slot in slots() if slot.symbol in used)
+    )
 
 
 def contradictions(model: Model, text: str | None) -> list[str]:

@@ -4,7 +4,7 @@ Grammar (``|`` marks a pipeline-stage boundary, ``/`` starts the pattern of one 
 
     pattern  = stage *( "|" stage ) *( "/" 1*letter )
     stage    = 1*letter
-    letter   = "A" / "M" / "E" / "R"
+    letter   = of one of the families
 
 Layer numbers are 1-based everywhere, as in Megatron-Core.
 """
@@ -15,24 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacpp_mcore.errors import ModelError, PatternError
+from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families.attention import FULL_ATTENTION as FULL_ATTENTION
+from megacpp_mcore.model.families.attention import FULL_INDEX, ROLES, SHARED_INDEX
 
-LETTERS = {
-    "A": "attention (MLA, full or with DeepSeek sparse attention)",
-    "M": "Mamba-3",
-    "E": "mixture of experts",
-    "R": "M²RNN recurrent tail",
-}
-"""Block family of each letter."""
 
-FULL_ATTENTION, FULL_INDEX, SHARED_INDEX = "-", "F", "S"
-ROLES = {
-    FULL_ATTENTION: "full MLA, no sparse attention",
-    FULL_INDEX: "sparse attention that runs the indexer and publishes its indices",
-    SHARED_INDEX: "sparse attention over the indices of the nearest Full layer below",
-}
-"""The role of an A layer: one character per layer in a DSA schedule."""
+def _letters() -> str:
+    return ", ".join(FAMILIES)
 
-_ALLOWED = "A, M, E, R, '|' (pipeline-stage boundary) and '/' (start of an MTP pattern)"
+
+def _allowed() -> str:
+    return f"{_letters()}, '|' (pipeline-stage boundary) and '/' (start of an MTP pattern)"
 
 
 @dataclass(frozen=True)
@@ -81,20 +74,20 @@ def parse(text: str) -> Pattern:
         PatternError: names the offending character, its 1-based position, and what is allowed there.
     """
     if not isinstance(text, str):
-        raise PatternError(f"a pattern is a string of {_ALLOWED}; found {type(text).__name__}")
+        raise PatternError(f"a pattern is a string of {_allowed()}; found {type(text).__name__}")
     if not text:
-        raise PatternError(f"the pattern is empty; allowed are {_ALLOWED}")
+        raise PatternError(f"the pattern is empty; allowed are {_allowed()}")
     in_mtp = False
     for position, character in enumerate(text, start=1):
         where = f"pattern {text!r}: character {character!r} at position {position}"
-        if character in LETTERS:
+        if character in FAMILIES:
             continue
         if character not in "|/":
-            raise PatternError(f"{where} is not known; allowed are {_ALLOWED}")
+            raise PatternError(f"{where} is not known; allowed are {_allowed()}")
         if position == 1 or text[position - 2] in "|/":
-            raise PatternError(f"{where} closes an empty part; write at least one of A, M, E, R before it")
+            raise PatternError(f"{where} closes an empty part; write at least one of {_letters()} before it")
         if position == len(text):
-            raise PatternError(f"{where} opens an empty part; write at least one of A, M, E, R after it")
+            raise PatternError(f"{where} opens an empty part; write at least one of {_letters()} after it")
         if character == "|" and in_mtp:
             raise PatternError(f"{where} is inside an MTP pattern; stage boundaries come before the first '/'")
         in_mtp = in_mtp or character == "/"

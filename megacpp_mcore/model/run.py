@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.definition import Layout, Model
-from megacpp_mcore.model.pattern import FULL_INDEX
+from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families.attention import FULL_INDEX
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.util import flags
 
@@ -187,7 +188,7 @@ class Run:
     @property
     def families(self) -> str:
         """The letters of its layers; empty for a stock model."""
-        return "" if self.model is None else "".join(letter for letter in "AMER" if letter in self.model.layers)
+        return "" if self.model is None else "".join(letter for letter in FAMILIES if letter in self.model.layers)
 
     @property
     def has_moe(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megacpp_mcore.arguments.lowering import check_torch_fsdp
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.run import FEATURES, Run, usual_log_interval
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
@@ -28,8 +29,6 @@ TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERR
 FSDP_CONNECTIONS = "8"
 """The driver's own default number of hardware queues: Megatron refuses one queue under FSDP."""
 _EXPANDABLE = "expandable_segments:True"
-_IN_FP32 = {"A": "selection of keys", "E": "router", "M": "states of Mamba-3", "R": "states of M²RNN"}
-"""What the layers of a family compute in fp32, whatever the precision of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +268,7 @@ def check(run: Run, lookup: Lookup) -> None:
 
 def _in_fp32(run: Run) -> str:
     """What a run's layers compute in fp32, as a list in words; empty when nothing."""
-    kept = [name for letter, name in _IN_FP32.items() if letter in run.families]
+    kept = [FAMILIES[letter].in_fp32 for letter in run.families if FAMILIES[letter].in_fp32]
     return " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
 
 

@@ -9,7 +9,6 @@ Checked with ``torch.utils.flop_counter`` on models built by stock Megatron with
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -19,20 +18,14 @@ from typing import Any
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families import FAMILIES, attention
+from megacpp_mcore.model.families.base import Work
 from megacpp_mcore.model.flops import count as flops
-from megacpp_mcore.model.flops.count import Families, Step, Work
+from megacpp_mcore.model.flops.count import NAMES, Families, Step
 from megacpp_mcore.model.training import Recompute
 
 MODULES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
 """The ``--recompute-modules`` that apply to an A/M/E/R model; the last two repeat element-wise work, which counts 0."""
-
-_ATTENTION = ("attention_projections", "attention_core", "indexer")
-_FAMILIES_OF_OURS = {
-    "a": _ATTENTION,
-    "m": ("mamba_projections", "mamba_scan"),
-    "experts": ("routed_experts",),
-    "r": ("recurrent_projections", "convolution", "recurrence"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +128,14 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
         )
     tokens = counted.tokens
     layers = tuple(
-        _forward(model, tokens, part, _ALL) if number in repeated else Families()
+        _forward(model, tokens, part, NAMES) if number in repeated else Families()
         for number, part in enumerate(counted.layers, start=1)
     )
     depth = _BUT_HEAD if how.method == "uniform" else ()
     return Step(tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) for part in counted.mtp))
 
 
-_ALL = tuple(field.name for field in dataclasses.fields(Families))
-_BUT_HEAD = tuple(name for name in _ALL if name != "head")
+_BUT_HEAD = tuple(name for name in NAMES if name != "head")
 
 
 def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) -> Families:
@@ -160,15 +152,15 @@ def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) ->
 def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
     """Work of one layer or MTP depth recomputed by Megatron's modules and our families."""
     forward = partial(_forward, model, tokens, part)
-    found = [forward(_FAMILIES_OF_OURS[name]) for name in how.own.on]
+    found = [forward(family.recomputed) for family in FAMILIES.values() if family.recompute in how.own.on]
     if "core_attn" in how.modules:  # our core attention contains the indexer and the value up-projection
         found.append(forward(("attention_core", "indexer")))
         if role in (grammar.FULL_INDEX, grammar.SHARED_INDEX):
-            up = flops.mla_value_up_projection(tokens, model.heads, model.mla)
+            up = attention.mla_value_up_projection(tokens, model.heads, model.mla)
             found.append(Families(attention_projections=Work(up.forward)))
     if "mla_up_proj" in how.modules and role is not None:
         absorbed = role != grammar.FULL_ATTENTION
-        up = flops.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
+        up = attention.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
         found.append(Families(attention_projections=Work(up.forward)))
     if "mlp" in how.modules:
         found.append(forward(("dense_ffn",)))

@@ -14,7 +14,6 @@ in fp32) is measured against the peak of the model's dtype: being slow never mak
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -23,13 +22,14 @@ from typing import Any
 
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families.base import Work
+from megacpp_mcore.model.families.mamba import mamba_projections
 from megacpp_mcore.model.flops import count as flops
-from megacpp_mcore.model.flops.count import Families, Step, Work
+from megacpp_mcore.model.flops.count import NAMES, Families, Step
 from megacpp_mcore.model.flops.peaks import Peak
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.model.precision import PrecisionPlan, expert_layers
 
-_NAMES = tuple(field.name for field in dataclasses.fields(Families))
 _NONE = Step(1, (), Families(), ())
 
 
@@ -61,7 +61,7 @@ def by_precision(
     routed = [Families(routed_experts=part.routed_experts) for number, part in numbered if number in experts]
     dense = [_scoped(model, step.tokens, number, part) for number, part in numbered if number in scoped]
     fp8 = reduce(add, [*routed, *dense], Families())
-    rest = {name: _less(getattr(step.families, name), getattr(fp8, name)) for name in _NAMES}
+    rest = {name: _less(getattr(step.families, name), getattr(fp8, name)) for name in NAMES}
     return {"fp8": fp8, usual: Families(**rest)}
 
 
@@ -70,7 +70,7 @@ def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
     letter = model.layers[number - 1]
     if letter == "M":
         output = flops.product(tokens * model.hidden_size * model.mamba_heads * model.mamba3.head_dim)
-        whole = flops.mamba_projections(tokens, model.hidden_size, model.mamba_heads, model.mamba3)
+        whole = mamba_projections(tokens, model.hidden_size, model.mamba_heads, model.mamba3)
         return Families(mamba_projections=_less(part.mamba_projections, _less(whole, output)))
     if letter == "A":
         absorbed = Work()
@@ -144,7 +144,7 @@ def record(step: Step, again: Step = _NONE) -> dict[str, Any]:
         "hardware_flops": total + again.total.training,
         "model_flops_per_token": step.training_per_token,
         "families": _parts(
-            {name: (getattr(step.families, name), getattr(again.families, name)) for name in _NAMES}, total
+            {name: (getattr(step.families, name), getattr(again.families, name)) for name in NAMES}, total
         ),
         "mtp_depths": list(_parts(_depths(step, again), total).values()),
     }
@@ -172,7 +172,7 @@ def _depths(step: Step, again: Step) -> dict[str, tuple[Work, Work]]:
 
 def table(step: Step, again: Step = _NONE) -> str:
     """One line per trunk family, one per MTP depth, then the total, per token; shares are of model FLOPs."""
-    rows = {name: (getattr(step.trunk, name), getattr(again.trunk, name)) for name in _NAMES}
+    rows = {name: (getattr(step.trunk, name), getattr(again.trunk, name)) for name in NAMES}
     rows = {name: both for name, both in rows.items() if both[0].training or name == "embedding"}
     rows |= _depths(step, again) | {"total": (step.total, again.total)}
     lines = [f"{'MFLOP a token':24}{'forward':>12}{'backward':>12}{'recomputed':>12}{'share':>8}"]

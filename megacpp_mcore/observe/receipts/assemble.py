@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megacpp_mcore.model.families import mixers_first
 from megacpp_mcore.model.flops.peaks import peak
 from megacpp_mcore.model.flops.report import Utilisation
 from megacpp_mcore.observe import events, goodput, routing
@@ -38,7 +39,7 @@ _COMPILING, _OF_A_STEP = (
     ("compile", "jit"),
     (*map(str, OF_A_STEP),),
 )  # an enum's hash takes most of a long run's reading
-_OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
+_OF_LETTER = {family.letter: family.group for family in mixers_first()}
 
 
 def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:

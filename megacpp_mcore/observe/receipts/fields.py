@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.model.families import mixers_first
 from megacpp_mcore.util.schema import wrong
 
 SCHEMA = 3
@@ -31,10 +32,7 @@ RESIDENT = "resident set"
 BESIDE = "beside"
 """``compare`` of a field on no line of a comparison: a difference is named beside the claim."""
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("attention_projections", "attention_core", "indexer"),
-    "mamba": ("mamba_projections", "mamba_scan"),
-    "recurrent": ("recurrent_projections", "convolution", "recurrence"),
-    "expert": ("router", "routed_experts", "shared_experts"),
+    **{family.group: family.works for family in mixers_first()},
     "dense_ffn": ("dense_ffn", "mtp_projection"),
     "head": ("embedding", "head"),
 }

@@ -1,0 +1,20 @@
+"""The families of layers: one record each, over which everything loops that would branch on a letter. Pure Python.
+
+A new family is a record here, a spec in :mod:`megacpp_mcore.layer_specs`, and its op (docs/extending.md).
+"""
+
+from __future__ import annotations
+
+from megacpp_mcore.model.families.attention import ATTENTION
+from megacpp_mcore.model.families.base import Family
+from megacpp_mcore.model.families.experts import EXPERTS
+from megacpp_mcore.model.families.mamba import MAMBA
+from megacpp_mcore.model.families.recurrent import RECURRENT
+
+FAMILIES: dict[str, Family] = {one.letter: one for one in (ATTENTION, EXPERTS, MAMBA, RECURRENT)}
+"""Letter to family."""
+
+
+def mixers_first() -> list[Family]:
+    """Return the families in the order of their work: mixers, then feed-forward parts."""
+    return sorted(FAMILIES.values(), key=lambda one: not one.is_mixer)

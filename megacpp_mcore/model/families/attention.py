@@ -1,0 +1,263 @@
+"""A: multi-head latent attention, full or sparse (DeepSeek sparse attention with an index cache)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model.families.base import (
+    Argument,
+    Batch,
+    Count,
+    Family,
+    Shape,
+    Slot,
+    Work,
+    absent,
+    divides,
+    not_negative,
+    option,
+    positive,
+    product,
+    switch,
+)
+
+FULL_ATTENTION, FULL_INDEX, SHARED_INDEX = "-", "F", "S"
+ROLES = {
+    FULL_ATTENTION: "full MLA, no sparse attention",
+    FULL_INDEX: "sparse attention that runs the indexer and publishes its indices",
+    SHARED_INDEX: "sparse attention over the indices of the nearest Full layer below",
+}
+"""The role of an A layer: one character per layer in a DSA schedule."""
+
+FULL_MLA, SPARSE_MLA = "+", "D"
+MTP_BLOCK = "+-"
+"""The hybrid pattern of one MTP depth: full MLA, then a dense feed-forward layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), plain rotary embedding, both latents normed."""
+
+    q_lora_rank: int = 64
+    kv_lora_rank: int = 64
+    qk_head_dim: int = 64
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        positive(self, *(f.name for f in dataclasses.fields(self)))
+        divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2, fixed=True)
+
+
+OWN, SERVED = "own", "served"
+"""The attention a DSA indexer learns from: that of its own layer, or of all layers that it serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSA:
+    """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
+
+    Attributes:
+        schedule: one character per A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` reuses its indices.
+        topk: number of keys that a query attends to.
+        loss_coeff: weight of the indexer's KL loss.
+        distill: the attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
+            serves (multi-layer distillation), or ``own``, its own layer only. Without Shared layers these are the same.
+        warmup_steps: initial steps in which sparse layers attend to every causal key, and the indexer of a Full layer learns
+            that attention (DeepSeek-V3.2 report, dense warm-up); 0: none.
+    """
+
+    schedule: str = "-FSS"
+    indexer_heads: int = 32
+    indexer_head_dim: int = 64
+    topk: int = 256
+    loss_coeff: float = 1e-3
+    distill: str = SERVED
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        positive(self, "indexer_heads", "indexer_head_dim", "topk")
+        not_negative(self, "loss_coeff", "warmup_steps")
+        if self.distill not in (OWN, SERVED):
+            raise ModelError(
+                f"DSA.distill is {self.distill!r}; expected {SERVED} (the indexer of an F layer learns from it and its S "
+                f"layers) or {OWN} (from the F layer alone)"
+            )
+
+
+def mla_projections(tokens: int, hidden: int, heads: int, mla: MLA, *, query_latent: bool = True) -> Work:
+    """Everything in an MLA layer except its core: down, up and output projections, absorbed or not.
+
+    ``query_latent`` False: queries are projected in one step.
+    """
+    queries = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    q = mla.q_lora_rank * (hidden + queries) if query_latent else hidden * queries
+    kv = hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+    kv += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
+    return product(tokens * (q + kv + heads * mla.v_head_dim * hidden))
+
+
+def mla_up_projections(tokens: int, heads: int, mla: MLA, *, absorbed: bool) -> Work:
+    """The part of :func:`mla_projections` from the latents to the core's inputs.
+
+    With absorption, the key up-projection is applied to the queries, and the value up-projection comes after the core.
+    """
+    queries = mla.q_lora_rank * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    keys_and_values = mla.kv_lora_rank * heads * (mla.qk_head_dim + (0 if absorbed else mla.v_head_dim))
+    return product(tokens * (queries + keys_and_values))
+
+
+def mla_value_up_projection(tokens: int, heads: int, mla: MLA) -> Work:
+    """The part of :func:`mla_projections` from an absorbed core's latents to its values."""
+    return product(tokens * mla.kv_lora_rank * heads * mla.v_head_dim)
+
+
+def full_core(pairs: int, heads: int, mla: MLA) -> Work:
+    """Softmax attention of full MLA: scores and weighted values."""
+    return product(pairs * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim))
+
+
+def sparse_core(pairs: int, heads: int, mla: MLA) -> Work:
+    """Softmax attention over latents, in the absorbed form, where all heads read the same latent."""
+    return product(pairs * heads * (2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim))
+
+
+def indexer(
+    tokens: int, scored: int, trained: int | None, *, hidden: int, q_lora_rank: int, heads: int, head_dim: int
+) -> Work:
+    """A DSA indexer: its three projections, the scores of ``scored`` pairs, and their sum over heads.
+
+    Its input is detached, so a projection has a gradient only for its weight. Its loss reaches the scores of only ``trained``
+    pairs (the selected ones with the sparse loss); None means that it is not trained and has no backward. The attention
+    probabilities that it is trained against are by-products of the core or, with the dense loss, not counted.
+    """
+    projections = tokens * (q_lora_rank * heads * head_dim + hidden * (head_dim + heads))
+    per_pair = heads * (head_dim + 1)
+    backward = 0 if trained is None else 2 * projections + 4 * trained * per_pair
+    return Work(2 * (projections + scored * per_pair), backward)
+
+
+def _parameters(shape: Shape, role: str | None, mla: MLA, dsa: DSA) -> Count:
+    hidden, heads = shape.hidden_size, shape.heads
+    down = hidden * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+    up = mla.q_lora_rank * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    up += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
+    whole = hidden + down + mla.q_lora_rank + mla.kv_lora_rank
+    if role == FULL_INDEX:  # the indexer's
+        whole += mla.q_lora_rank * dsa.indexer_heads * dsa.indexer_head_dim
+        whole += hidden * (dsa.indexer_head_dim + dsa.indexer_heads) + 2 * dsa.indexer_head_dim
+    return Count(tensor=up + heads * mla.v_head_dim * hidden, whole=whole)
+
+
+def _work(shape: Shape, role: str | None, rows: Batch, mla: MLA, dsa: DSA) -> dict[str, Work]:
+    hidden, heads = shape.hidden_size, shape.heads
+    projections = {"attention_projections": mla_projections(rows.tokens, hidden, heads, mla)}
+    if role == FULL_ATTENTION:
+        return projections | {"attention_core": full_core(rows.causal_pairs, heads, mla)}
+    found = projections | {"attention_core": sparse_core(rows.selected_pairs, heads, mla)}
+    if role == FULL_INDEX:
+        trained = rows.selected_pairs if dsa.loss_coeff else None
+        sizes = {"q_lora_rank": mla.q_lora_rank, "heads": dsa.indexer_heads, "head_dim": dsa.indexer_head_dim}
+        found["indexer"] = indexer(rows.tokens, rows.causal_pairs, trained, hidden=hidden, **sizes)
+    return found
+
+
+def _check(shape: Shape, mla: MLA, dsa: DSA) -> None:
+    if dsa.indexer_head_dim < mla.qk_pos_emb_head_dim:
+        raise ModelError(
+            f"{shape.name}: DSA.indexer_head_dim is {dsa.indexer_head_dim}, less than the rotary "
+            f"part MLA.qk_pos_emb_head_dim ({mla.qk_pos_emb_head_dim}) that it has to hold; raise it"
+        )
+
+
+def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
+    arguments = [
+        switch("--multi-latent-attention", "multi_latent_attention", True),
+        switch("--qk-layernorm", "qk_layernorm", True),
+        option("--rope-type", "rope"),
+        option("--q-lora-rank", mla.q_lora_rank),
+        option("--kv-lora-rank", mla.kv_lora_rank),
+        option("--qk-head-dim", mla.qk_head_dim),
+        option("--qk-pos-emb-head-dim", mla.qk_pos_emb_head_dim),
+        option("--v-head-dim", mla.v_head_dim),
+        absent("--rotary-percent", "rotary_percent", 1.0),
+        absent("--rotary-interleaved", "rotary_interleaved", False),
+        absent("--window-size", "window_size", None),
+        absent("--softmax-type", "softmax_type", "vanilla"),
+        absent("--attention-output-gate", "attention_output_gate", False),
+        absent("--group-query-attention", "num_query_groups", shape.heads),
+        absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
+        absent("--no-rope-freq", "no_rope_freq", None),
+        absent("--qk-l2-norm", "qk_l2_norm", False),
+        absent("--kv-channels", "kv_channels", shape.hidden_size // shape.heads),
+        absent("--qk-clip", "qk_clip", False),
+        absent("--log-max-attention-logit", "log_max_attention_logit", False),
+        absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),
+    ]
+    if set(shape.roles) & {FULL_INDEX, SHARED_INDEX}:
+        arguments += [
+            option("--dsa-indexer-n-heads", dsa.indexer_heads),
+            option("--dsa-indexer-head-dim", dsa.indexer_head_dim),
+            option("--dsa-indexer-topk", dsa.topk),
+            option("--dsa-indexer-loss-coeff", dsa.loss_coeff),
+            switch("--dsa-indexer-use-sparse-loss", "dsa_indexer_use_sparse_loss", True),
+            switch("--no-dsa-indexer-rotate-activation", "dsa_indexer_rotate_activation", False),
+            absent("--no-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", True),
+            absent("--dsa-indexer-rope-interleaved", "dsa_indexer_rope_interleaved", False),
+            absent("--dsa-indexer-k-norm-epsilon", "dsa_indexer_k_norm_epsilon", None),
+            absent("--dsa-indexer-k-norm-fp32", "dsa_indexer_k_norm_fp32", False),
+            # Not upstream's index sharing and kernels: the model sets the schedule, the dispatcher chooses the backend.
+            absent("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 1),
+            absent("--dsa-indexer-skip-topk-offset", "dsa_indexer_skip_topk_offset", 0),
+            absent("--dsa-kernel-backend", "dsa_kernel_backend", "none"),
+        ]
+    return arguments
+
+
+ATTENTION = Family(
+    letter="A",
+    name="attention (MLA, full or with DeepSeek sparse attention)",
+    part="A attention",
+    group="attention",
+    fields=("mla", "dsa"),
+    slots=(
+        Slot(
+            FULL_MLA,
+            "A",
+            "mla_layer",
+            "multi-head latent attention",
+            True,
+            "stock MLASelfAttention; the core attention is ours, as stock's takes no unequal head widths without "
+            "Transformer Engine",
+        ),
+        Slot(
+            SPARSE_MLA,
+            "A",
+            "dsa_layer",
+            "DeepSeek sparse attention",
+            True,
+            "stock AbsorbedMLASelfAttention and DSAIndexer; the core attention is ours, with the index cache between Full and "
+            "Shared layers, which one spec a slot cannot tell apart: they are told apart by layer number",
+        ),
+        Slot(
+            MTP_BLOCK,
+            "A",
+            None,
+            "multi-head latent attention, then a dense feed-forward layer",
+            True,
+            "the shared MTP block, one TransformerLayer of stock MLA and stock MLP: the same computation as two layers, under "
+            "the names that the GPT host has",
+        ),
+    ),
+    parameters=_parameters,
+    works=("attention_projections", "attention_core", "indexer"),
+    work=_work,
+    check=_check,
+    arguments=_arguments,
+    in_fp32="selection of keys",
+    recompute="a",
+    recomputed=("attention_projections", "attention_core", "indexer"),
+)

@@ -1,0 +1,240 @@
+"""What a family of layers is: one record, and what its functions are made of. Pure Python; imports no model.
+
+A family's functions take a :class:`Shape` and its own sizes (the parts of a model named by :attr:`Family.fields`), not a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.util.nearest import nearest_number
+
+
+def positive(owner: object, *names: str) -> None:
+    """Refuse fields that are not positive and finite."""
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 < value < math.inf:  # NaN fails this as well
+            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected a positive, finite number")
+
+
+def not_negative(owner: object, *names: str) -> None:
+    """Refuse fields that are negative or infinite."""
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 <= value < math.inf:
+            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected 0 (off) or more, and finite")
+
+
+def divides(what: str, number: int, by: str, divisor: int, *, fixed: bool = False) -> None:
+    """Refuse a ``number`` that is no multiple of ``divisor``; ``fixed``: only the number can be changed."""
+    if number % divisor:
+        if fixed:
+            fitting = f"multiple is {nearest_number(number, range(divisor, number + divisor, divisor))}"
+        else:
+            divisors = (each for each in range(1, number + 1) if number % each == 0)
+            fitting = f"divisor is {nearest_number(divisor, divisors)}"
+        raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); the nearest {fitting}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Parameters of a part of a model.
+
+    Attributes:
+        tensor: those sharded over tensor parallelism.
+        expert: those of routed experts, sharded over expert parallelism.
+        whole: those replicated on every rank of a stage. They include MLA's down-projections to its latents, as with
+            Transformer Engine; ``--transformer-impl local`` shards these as well.
+    """
+
+    tensor: int = 0
+    expert: int = 0
+    whole: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.tensor + self.expert + self.whole
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            tensor=self.tensor + other.tensor, expert=self.expert + other.expert, whole=self.whole + other.whole
+        )
+
+    def times(self, number: int) -> Count:
+        """The count of ``number`` such parts."""
+        return Count(tensor=self.tensor * number, expert=self.expert * number, whole=self.whole * number)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of a forward pass and of the corresponding backward pass."""
+
+    forward: int = 0
+    backward: int = 0
+
+    @property
+    def training(self) -> int:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.forward + other.forward, self.backward + other.backward)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``rows`` rows of ``length`` tokens, over which scans run, and the pairs of their documents: causal, and kept by top-k."""
+
+    rows: int
+    length: int
+    causal_pairs: int
+    selected_pairs: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.rows * self.length
+
+
+def causal_pairs(sequence: int) -> int:
+    """Pairs of one causal sequence: S(S+1)/2."""
+    return sequence * (sequence + 1) // 2
+
+
+def selected_pairs(sequence: int, topk: int) -> int:
+    """Pairs of one causal sequence if each query keeps ``topk`` keys: the sum over rows of min(i+1, topk)."""
+    kept = min(topk, sequence)
+    return causal_pairs(kept) + (sequence - kept) * kept
+
+
+def product(multiply_adds: int) -> Work:
+    """A contraction of that many multiply-adds, with gradients for both operands."""
+    return Work(2 * multiply_adds, 4 * multiply_adds)
+
+
+def feed_forward(tokens: int, hidden: int, width: int) -> Work:
+    """An MLP of two matrices; for experts, ``tokens`` are the routed ones."""
+    return product(tokens * hidden * width * 2)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One stock argument that a model requires.
+
+    Attributes:
+        words: command-line words; empty if Megatron's default is the right value.
+        field: the field of Megatron's configuration that the argument sets.
+        expected: the value that field must have.
+        remedy: what to change on the command line otherwise.
+    """
+
+    words: tuple[str, ...]
+    field: str
+    expected: Any
+    remedy: str
+
+
+def option(flag: str, value: Any, field: str | None = None) -> Argument:
+    """Require a flag with a value."""
+    words = (flag, str(value))
+    return Argument(words, field or flag[2:].replace("-", "_"), value, " ".join(words))
+
+
+def switch(flag: str, field: str, expected: bool) -> Argument:
+    """Require a flag without a value."""
+    return Argument((flag,), field, expected, flag)
+
+
+def absent(flag: str, field: str, expected: Any) -> Argument:
+    """Require that a flag is left out."""
+    return Argument((), field, expected, f"without {flag}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What families of one model share: its name, hidden size, attention heads, letters, and attention roles."""
+
+    name: str
+    hidden_size: int
+    heads: int
+    layers: str
+    roles: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The layer slot of one symbol of a hybrid pattern.
+
+    Attributes:
+        symbol: the symbol.
+        letter: the block it hosts.
+        attribute: the field of Megatron's ``HybridStackSubmodules``; None if the block is built without one.
+        stock: Megatron's meaning of the symbol.
+        native: True if the layer is what Megatron means by the symbol, with whichever kernels; False if our mixer occupies
+            the slot of another layer type.
+        why: the reason, human-readable.
+    """
+
+    symbol: str
+    letter: str
+    attribute: str | None
+    stock: str
+    native: bool
+    why: str
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _no_arguments(*_: Any) -> Sequence[Argument]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of layers; each function takes the :class:`Shape` and the family's own sizes, in the order of ``fields``.
+
+    Attributes:
+        letter: its letter in a pattern.
+        name: what it is, for messages.
+        part: its name in tables of parts.
+        group: its group in receipts.
+        fields: the fields of a model that hold its sizes.
+        is_mixer: whether it takes a layer's attention slot; otherwise it is a feed-forward part.
+        slots: its slots in HybridModel.
+        parameters: ``(shape, role, *sizes)`` to the parameters of a layer with an attention role (None but in A layers).
+        works: names of its work in the FLOP count.
+        work: ``(shape, role, batch, *sizes)`` to the work of a layer, by those names.
+        check: ``(shape, *sizes)``; raises ModelError where they do not go together.
+        check_layout: ``(shape, tensor, expert, *sizes)``; raises ModelError where a layer cannot be sharded so.
+        arguments: ``(shape, *sizes)`` to the stock arguments of a model with such layers.
+        without: those of a model without.
+        in_fp32: what it computes in fp32, whatever the precision of the run.
+        recompute: its name under ``recompute`` in the settings file; empty without.
+        recomputed: the names of the work which that repeats.
+    """
+
+    letter: str
+    name: str
+    part: str
+    group: str
+    fields: tuple[str, ...] = ()
+    is_mixer: bool = True
+    slots: tuple[Slot, ...] = ()
+    parameters: Callable[..., Count]
+    works: tuple[str, ...]
+    work: Callable[..., dict[str, Work]]
+    check: Callable[..., None] = _nothing
+    check_layout: Callable[..., None] = _nothing
+    arguments: Callable[..., Sequence[Argument]] = _no_arguments
+    without: Sequence[Argument] = ()
+    in_fp32: str = ""
+    recompute: str = ""
+    recomputed: tuple[str, ...] = ()

@@ -1,0 +1,135 @@
+"""M: the Mamba-3 mixer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model.families.base import Batch, Count, Family, Shape, Slot, Work, divides, positive, product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba3:
+    """Mamba-3 mixer (arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``).
+
+    Attributes:
+        mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
+        chunk: tokens of a chunk in the reference, with which FLOPs are counted; the kernels have chunks of 64 / R.
+        rope_fraction: fraction of the state that RoPE rotates.
+        a_floor: the decay rate A is at most ``-a_floor``.
+        out_norm: RMSNorm of each head between the scan and the output projection; False is the default of mamba-ssm's module,
+            which writes more to the residual stream than all other layers together (docs/model.md).
+        decay_activation: activation that makes the raw decay positive: ``softplus``, or ``heavy_tail`` as in newest upstream.
+    """
+
+    expand: int = 2
+    head_dim: int = 64
+    groups: int = 8
+    state: int = 64
+    mimo_rank: int = 4
+    chunk: int = 16
+    rope_fraction: float = 0.5
+    a_floor: float = 1e-4
+    out_norm: bool = True
+    decay_activation: str = "softplus"
+
+    def __post_init__(self) -> None:
+        positive(self, "expand", "head_dim", "groups", "state", "mimo_rank", "chunk", "a_floor")
+        if self.rope_fraction not in (0.5, 1.0):
+            raise ModelError(f"Mamba3.rope_fraction is {self.rope_fraction}; expected 0.5 or 1.0")
+        if self.decay_activation not in ("softplus", "heavy_tail"):
+            raise ModelError(f"Mamba3.decay_activation is {self.decay_activation!r}; expected softplus or heavy_tail")
+        divides("Mamba3.state", self.state, "4, for rotated pairs of half the state", 4, fixed=True)
+
+    @property
+    def angles(self) -> int:
+        """Rotation angles per token: pairs of rotated state entries."""
+        return int(self.state * self.rope_fraction) // 2
+
+
+def inner_width(hidden_size: int, ssm: Mamba3) -> int:
+    """Return the width of the mixer's inner stream."""
+    return ssm.expand * hidden_size
+
+
+def heads_of(hidden_size: int, ssm: Mamba3) -> int:
+    """Return the number of heads."""
+    return inner_width(hidden_size, ssm) // ssm.head_dim
+
+
+def mamba_projections(tokens: int, hidden: int, heads: int, ssm: Mamba3) -> Work:
+    """Mamba-3's input projections (z, x, B, C, step, decay, trapezoid, angles) and its output projection."""
+    inner = heads * ssm.head_dim
+    width = 2 * inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
+    return product(tokens * hidden * (width + inner))
+
+
+def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:
+    """Mamba-3's chunked scan, and MIMO's sum over ranks at its end.
+
+    A chunk of L tokens has M = L·R rows. Per head: ``C Bᵀ`` [M, M] over the state, its product with the values, the chunk's
+    own contribution to the state, and the incoming state's contribution to each row.
+    """
+    rows, width = ssm.chunk * ssm.mimo_rank, ssm.head_dim
+    chunks = batch * math.ceil(sequence / ssm.chunk)
+    per_chunk = rows * rows * (ssm.state + width) + 2 * rows * ssm.state * width
+    mixed = batch * sequence * ssm.mimo_rank * width if ssm.mimo_rank > 1 else 0
+    return product(heads * (chunks * per_chunk + mixed))
+
+
+def _parameters(shape: Shape, _: str | None, ssm: Mamba3) -> Count:
+    hidden, inner, heads = shape.hidden_size, inner_width(shape.hidden_size, ssm), heads_of(shape.hidden_size, ssm)
+    width = 2 * inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads
+    per_head = 2 * heads * ssm.mimo_rank * ssm.state + 2 * heads
+    per_head += inner if ssm.out_norm else 0
+    mimo = 3 * heads * ssm.mimo_rank * ssm.head_dim if ssm.mimo_rank > 1 else 0
+    return Count(
+        tensor=hidden * width + per_head + mimo + inner * hidden,
+        whole=hidden + hidden * ssm.angles + 2 * ssm.state,
+    )
+
+
+def _work(shape: Shape, _: str | None, rows: Batch, ssm: Mamba3) -> dict[str, Work]:
+    heads = heads_of(shape.hidden_size, ssm)
+    return {
+        "mamba_projections": mamba_projections(rows.tokens, shape.hidden_size, heads, ssm),
+        "mamba_scan": mamba_scan(rows.rows, rows.length, heads, ssm),
+    }
+
+
+def _check(shape: Shape, ssm: Mamba3) -> None:
+    divides(f"{shape.name}: Mamba-3 inner width", inner_width(shape.hidden_size, ssm), "Mamba3.head_dim", ssm.head_dim)
+    divides(f"{shape.name}: Mamba-3 heads", heads_of(shape.hidden_size, ssm), "Mamba3.groups", ssm.groups)
+
+
+def _check_layout(shape: Shape, tensor: int, _: int, ssm: Mamba3) -> None:
+    divides(f"{shape.name}: Mamba-3 heads", heads_of(shape.hidden_size, ssm), "tensor parallelism", tensor)
+    divides(f"{shape.name}: Mamba-3 groups", ssm.groups, "tensor parallelism", tensor)
+
+
+MAMBA = Family(
+    letter="M",
+    name="Mamba-3",
+    part="M Mamba-3",
+    group="mamba",
+    fields=("mamba3",),
+    slots=(
+        Slot(
+            "M",
+            "M",
+            "mamba_layer",
+            "Mamba-2",
+            False,
+            "Mamba-3 takes the slot of Mamba-2, as a TransformerLayer: stock has no Mamba-3 mixer",
+        ),
+    ),
+    parameters=_parameters,
+    works=("mamba_projections", "mamba_scan"),
+    work=_work,
+    check=_check,
+    check_layout=_check_layout,
+    in_fp32="states of Mamba-3",
+    recompute="m",
+    recomputed=("mamba_projections", "mamba_scan"),
+)

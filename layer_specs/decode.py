@@ -24,13 +24,13 @@ def refuse_decoding(config: TransformerConfig, layer_number: int, packed_seq_par
     """Raise ModelError for what decoding does not support: packed rows, and sequence parallelism."""
     if packed_seq_params is not None:
         raise ModelError(
-            f"layer {layer_number} was given packed sequences and an inference context, each of whose rows is one document; "
+            f"layer {layer_number} got packed sequences with an inference context, each of whose rows is one document; "
             "give each document a row of the batch",
             code="packed-decoding",
         )
     if config.sequence_parallel:
         raise ModelError(
-            f"layer {layer_number}: the sequence is cut over {config.tensor_model_parallel_size} ranks; decode at tensor "
+            f"layer {layer_number}: the sequence is sharded over {config.tensor_model_parallel_size} ranks; decode at tensor "
             "parallelism 1, which a checkpoint can be loaded at"
         )
 
@@ -51,7 +51,7 @@ class LayerCache:
     def __init__(self, context: Any, layer_number: int, rows: int) -> None:
         if not context.is_static_batching():
             raise ModelError(
-                f"layer {layer_number} was given a {type(context).__name__}; M, R and sparse A layers decode with a "
+                f"layer {layer_number} got a {type(context).__name__}; M, R and sparse A layers decode with a "
                 "StaticInferenceContext"
             )
         if context.batch_size_offset:
@@ -64,15 +64,15 @@ class LayerCache:
         self.max_rows = int(context.max_sequence_length)
         if self.end > self.max_rows:
             raise ModelError(
-                f"layer {layer_number}: the sequence has {self.end} rows and the context holds "
-                f"{self.max_rows}; make it with a larger max_sequence_length"
+                f"layer {layer_number}: the sequence has {self.end} rows but the context holds "
+                f"{self.max_rows}; create it with a larger max_sequence_length"
             )
         self._entries = context.key_value_memory_dict
         entry: tuple[Any, int] = self._entries.get(layer_number, (None, 0)) if self.first_row else (None, 0)
         self._state, seen = entry
         if seen != self.first_row:
             raise ModelError(
-                f"layer {layer_number} has seen {seen} rows of this sequence and sequence_len_offset is "
+                f"layer {layer_number} has seen {seen} rows of this sequence but sequence_len_offset is "
                 f"{self.first_row}; advance it by the rows of each call"
             )
 

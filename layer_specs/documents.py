@@ -127,7 +127,7 @@ def packed_documents(
         )
     if (packed.local_cp_size or 1) > 1:
         raise ModelError(
-            f"layer {layer_number}: the packed batch is cut over {packed.local_cp_size} context-parallel ranks; expected 1, "
+            f"layer {layer_number}: the packed batch is split over {packed.local_cp_size} context-parallel ranks; expected 1, "
             "leave out --hybrid-context-parallel"
         )
     try:
@@ -166,7 +166,7 @@ def check_run(config: TransformerConfig) -> None:
         return
     if not arguments.create_attention_mask_in_dataloader:
         raise ModelError(
-            "--reset-attention-mask was given with --no-create-attention-mask-in-dataloader, so that Megatron makes no mask "
+            "--reset-attention-mask conflicts with --no-create-attention-mask-in-dataloader: Megatron makes no mask "
             f"and documents would see one another; leave the second out, or {_ADVICE}",
             code="no-mask",
         )

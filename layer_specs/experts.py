@@ -450,8 +450,8 @@ class FP8Experts(TEGroupedMLP):
         can, why = te_imports.entry("is_fp8_available")(return_reason=True)
         if not can:
             raise ModelError(
-                f"the run's precision file asks for experts in FP8, which this machine cannot run: {why}; leave "
-                "--te-precision-config-file out to train in BF16, or take another GPU"
+                f"the run's precision file sets FP8 experts, which this machine cannot run: {why}; leave "
+                "--te-precision-config-file out to train in BF16, or use another GPU"
             )
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.in_fp8 = True
@@ -499,7 +499,7 @@ class FP8Experts(TEGroupedMLP):
         for name in ("linear_fc1", "linear_fc2"):
             if not getattr(self, name).will_execute_quantized(False):
                 raise ModelError(
-                    f"layer {self.layer_number}: {name} of the experts was given no FP8 by the run's precision file, and "
+                    f"layer {self.layer_number}: {name} of the experts has no FP8 recipe from the run's precision file, and "
                     "would run in BF16; build the model with Megatron's GPTModel or HybridModel, which hand it out, or "
                     "leave --te-precision-config-file out"
                 )

@@ -246,7 +246,9 @@ class Mixer(MegatronModule):
         whole = filled(shape, self.config, init, dtype)
         if axis is not None:
             if shape[axis] % self.tp_size:
-                raise ModelError(f"{name} has {shape[axis]} entries on axis {axis}, no multiple of TP {self.tp_size}")
+                raise ModelError(
+                    f"{name} has {shape[axis]} entries on axis {axis}, not a multiple of TP {self.tp_size}"
+                )
             whole = whole.chunk(self.tp_size, dim=axis)[self.tp_rank].clone()
             self._sharded[name] = axis
         if fp32:

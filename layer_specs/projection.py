@@ -76,8 +76,8 @@ def slots(parts: tuple[Part, ...], tp_size: int) -> tuple[tuple[Slot, ...], int]
     for part in parts:
         if not part.replicated and part.rows % tp_size:
             raise ModelError(
-                f"the projection of {part.name} has {part.rows} rows, which tensor parallelism {tp_size} does not divide; "
-                "choose one that does"
+                f"the projection of {part.name} has {part.rows} rows, not a multiple of tensor parallelism {tp_size}; "
+                "choose one that divides it"
             )
         start = end if part.follows else _aligned(end)
         end = start + (part.rows if part.replicated else part.rows // tp_size)
@@ -190,7 +190,7 @@ class InProjection(MegatronModule):
         def build(key: str, rows: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
             if flattened_range is not None:
                 raise ModelError(
-                    f"{key} is asked for as a range of numbers {flattened_range}, and its parts are rows; save the optimizer "
+                    f"{key} is requested as a range of numbers {flattened_range}, and its parts are rows; save the optimizer "
                     "with --dist-ckpt-optim-fully-reshardable or as Megatron does by default"
                 )
             found = []

@@ -119,7 +119,7 @@ class Region:
                 return self._compiled(*args, **kwargs)
             except FailOnRecompileLimitHit as error:
                 raise ModelError(
-                    f"the region {self.name} has {self.graphs} compiled graphs and was called with yet another shape; "
+                    f"the region {self.name} has {self.graphs} compiled graphs and was called with another shape; "
                     "expected shapes that do not change from step to step: keep micro-batch and sequence length, or write "
                     "compile: off"
                 ) from error

@@ -78,7 +78,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         if loaded[0] is None and getattr(args, "exit_on_missing_checkpoint", False):  # Megatron exits with status 0
             raise CheckpointError(
                 f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
-                "run that has saved, or leave that flag out to start anew",
+                "run that has saved, or remove that flag to start from scratch",
                 code="missing",
             )
         refuse_other_layout(loaded[0], load_dir)

@@ -4,7 +4,7 @@ Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model 
     ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, without these, by ``dsa_index_cache`` in the file
     named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}``.
 Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's, as are DSA layers
-    elsewhere (HybridModel). The logged indexer loss becomes the mean over the layers that have one, forevery model.
+    elsewhere (HybridModel). The logged indexer loss becomes the mean over the layers that have one, for every model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
 
 Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute passes a layer copies of
@@ -73,14 +73,14 @@ def _configured_schedule(config: Any) -> plugin_config.IndexSchedule | None:
     schedule = plugin_config.index_schedule_from_environment()
     if schedule is not None and _periodic(config):
         raise ModelError(
-            f"{schedule.path} gives the index cache the schedule {schedule.schedule!r}, and --dsa-indexer-topk-freq "
-            f"{config.dsa_indexer_topk_freq} gives it another; leave one of them out"
+            f"{schedule.path} sets the index cache schedule {schedule.schedule!r}, and --dsa-indexer-topk-freq "
+            f"{config.dsa_indexer_topk_freq} sets another; remove one of them"
         )
     return schedule
 
 
 def _trunk_roles(config: Any) -> str | None:
-    """``F`` or ``S`` forevery layer of a DSA model's decoder; None without a schedule, and for other models."""
+    """``F`` or ``S`` for every layer of a DSA model's decoder; None without a schedule, and for other models."""
     if getattr(config, "experimental_attention_variant", None) != "dsa":
         return None
     schedule = _configured_schedule(config)
@@ -101,7 +101,7 @@ def _refuse_split(config: Any, roles: str) -> None:
         raise ModelError(
             f"DSA schedule {roles!r}: with model chunks {spans}, a chunk would begin with a Shared layer: "
             f"layer{'s' if len(promoted) > 1 else ''} {', '.join(map(str, promoted))}. Indices do not travel between "
-            f"chunks; adopt the promoted schedule (it is part of the model, forevery layout): set dsa_index_cache: "
+            f"chunks; adopt the promoted schedule (it is part of the model, for every layout): set dsa_index_cache: "
             f"{{schedule: {schedule}}} in the file {plugin_config.VARIABLE} names{instead}, or choose another layout"
         )
 

@@ -379,7 +379,7 @@ PATCH = Patch(
     ),
     seam=(
         "both models, and MTP through process_mtp_loss, hand what the output layer returns to "
-        "compute_language_model_loss: one pair of places forevery head, whoever wraps the loss in between; the two "
+        "compute_language_model_loss: one pair of places for every head, whoever wraps the loss in between; the two "
         "only the forward methods know whether labels are given and who else wants logits, and in a hooked checkout each is "
         "replaced when its module is imported, whether or not the other one's ever is; a depth's loss mask exists nowhere but "
         "between roll_tensor and the product with the losses"

@@ -121,7 +121,7 @@ def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., 
             if any(in_fp32) and not all(in_fp32):
                 raise ModelError(
                     f"of this rank's {len(in_fp32)} parameters in the distributed optimizer {sum(in_fp32)} are in fp32, which "
-                    "the precision-aware optimizer cannot save; expected all of one type, leave out "
+                    "the precision-aware optimizer cannot save; expected one dtype: remove "
                     "--use-precision-aware-optimizer (and --optimizer-cpu-offload)"
                 )
         return original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)

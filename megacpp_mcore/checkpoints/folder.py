@@ -109,7 +109,7 @@ def _lock(save: Path) -> None:
         holder = stream.read().strip() or "another process"
         stream.close()
         raise CheckpointError(
-            f"{holder} is training and saves in {save}; wait for its end, or name another --save folder"
+            f"{holder} is training and saves in {save}; wait until it ends, or name another --save folder"
         ) from error
     except OSError as error:
         say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")

@@ -28,7 +28,7 @@ FULLY, FLAT = "fully_reshardable", "dp_reshardable"
 UNSHARDED = "megacpp_unsharded_optimizer"
 """Key there under which that patch notes that the checkpoint's optimizer was not distributed."""
 RESAVE = (
-    "load it once as it was saved, and save it forevery layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
+    "load it once as it was saved, and save it for every layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
     "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
 )
 """What to do with a checkpoint that is cut as its run was."""
@@ -68,7 +68,7 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         if other[name] != model.get(name):
             raise CheckpointError(
                 f"the checkpoint {folder} is of a model whose {name} is {other[name]}, and the run's is {model.get(name)}; no "
-                "argument of Megatron's says so: name in MEGACPP_CONFIG the file that it was trained with, or load only its "
+                "argument of Megatron's shows it: name in MEGACPP_CONFIG the file that it was trained with, or load only its "
                 "weights into this model (--finetune)"
             )
     saved = metadata.get(EXPERTS_KEY, "stock")

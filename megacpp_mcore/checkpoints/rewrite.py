@@ -92,7 +92,7 @@ def _iteration_folder(old: Path) -> Path:
         )
     folder = iteration_folder(old, named)
     if any(folder.glob("mp_rank_*")):
-        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {RESAVE}")
+        raise CheckpointError(f"{folder} is in the format torch, which is sharded like its run; {RESAVE}")
     return folder.absolute()
 
 

@@ -53,8 +53,8 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
     for number, (role, one) in enumerate(zip(before, after, strict=True), start=1):
         if (role == FULL_ATTENTION) != (one == FULL_ATTENTION):
             raise CheckpointError(
-                f"layer {number} of {model.name} is {role!r} in the schedule {model.dsa.schedule} and {one!r} in {schedule}; F "
-                "and S can take each other's place, and nothing else"
+                f"layer {number} of {model.name} is {role!r} in the schedule {model.dsa.schedule} and {one!r} in {schedule}; "
+                "only F and S can replace each other"
             )
     has, wants = ({n for n, role in enumerate(roles, start=1) if role == FULL_INDEX} for roles in (before, after))
     shared = tuple(sorted(has - wants))

@@ -97,7 +97,7 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
     from megacpp_mcore.bench import measure
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("there is no CUDA device here; add --device cpu --size tiny for a dry run")
+        raise BenchmarkError("no CUDA device found; add --device cpu --size tiny for a dry run")
     say = partial(print, flush=True)
     before = csv_table.read(args.against) if args.against else []
     output = csv_table.Table(args.output) if args.output else None

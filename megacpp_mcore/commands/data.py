@@ -86,7 +86,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     if not args.adopt and (args.tokenizer, args.vocab_size, args.eod_id) != (None, None, None):
         raise DataError(
-            "--tokenizer, --vocab-size and --eod-id say what a manifest is to hold: add --adopt, or drop them"
+            "--tokenizer, --vocab-size and --eod-id describe a manifest to be written: add --adopt, or remove them"
         )
     prefixes, problems = list(dict.fromkeys(args.prefixes)), []
     for prefix in prefixes:

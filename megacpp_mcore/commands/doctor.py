@@ -206,7 +206,7 @@ with open(answer_file, "w", encoding="utf-8") as file:
 
 
 def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = TIME_LIMIT_S) -> list[Finding]:
-    """Look forevery component and try those that are installed."""
+    """Look for every component and try those that are installed."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         return [_python(), *pool.map(lambda component: _examine(component, time_limit_s), components)]
 

@@ -75,7 +75,7 @@ def _checkout(args: argparse.Namespace) -> Checkout:
         return Checkout.installed()
     aside = " (MEGATRON_LM is not taken for this: name the folder)" if os.environ.get("MEGATRON_LM") else ""
     raise PatchError(
-        f"`patch {args.patch_action}` is about a checkout, and none was named; give --checkout DIR{aside}. "
+        f"`patch {args.patch_action}` needs a checkout; give --checkout DIR{aside}. "
         "To patch a process and no file: `megacpp-mcore launch --patch NAME … -- …`, or in Python "
         "megacpp_mcore.patches.apply([...])"
     )

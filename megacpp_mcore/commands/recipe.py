@@ -240,7 +240,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         settings = _write_settings(args, name, model, loaded)
     elif args.settings is not None:
         raise LaunchError(
-            f"--settings {args.settings} is for a model that --set changes, and nothing is changed; leave it out"
+            f"--settings {args.settings} is for a model that --set changes, but nothing is changed; remove it"
         )
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
@@ -303,9 +303,7 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
             raise LaunchError(f"--{name} is {value}; expected 1 or more")
     wanted = least if usual % least else usual
     if args.gpus_per_node is None and wanted % nodes:
-        raise LaunchError(
-            f"{wanted} processes do not spread evenly over {nodes} nodes; say how many with --gpus-per-node"
-        )
+        raise LaunchError(f"{wanted} processes do not spread evenly over {nodes} nodes; set --gpus-per-node")
     per_node = args.gpus_per_node or wanted // nodes
     if nodes * per_node % least:
         raise LaunchError(
@@ -328,7 +326,7 @@ def _write_settings(
     """Write the file of ``--settings`` for ``model``, with the other settings of ``loaded``; no other file is replaced."""
     if args.settings is None:
         raise LaunchError(
-            f"--set changes the model {name}, and a run is checked against its model: that has to be in a file that "
+            f"--set changes the model {name}, and a run is checked against its model, which has to be in a file that "
             f"{plugin_config.VARIABLE} names; add --settings FILE, which is written"
         )
     base = loaded.preset if loaded is not None else name

@@ -65,7 +65,7 @@ class Blend(NamedTuple):
             if not 0 < number < math.inf and len(prefixes) > 1:  # with a single dataset, its weight means nothing
                 raise DataError(
                     f"{self.where}: the weight {word!r} of {prefix!r} is not a positive number; expected the share of each "
-                    "dataset, such as 0.7, and only datasets that are to be seen"
+                    "dataset, such as 0.7, and only datasets to train on"
                 )
         return list(zip(prefixes, numbers, strict=True))
 
@@ -165,12 +165,12 @@ def _check_forms(given: flags.Flags) -> None:
     named = ["/".join(flag for flag in form if given.get(flag)) for form in _FORMS]
     if len(forms := [form for form in named if form]) > 1:
         raise DataError(
-            f"datasets are named by {' and by '.join(forms)}; expected one way, since Megatron takes one and is silent about, "
-            "or stops at, the other: leave out the rest"
+            f"datasets are given by {' and by '.join(forms)}; expected only one of them: Megatron ignores or "
+            "rejects the rest"
         )
     split = flags.first(given, "--split")
     if split is not None and (named[2] or named[3]):
-        raise DataError(f"--split {split} was given with {forms[0]}, whose datasets are split already; leave it out")
+        raise DataError(f"--split {split} conflicts with {forms[0]}, whose datasets are already split; remove it")
     if split is None and named[1]:
         raise DataError("--data-args-path names datasets to be split, without --split; expected one, such as 98,2,0")
     shares = [] if split is None else _shares(split)

@@ -40,12 +40,12 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
         return None
     for flag, why in _REFUSED.items():
         if flag in given:
-            raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
+            raise DataError(f"--fim-data conflicts with {flag}: {why}; leave one of them out")
     kind = flags.first(given, "--tokenizer-type")
     if kind == "NullTokenizer":
         raise DataError(
-            "--fim-data was given with the tokenizer NullTokenizer (which stands for the byte tokenizer, too), but it cuts "
-            "text, which that knows not; expected --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR with the five "
+            "--fim-data splits text, which the tokenizer NullTokenizer (also used for bytes) does not know; expected "
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR with the five "
             "tokens that --fim-prefix-token … --fim-eod-token name, and a dataset prepared with it"
         )
     if tokenizer is None:

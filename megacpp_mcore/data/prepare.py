@@ -165,11 +165,11 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
                 _move(plan, built)
     except OSError as error:
         raise DataError(
-            f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: repeat the call"
+            f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: run it again"
         ) from error
     except concurrent.futures.process.BrokenProcessPool as error:
         raise DataError(
-            "a tokenizing process ended abruptly, most often for lack of memory; repeat the call with fewer --workers"
+            "a tokenizing process ended abruptly, usually out of memory; run it again with fewer --workers"
         ) from error
     return plan.prefixes
 
@@ -196,7 +196,7 @@ def _building(prefix: str) -> Iterator[Path]:
                     folder.rmdir()
     except filelock.Timeout as error:
         raise DataError(
-            f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output",
+            f"another process is preparing {prefix}; wait for it, or choose another --output",
             code="held",
         ) from error
 
@@ -378,7 +378,7 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
     if make_source(Path(piece.source.path), piece.source.relative) != piece.source:
         raise DataError(
-            f"{piece.source.path} changed while it was being read; expected sources that stay as they are: repeat the call",
+            f"{piece.source.path} changed while it was being read; expected sources that do not change: run it again",
             code="changed",
         )
     return Encoded(documents, skipped, digest)

@@ -88,7 +88,5 @@ class BitsPerByte:
             DataError: no byte has been counted.
         """
         if not self.bytes:
-            raise DataError(
-                "found no byte counted; expected at least one before bits per byte are asked for", code="no-bytes"
-            )
+            raise DataError("no bytes were counted; add at least one before reading bits per byte", code="no-bytes")
         return self.nats / (math.log(2) * self.bytes)

@@ -146,7 +146,7 @@ def _load(path: Path) -> Any:
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception forevery malformed file
+    except Exception as error:  # the package raises bare Exception for every malformed file
         raise DataError(
             f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
         ) from error

@@ -16,7 +16,7 @@ DIRECT = triton.__version__.startswith("3.6.")
 """Whether compiled kernels are launched directly: the arguments of that call are not a public interface of Triton."""
 
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, int, tuple[None, ...]]] = {}
-"""Kernels by all that they depend on, each with its device and a placeholder forevery compile-time argument."""
+"""Kernels by all that they depend on, each with its device and a placeholder for every compile-time argument."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -109,7 +109,7 @@ def _run(
 
 @functools.cache
 def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool) -> Any:
-    """One module without parameters forevery call with these sizes."""
+    """One module without parameters for every call with these sizes."""
     return te_imports.entry("DotProductAttention")(
         num_attention_heads=heads,
         kv_channels=qk if qk == v else (qk, v),

@@ -118,7 +118,7 @@ class Checkout:
         wanted = [patch.name for patch in self.registry.select(names)]
         if not wanted:
             raise PatchError(
-                f"no patch was named; there are: {_join(patch.name for patch in self.registry.patches)}", code="unnamed"
+                f"no patch was named; available: {_join(patch.name for patch in self.registry.patches)}", code="unnamed"
             )
         self._refuse_wheel()
         with self._locked():
@@ -142,7 +142,7 @@ class Checkout:
             PatchError: nothing was changed.
         """
         if names is not None and not (names := [patch.name for patch in self.registry.select(names)]):
-            raise PatchError("no patch was named to be reverted; leave the names out to revert all", code="unnamed")
+            raise PatchError("no patch to revert was named; omit the names to revert all", code="unnamed")
         with self._locked():
             content = self.content()
             before = _names(content)
@@ -230,7 +230,7 @@ class Checkout:
         try:
             return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
         except git.GitUnavailable as error:
-            raise PatchError(f"git makes the patch, and does not: {error}") from error
+            raise PatchError(f"git could not make the patch: {error}") from error
 
     def _selected(self, names: Iterable[str] | None) -> Sequence[Patch]:
         return self.registry.patches if names is None else self.registry.select(names)

@@ -132,7 +132,7 @@ class Patch:
         if not supported:
             raise Refusal(
                 "version not supported",
-                f"it is for megatron-core {self.megatron_versions}, and {version} is here; leave the patch out",
+                f"it is for megatron-core {self.megatron_versions}, but {version} is installed; leave the patch out",
             )
 
     def problems(self, tree: SourceTree, version: str) -> list[Problem]:

@@ -44,7 +44,7 @@ class SourceTree:
                 if file.is_file():
                     return file
         places = ", ".join(str(root) for root in self.roots[:3]) + (", …" if len(self.roots) > 3 else "")
-        raise Refusal("target not found", f"there is no file of the module {module} in {places}")
+        raise Refusal("target not found", f"no file of the module {module} in {places}")
 
     def texts(self, target: str) -> list[str]:
         """Return the source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file

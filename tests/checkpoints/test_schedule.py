@@ -116,7 +116,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_folder_that_is_there_and_damage_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save(tmp_path / "old", 5) / "iter_0000030"
     (tmp_path / "new").mkdir()
-    assert f"{tmp_path}/new is there already" in refused(tmp_path, capsys)
+    assert f"{tmp_path}/new already exists" in refused(tmp_path, capsys)
     (tmp_path / "new").rmdir()
     (data,) = folder.glob("*.distcp")
     whole = data.read_bytes()

@@ -137,7 +137,7 @@ BAD_FORMS = {
     "negative weight": ("--data-path -1 A 2 B", ["weight '-1'"]),
     "zero weight": ("--data-path 1 A 0 B", ["weight '0'"]),
     "weight of nothing": ("--data-path 1 A nan B", ["weight 'nan'"]),
-    "no weight": ("--data-path 0.3 A two B", ["--data-path: 'two'"]),
+    "no weight": ("--data-path 0.3 A two B", ["--data-path", "'two'"]),
 }
 
 

@@ -481,7 +481,7 @@ def transposed(
 
 
 def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row at each position, with room forevery expert's to begin at a multiple of 16; and where each expert's
+    """Return the row at each position, with room for every expert's to begin at a multiple of 16; and where each expert's
     end."""
     E = end_E.shape[0]
     row_P, end_P = end_E.new_empty(triton.cdiv(R + (MULTIPLE - 1) * E, MULTIPLE) * MULTIPLE), torch.empty_like(end_E)

@@ -82,7 +82,7 @@ def score_keys(
     """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
 
     With CAUSAL, tiles whose keys are all later than their queries are not written, W is a multiple of KEYS, S counts the keys,
-    too, and ``score_b`` is None, since the batch's rows follow each other. Without it there are W keys, each scored forevery
+    too, and ``score_b`` is None, since the batch's rows follow each other. Without it there are W keys, each scored for every
     query, ``seq_BS`` is None, and a score is the sum as it comes, NaN and infinities included. ``x_s`` and the like are
     strides. No score is −0, since accumulators start at +0.
     """

@@ -64,7 +64,7 @@ def indexer_scores(
     *,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
-    """Return ``score[b, i, j] = Σ_h w[i, b, h] · ReLU(q[i, b, h] · k[j, b])`` forevery pair, non-causal ones too.
+    """Return ``score[b, i, j] = Σ_h w[i, b, h] · ReLU(q[i, b, h] · k[j, b])`` for every pair, non-causal ones too.
 
     Computed in float32 (float64 inputs: in float64), differentiable in q, k and w. Queries are taken in chunks that the
     backward pass recomputes, so no tensor with both H and T is kept. The scale heads^-1/2 · dim^-1/2 belongs to w.

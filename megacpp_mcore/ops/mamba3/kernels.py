@@ -635,7 +635,7 @@ def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _for_ranks(x, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr):
-    """Repeat [L, P] forevery rank, as [M, P] float32."""
+    """Repeat [L, P] for every rank, as [M, P] float32."""
     return tl.reshape(tl.broadcast_to(x.to(tl.float32)[None, :, :], (R, L, P)), (R * L, P))
 
 
@@ -646,7 +646,7 @@ def chunk_scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, 
                    CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
     """Compute the output of a segment, given the state before it: GATED, y [S, B, H, P], with NORM normed; RAW, the gate's
-    input forevery rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
+    input for every rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ACROSS: tl.constexpr = L if N <= 64 else M

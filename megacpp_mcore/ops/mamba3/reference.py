@@ -142,7 +142,7 @@ def mamba3_angles(
 
 
 def mamba3_rotate(x_BSRHN: torch.Tensor, theta_BSHA: torch.Tensor, *, pairing: Pairing) -> torch.Tensor:
-    """Rotate the first A planes of the state axis by θ, the same forevery rank; the rest passes unchanged.
+    """Rotate the first A planes of the state axis by θ, the same for every rank; the rest passes unchanged.
 
     Args:
         x_BSRHN: B or C, normed and biased.

@@ -33,7 +33,7 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
     its own.
 
     Args:
-        tensor: one that Megatron creates forevery micro-batch, or derived from one.
+        tensor: one that Megatron creates for every micro-batch, or derived from one.
         form: key of the result, with everything else that it depends on.
         make: its result must not hold memory of ``tensor`` itself, which would then never be freed.
     """

@@ -204,17 +204,10 @@ def device_trace(kernels: Sequence[tuple[int, int, str, str]], steps: Sequence[t
 
 
 def test_communication_is_hidden_only_where_another_stream_computes() -> None:
-    found = table(
-        device_trace(
-            [
-                (10, 30, "gemm", "M/1"),
-                (40, 50, "gemm", "A/2"),
-                (20, 45, ALL_REDUCE, "gradients"),  # hidden in 20–30 and 40–45
-                (60, 70, SEND, "pipeline"),  # exposed
-                (65, 75, SEND, "pipeline"),  # exposed, half of it at the time of the one before
-            ]
-        )
-    )
+    kernels = [(10, 30, "gemm", "M/1"), (40, 50, "gemm", "A/2")]
+    kernels += [(20, 45, ALL_REDUCE, "gradients")]  # hidden in 20–30 and 40–45
+    kernels += [(60, 70, SEND, "pipeline"), (65, 75, SEND, "pipeline")]  # exposed, half of it at the same time
+    found = table(device_trace(kernels))
     gradients, pipeline = (found["families"][name] for name in ("gradients", "pipeline"))
     assert (gradients["communication_hidden_ns"], gradients["communication_exposed_ns"]) == (15, 10)
     assert (pipeline["communication_hidden_ns"], pipeline["communication_exposed_ns"]) == (0, 20)
@@ -330,13 +323,8 @@ def page_of(trace: Trace, device: str) -> str:
 
 
 def test_a_page_speaks_of_what_its_device_has() -> None:
-    host = Trace(
-        ops=[
-            Op(0, 100, "megacpp::step/1", correlation=1),
-            Op(5, 50, "megacpp::A/1", correlation=2),
-            Op(10, 40, "aten::mm", correlation=3),
-        ]
-    )
+    named = ((0, 100, "megacpp::step/1"), (5, 50, "megacpp::A/1"), (10, 40, "aten::mm"))
+    host = Trace(ops=[Op(*one, correlation=number) for number, one in enumerate(named, 1)])
     on_cpu = page_of(host, "CPU")
     assert [word for word in GPU_WORDS if word in on_cpu] == []
     assert "communication" not in on_cpu
@@ -387,8 +375,5 @@ def test_events_of_the_profiler_become_records() -> None:
     )
     assert trace.kernels == [Kernel(5, 15, "gemm", 3, 70)]
     assert [op.name for op in trace.ops] == ["aten::mm", "MmBackward0", "cudaLaunchKernel"]
-    assert [(op.sequence, op.forward, op.launch) for op in trace.ops] == [
-        (9, True, False),
-        (9, False, False),
-        (-1, True, True),
-    ]
+    assert [(op.sequence, op.forward) for op in trace.ops] == [(9, True), (9, False), (-1, True)]
+    assert [op.launch for op in trace.ops] == [False, False, True]

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Log
+from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
@@ -230,57 +231,65 @@ def test_the_documented_fields_that_are_never_null_are_the_schema_s() -> None:
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------
 
 GOOD: dict[str, Any] = {
-    "data.kind": "real",
-    "moe_enabled": True,
-    "routing.forced_balance": False,
-    "routing.dropped_tokens": 0,
-    "routing.capacity_factor": None,
-    "routing.expert_input": "jagged",
-    "model.definition": {},
-    "indexer.top_k": 8,
-    "indexer.loss_coefficient": 0.001,
-    "indexer.warmup_steps": 0,
-    "backends": [],
-    "batch.rampup": False,
-    "overlap": [],
-    "parallelism.world_size": 2,
-    "device": "NVIDIA H200",
-}
+    "data.kind": "real", "moe_enabled": True, "routing.forced_balance": False, "routing.dropped_tokens": 0,
+    "routing.capacity_factor": None, "routing.expert_input": "jagged", "model.definition": {}, "indexer.top_k": 8,
+    "indexer.loss_coefficient": 0.001, "indexer.warmup_steps": 0, "backends": [], "batch.rampup": False, "overlap": [],
+    "parallelism.world_size": 2, "device": "NVIDIA H200",
+}  # fmt: skip
 REDUCED: dict[str, Any] = {"name": "gradient reduce", "asked": True, "possible": True, "reason": "it has a stream"}
 ONE_BUCKET = REDUCED | {"possible": False, "reason": "one bucket holds all"}
 UNKNOWN = REDUCED | {"possible": False, "reason": "how many buckets there are is not known"}
+EVEN, UNEVEN = [a_step(1, tokens=8), a_step(2, tokens=16)], [a_step(1, tokens=8), a_step(2, tokens=24)]
+
+
+def judged(
+    values: dict[str, Any], steps: Sequence[Step] = EVEN, compiled: dict[int, int] | None = None, overlap: str = ""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The evidence of disqualifiers, and the reasons of those not judged, of a run whose second step was measured."""
+    window = Window(2, 0, 1.0, {2: 1.0}, compiled or {}, 0) if steps else None
+    found, unjudged = compare.judge(compare.Case(values, steps, tokens_of(steps), window, overlap))
+    return {one["name"]: one["evidence"] for one in found}, {one["name"]: one["reason"] for one in unjudged}
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "evidence"),
+    ("given", "name", "evidence"),
     [
-        ({"data.kind": "mock"}, "mock data", "mock data"),
-        ({"routing.forced_balance": True}, "forced balance", "at random"),
-        ({"routing.dropped_tokens": 7, "routing.capacity_factor": 1.0}, "capacity drop", "7 assignments"),
-        ({"indexer.loss_coefficient": 0.0}, "indexer untrained", "coefficient is 0"),
-        ({"indexer.warmup_steps": 9}, "indexer untrained", "first 9 steps"),
-        ({"backends": [NAMED]}, "fall-back", "op mla in layer 4 asked for kernel and runs on reference: disabled"),
-        ({"batch.rampup": True}, "batch changed", "--rampup-batch-size"),
+        ({"values": GOOD | {"data.kind": "mock"}}, "mock data", "mock data"),
+        ({"values": GOOD | {"routing.forced_balance": True}}, "forced balance", "at random"),
         (
-            {"overlap": [ONE_BUCKET]},
-            "overlap hid nothing",
-            "gradient reduce was asked to be hidden and cannot be: one bucket",
+            {"values": GOOD | {"routing.dropped_tokens": 7, "routing.capacity_factor": 1.0}},
+            "capacity drop", "7 assignments",
+        ),
+        ({"values": GOOD | {"indexer.loss_coefficient": 0.0}}, "indexer untrained", "coefficient is 0"),
+        ({"values": GOOD | {"indexer.warmup_steps": 9}}, "indexer untrained", "first 9 steps"),
+        (
+            {"values": GOOD | {"backends": [NAMED]}},
+            "fall-back", "op mla in layer 4 asked for kernel and runs on reference: disabled",
         ),
         (
-            {"overlap": [REDUCED], "profiler.hidden_share": 0.0},
-            "overlap hid nothing",
-            "gradient reduce: asked to be hidden, and the profile shows 0.0% of communication so",
+            {"compiled": {2: SECOND // 2}},
+            "warm-up inside the window", "1 measured steps compiled or tuned, step 2 for 0.500 s",
         ),
+        ({"steps": [EVEN[0], a_step(2, tokens=16, loss=math.nan)]}, "NaN skipped", "1 steps were skipped or had a loss"),
+        ({"steps": [EVEN[0], a_step(2, tokens=16, skipped=True)]}, "NaN skipped", "the first is step 2"),
+        ({"values": GOOD | {"batch.rampup": True}}, "batch changed", "--rampup-batch-size"),
+        ({"steps": UNEVEN}, "batch changed", "steps had 8, 16 tokens"),
+        (
+            {"values": GOOD | {"overlap": [ONE_BUCKET]}},
+            "overlap hid nothing", "gradient reduce was asked to be hidden and cannot be: one bucket",
+        ),
+        (
+            {"values": GOOD | {"overlap": [REDUCED], "profiler.hidden_share": 0.0}},
+            "overlap hid nothing", "gradient reduce: asked to be hidden, and the profile shows 0.0% of communication so",
+        ),
+        ({"overlap": "start_1, start_2 of rank 0"}, "overlapping starts", "start_1, start_2 of rank 0"),
     ],
-)
-def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
-    write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2))
-    window, steps = window_of(tmp_path, 1, 1), [a_step(1, tokens=8), a_step(2, tokens=16)]
-    assert compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window)) == ([], [])
-    found, unjudged = compare.judge(compare.Case(GOOD | change, steps, tokens_of(steps), window))
-    assert [one["name"] for one in found] == [name]
-    assert evidence in found[0]["evidence"]
-    assert unjudged == []
+)  # fmt: skip
+def test_each_disqualifier_has_its_evidence(given: dict[str, Any], name: str, evidence: str) -> None:
+    assert judged(GOOD) == ({}, {})
+    found, unjudged = judged(**{"values": GOOD} | given)
+    assert (list(found), unjudged) == ([name], {})
+    assert evidence in found[name]
 
 
 @pytest.mark.parametrize(
@@ -294,31 +303,14 @@ def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, An
     ],
 )
 def test_overlap_that_hides_something_or_has_nothing_to_hide(change: dict[str, Any]) -> None:
-    judged = compare.judge(compare.Case(GOOD | change, [], {}, None))
-    assert not any(one["name"] == "overlap hid nothing" for both in judged for one in both)
-    unknown = compare.judge(compare.Case(GOOD | {"overlap": [UNKNOWN]}, [], {}, None))[1]
-    assert any(one["name"] == "overlap hid nothing" and "not known" in one["reason"] for one in unknown)
+    assert judged(GOOD | change) == ({}, {})
 
 
-def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> None:
-    write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2, jit=0.5))
-    window = window_of(tmp_path, 1, 1)
-    steps = [a_step(1, tokens=8), a_step(2, tokens=24, loss=math.nan), a_step(3, tokens=32, skipped=True)]
-    assert tokens_of(steps) == {1: 8, 2: 16, 3: 8}
-    found = {
-        one["name"]: one["evidence"] for one in compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window))[0]
-    }
-    assert found == {
-        "warm-up inside the window": "1 measured steps compiled or tuned, step 2 for 0.500 s",
-        "NaN skipped": "2 steps were skipped or had a loss that is no number, the first is step 2",
-        "batch changed": "steps had 8, 16 tokens",
-    }
-    found_nothing, unjudged = compare.judge(compare.Case({}, [], {}, None))
-    assert found_nothing == []
-    assert [one["name"] for one in unjudged] == list(receipt_fields.DISQUALIFIERS[:-1])
-    overlapping = compare.judge(compare.Case(GOOD, steps[:1], {1: 8}, window, "start_1, start_2 of rank 0"))[0][-1]
-    assert overlapping == {"name": "overlapping starts", "evidence": "start_1, start_2 of rank 0"}
+def test_what_cannot_be_judged() -> None:
+    found, unjudged = judged({}, [])
+    assert (found, list(unjudged)) == ({}, list(receipt_fields.DISQUALIFIERS[:-1]))
+    found, unjudged = judged(GOOD | {"overlap": [UNKNOWN]})
+    assert (found, list(unjudged)) == ({}, ["overlap hid nothing"])
+    assert "not known" in unjudged["overlap hid nothing"]
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}
-    assert [one["name"] for one in compare.judge(compare.Case(lost, steps, tokens_of(steps), window))[1]] == [
-        "capacity drop"
-    ]
+    assert list(judged(lost)[1]) == ["capacity drop"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import FAMILIES
@@ -75,6 +76,11 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
     """
     is_staged = grammar.parse(model.pattern).staged
     cut = model.chunks(layout or Layout()) if layout or not is_staged else chunks(model.pattern)
+    for letter in dict.fromkeys(model.layers):
+        if not FAMILIES[letter].slots:
+            raise ModelError(
+                f"{model.name}: {letter} layers have no slot in HybridModel; train on GPTModel (--host gpt)"
+            )
     symbols = [
         FAMILIES[letter].slots[0].symbol if role is None else FULL_MLA if role == FULL_ATTENTION else SPARSE_MLA
         for letter, role in zip(model.layers, model.roles, strict=True)

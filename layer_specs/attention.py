@@ -90,8 +90,7 @@ class _Projections:
     def _projected(
         self: Any, hidden_SBD: torch.Tensor, inference_context: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of ``_up`` on latents, rotary part, rotations and ``weights``, followed by the normed query
-        latents.
+        """Return the outputs of ``_up`` on latents, rotary part, rotations and ``weights``, and the normed query latents.
 
         ``--recompute-modules mla_up_proj`` recomputes ``_up`` in the backward pass.
         """

@@ -232,8 +232,7 @@ class SparseCoreAttention(MegatronModule):
         return o_SBHV
 
     def _shared(self) -> Selection:
-        """Return the Full layer's selection; in Megatron's warm-up runs before a CUDA-graph capture, a placeholder of its
-        shape.
+        """Return the Full layer's selection; in the warm-up runs before a graph's capture, a placeholder of its shape.
 
         At that point the Full layer's graph has been captured but never replayed: no keys exist, and no target sum is consumed.
         """

@@ -103,8 +103,7 @@ def _masked_documents(
 def packed_documents(
     config: TransformerConfig, packed_seq_params: PackedSeqParams, layer_number: int, *, batch: int, rows: int
 ) -> torch.Tensor:
-    """Assign a document to each row of a packed batch, int32 ``[1, S]``; padding between documents belongs to the one
-    before.
+    """Assign numbers to the documents of a packed batch, int32 ``[1, S]``; padding belongs to the one before.
 
     Raises:
         DataError: more documents than :func:`max_documents`.
@@ -145,8 +144,7 @@ def packed_documents(
 
 
 def max_documents(config: TransformerConfig, rows: int) -> int:
-    """Return the most documents that a row of ``rows`` tokens may hold: the run's setting, or one per 16 tokens, at least
-    64."""
+    """Return the most documents in a row of ``rows`` tokens: the run's setting, or one per 16 tokens, at least 64."""
     return getattr(config, "max_documents", None) or default_max_documents(rows)
 
 

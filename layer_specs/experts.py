@@ -145,8 +145,7 @@ def takes_tokens(config: TransformerConfig) -> bool:
 
 
 def why_stock_experts(config: TransformerConfig) -> str | None:
-    """Name the first feature, of those that the model leaves to the run, that it requests and only stock's experts have, or
-    None."""
+    """Name the first feature left to the run that it requests and only stock's experts have, or None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     optimizer = getattr(arguments, "optimizer", "adam")
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
@@ -338,8 +337,7 @@ class StackedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return the keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one per
-        expert."""
+        """Return the keys and shards of stock's experts (0.19.2, ``transformer/moe/experts.py``), one per expert."""
         first, count = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
         axis, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())
         places = [(*sharded_offsets, (axis, first + index, count)) for index in range(self.num_local_experts)]

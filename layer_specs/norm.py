@@ -18,8 +18,7 @@ from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 
 
 def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
-    """Return a builder with the call signature of ``parts.norm``; its module has the parameters and checkpoint keys of
-    stock's.
+    """Return a builder with the signature of ``parts.norm``; its module has stock's parameters and checkpoint keys.
 
     Raises:
         BackendError: when called, if the run names a backend of the op ``rms_norm`` that cannot run here, or that lacks a

@@ -111,8 +111,7 @@ class Parts:
 
 
 def parts_for(config: TransformerConfig) -> Parts:
-    """Choose the classes to build layers from: Transformer Engine's or Megatron's local ones, according to
-    ``transformer_impl``.
+    """Choose the classes to build layers from, Transformer Engine's or Megatron's, by ``transformer_impl``.
 
     ``MEGACPP_DISABLE_TE`` forces the local ones; ``config`` is not changed.
 

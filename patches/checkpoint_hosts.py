@@ -31,8 +31,7 @@ _MTP = "MTP depths"
 
 
 def _outline(args: Any, host: str) -> dict[str, Any]:
-    """Return what the arguments of a run or a checkpoint with the spec of ``host`` say of its model; E layers by 1-based
-    numbers."""
+    """Return what the arguments of a run or checkpoint with ``host``'s spec say of its model; E layers by number."""
     sizes = {name: getattr(args, name, None) for name in _SIZES}
     if host == HYBRID:
         trunk, *depths = args.hybrid_layer_pattern.split("/")

@@ -81,8 +81,7 @@ _documents = _Documents()
 
 
 def packed_pairs() -> tuple[int, int] | None:
-    """Return the pairs of the last step's packed documents, over all replicas: causal, and kept by top-k; None where none
-    were."""
+    """Return the pairs of the last step's packed documents, of all replicas: causal, and kept by top-k; None without."""
     return None if (known := _documents.pairs) is None else (known.causal, known.selected)
 
 
@@ -259,8 +258,7 @@ def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _sharing_of_gpt(args: Any) -> Iterator[bool]:
-    """Return whether each DSA layer of a GPT reuses another's indices: trunk layers, then MTP layers, whose numbers restart
-    at 1."""
+    """Return whether each DSA layer of a GPT reuses another's indices: trunk layers, then MTP layers, from 1 again."""
     from megacpp_mcore import patches
 
     schedule = plugin_config.index_schedule_from_environment()
@@ -293,8 +291,7 @@ def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> flo
 
 
 def _core(args: Any, batch: _Batch, symbol: str, shares: bool) -> flops.Work:
-    """Return the core of a ``+`` layer, or the core of a ``D`` layer plus its indexer, unless it reuses another layer's
-    indices."""
+    """Return the core of a ``+`` layer, or that of a ``D`` layer plus its indexer, unless it reuses other indices."""
     mla, heads = _mla(args), args.num_attention_heads
     if symbol == "+":
         return flops.full_core(batch.causal_pairs, heads, mla)

@@ -75,8 +75,7 @@ class _Run:
     rolled_mask: Any
 
     def mask_of(self, labels: Any) -> Any:
-        """Return the factor on the losses of ``labels``: the model's mask for its own labels, else the mask that MTP has
-        rolled."""
+        """Return the factor on the losses of ``labels``: the model's mask for its own labels, else MTP's rolled mask."""
         return self.loss_mask if labels is self.labels else self.rolled_mask
 
 

@@ -131,8 +131,7 @@ def _log_once(level: int, message: str) -> None:
 
 
 def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
-    """Return the function to run instead of ``core``, returning ``[S, B, H, V]`` or why it cannot; None if ``core`` is not
-    stock."""
+    """Return the function to run instead of ``core``, giving ``[S, B, H, V]`` or why not; None if ``core`` is not stock."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 

@@ -76,8 +76,7 @@ def _finite(tensor: Any) -> bool:
 
 
 def _alive(reference: weakref.ref[Any]) -> Any:
-    """Return the tensor of a weak reference, None if it is gone; as torch.utils.weak.TensorWeakRef, which takes longer to
-    make."""
+    """Return the tensor of a weak reference, or None; as torch.utils.weak.TensorWeakRef, which takes longer to make."""
     if (tensor := reference()) is not None:
         tensor._fix_weakref()
     return tensor

@@ -99,8 +99,7 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _owned(box: Any, replica: int, is_loading: bool) -> Any:
-    """Make a box of this rank's own: the ranks of a data-parallel group have different ones, and only their groups are
-    replicas."""
+    """Make a box of this rank's own: a data-parallel group's ranks have different ones; only their groups are replicas."""
     # The process of an async save shares host memory, which the next step changes.
     data = box.data.clone() if box.data.is_cpu and not is_loading else box.data
     others = box.replica_id[:2] if isinstance(box.replica_id, tuple) else ()
@@ -108,8 +107,7 @@ def _owned(box: Any, replica: int, is_loading: bool) -> Any:
 
 
 def _boxes_of(entry: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[tuple[int, Any]]:
-    """Make the ShardedTensors of a part of a parameter's state: views of ``flat``, which begins at its number ``start``,
-    and where.
+    """Make ShardedTensors of a part of a parameter's state: views of ``flat``, from its number ``start``, and where.
 
     No piece has the rows that fill up a projection: they are zero.
 
@@ -317,8 +315,7 @@ def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -
 
 
 def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the checkpoint's group that trains as ``group`` does; of the experts' own, if there is one, for the experts'
-    own."""
+    """Return the checkpoint's group that trains as ``group`` does; of the experts' own, for the experts' own."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     names = [name for name in param_group_identifier_keys if name != _EXPERT]

@@ -247,8 +247,7 @@ def grouped_fp8_candidates() -> tuple[Candidate, ...]:
 
 
 def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
-    """Compute the implementations of a reduced linear cross-entropy, which the model does not use: it needs the loss per
-    token."""
+    """Return the implementations of a reduced linear cross-entropy; the model needs the loss per token and has none."""
     op, path = "linear_cross_entropy", "megacpp_mcore.ops.linear_cross_entropy.reduced"
     vendors = {
         "liger": dataclasses.replace(_REFERENCE, devices=("cuda",), dtypes=("bfloat16", "float16", "float32")),

@@ -54,8 +54,7 @@ def apex_parts() -> dict[str, ProbeResult]:
 
 
 def _triton() -> ProbeResult:
-    """Return whether Triton has a driver for this machine, which it builds with a C compiler; importing it does not show
-    that."""
+    """Return whether Triton has a driver here, which it builds with a C compiler; importing it does not show that."""
     imported = probe_import("triton")
     if not imported.ok:
         return imported

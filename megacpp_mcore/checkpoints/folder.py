@@ -33,8 +33,7 @@ _claimed: str | None = None
 
 
 def read_tracker(folder: Path) -> str | None:
-    """Read what the tracker file in ``folder`` names: the digits of a number or :data:`RELEASE`; None if there is no such
-    file.
+    """Read what the tracker file in ``folder`` names: a number's digits or :data:`RELEASE`; None without a file.
 
     Raises:
         CheckpointError: the file cannot be read or says something else, or it or the folder is a link to nothing.
@@ -189,8 +188,7 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
 def choose_non_persistent(
     folder: Path | None, iteration: int, load: Path | None, step: int | None, **how: bool
 ) -> bool:
-    """Return whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, not one in ``load``; if so, check
-    it.
+    """Return whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, and check it if so.
 
     Args:
         folder: where it is; None if it is not to be checked.

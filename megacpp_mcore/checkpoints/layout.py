@@ -120,8 +120,7 @@ def refuse_other_layout(state: Any, folder: str) -> None:
 
 
 def flat_folder(state: Any) -> str | None:
-    """Return the folder of a checkpoint with flat buckets, by what Megatron's loop has read of it first; None for any
-    other."""
+    """Return the folder of a checkpoint with flat buckets, by what Megatron has read of it first; else None."""
     content = (state or {}).get("content_metadata") or {}
     return content.get(LOADED_FROM) if content.get(FORMAT) == FLAT else None
 

@@ -116,8 +116,7 @@ def verify_arguments(arguments: Sequence[str]) -> str:
 
 
 def cache_words(arguments: Sequence[str]) -> list[str]:
-    """Return the words to append to ``arguments`` so that stock caches its sample indices of these datasets; none without
-    datasets.
+    """Return the words after ``arguments`` by which stock caches its sample indices; none without datasets.
 
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training

@@ -9,8 +9,7 @@ _BITS = 61
 
 
 def integer_unit(bound: torch.Tensor) -> torch.Tensor:
-    """Return the power of two, float32, that terms are multiplied by before rounding; NaN or 0 where ``bound`` is not
-    finite.
+    """Return the power of two, float32, to multiply terms by before rounding; NaN or 0 where ``bound`` is not finite.
 
     Args:
         bound: upper bound on the sum of the terms' absolute values, a scalar tensor.

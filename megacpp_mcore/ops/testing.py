@@ -25,8 +25,7 @@ def row_norms(expected: torch.Tensor) -> torch.Tensor:
 def row_errors(
     actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the error of each row, of ``expected``'s shape without the last axis; infinite where a truth of zero is not
-    met.
+    """Compute each row's error, of ``expected``'s shape without the last axis; infinite where a zero truth is not met.
 
     Args:
         actual: what the path under test gave.

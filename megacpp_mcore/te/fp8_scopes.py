@@ -315,8 +315,7 @@ def owners(module: Any) -> frozenset[int]:
 
 
 def common_group(modules: Iterable[Any]) -> Any:
-    """Return the group to reduce over: the tensor-parallel one of the first module that has one, be it of one rank; else
-    None."""
+    """Return the group to reduce over: the first module's tensor-parallel one, be it of one rank; else None."""
     return next((group for group in map(_tensor_parallel, modules) if group is not None), None)
 
 

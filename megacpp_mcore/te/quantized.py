@@ -24,8 +24,7 @@ _inside = threading.local()
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a payload that means nothing without its scales: of Transformer Engine, torchao, or
-    torch's FP8."""
+    """Return whether ``tensor`` means nothing without its scales: Transformer Engine's, torchao's, or torch's FP8."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.dtype in _FP8
     kinds = {kind.__name__ for kind in type(tensor).__mro__}

@@ -47,8 +47,7 @@ class SourceTree:
         raise Refusal("target not found", f"no file of the module {module} in {places}")
 
     def texts(self, target: str) -> list[str]:
-        """Return the source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file
-        order.
+        """Return the source of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file order.
 
         Each text equals ``inspect.getsource`` of the imported function or class. There are several if alternatives
         are defined under ``if`` or ``try``.
@@ -71,8 +70,7 @@ class SourceTree:
         return found
 
     def version(self) -> str | None:
-        """Return the version in the tree's ``megatron/core/package_info.py``, without the commit; None if it cannot be
-        read.
+        """Return the version in ``megatron/core/package_info.py``, without the commit; None if it cannot be read.
 
         The file is parsed, not run, since running it starts git.
         """

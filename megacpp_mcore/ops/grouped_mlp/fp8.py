@@ -279,8 +279,7 @@ def activate_backward(
 
 @triton.jit
 def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
-    """Compute the activation times its probability, the gradient of ``h``, and each row's part of its probability's
-    gradient."""
+    """Compute activation · probability, the gradient of ``h``, and each row's part of the probability's gradient."""
     h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     da = tl.load(_at(da_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     factor, slope = _activation(h, TANH)
@@ -290,8 +289,7 @@ def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr,
 
 @triton.jit
 def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Write the row at each position, every expert's beginning at a multiple of MULTIPLE, -1 for padding; where each expert
-    ends."""
+    """Write the row at each position, experts beginning at multiples of MULTIPLE, -1 for padding; and their ends."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(end_E + expert, mask=expert < E, other=0)
     first = tl.load(end_E + expert - 1, mask=(expert > 0) & (expert < E), other=0)
@@ -481,8 +479,7 @@ def transposed(
 
 
 def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row at each position, with room for every expert's to begin at a multiple of 16; and where each expert's
-    end."""
+    """Return the row at each position, every expert's beginning at a multiple of 16; and where each expert's end."""
     E = end_E.shape[0]
     row_P, end_P = end_E.new_empty(triton.cdiv(R + (MULTIPLE - 1) * E, MULTIPLE) * MULTIPLE), torch.empty_like(end_E)
     launch(

@@ -38,8 +38,7 @@ def grouped_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Compute as the reference's function of this name does; in an FP8 scope each expert's rows have to be a multiple of
-    16.
+    """Compute as the reference does; in an FP8 scope each expert's rows have to be a multiple of 16.
 
     Raises:
         ModelError: as the reference, or the scope uses delayed scaling, which keeps a layer's maxima in its module: here

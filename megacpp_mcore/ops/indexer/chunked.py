@@ -304,8 +304,7 @@ class Attention:
         return self.logits(key_BGTK, rows).gather(-1, at_BRN[:, :, None].expand(-1, -1, heads, -1))
 
     def target_(self, logit: torch.Tensor, valid: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute the target of the indexer: probabilities over the valid keys, summed over heads (of all ranks),
-        L1-normalised.
+        """Compute the indexer's target: probabilities over the valid keys, summed over (all ranks') heads, L1-normalised.
 
         Args:
             logit: ``[B, R, A, keys]``; overwritten.

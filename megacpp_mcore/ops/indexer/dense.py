@@ -92,8 +92,7 @@ def _scores(q_l, q_r, k_l, k_r, scale, W: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "S", "T", "A", "q_s", "q_b", "q_a", "k_t", "k_b"])
 def log_sums(query, key, starts, ends, position, lse_BAS, scale, S, T, A, q_s, q_b, q_a, k_t, k_b,
              V: tl.constexpr, W: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Compute the log2 of each query's and head's denominator, inf where no key is seen. Program (tile of queries, head,
-    batch)."""
+    """Compute log2 of each query's and head's denominator, inf without keys. Program (tile of queries, head, batch)."""
     i, a, b = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_at = query + (a.to(tl.int64) * q_a + b * q_b) * 8
     q_l, q_r = _rows(q_at + tl.minimum(i, S - 1).to(tl.int64)[:, None] * (q_s * 8), V, W)
@@ -196,8 +195,7 @@ def learn_keys(g_BRT, q_SBHD, k_TBD, w_SBH, weight_BS, starts, ends, position, d
 
 
 def denominators(query_SBAK: torch.Tensor, key_TBK: torch.Tensor, bounds: Bounds, softmax_scale: float) -> torch.Tensor:
-    """Compute the log2 of the denominator of each query's softmax over the keys that it sees, float32 ``[B, A, S]``; inf
-    for none."""
+    """Compute log2 of each query's softmax denominator over the keys it sees, float32 ``[B, A, S]``; inf for none."""
     (S, B, A, K), T = query_SBAK.shape, len(key_TBK)
     query, key, (V, W) = aligned(query_SBAK), aligned(key_TBK), HALVES[K]
     lse_BAS = query.new_empty(B, A, S, dtype=torch.float32)
@@ -216,8 +214,7 @@ def summed_probabilities(
     softmax_scale: float,
     rows: range,
 ) -> torch.Tensor:
-    """Compute the attention probabilities of the queries at ``rows``, summed over heads, float32 ``[B, R, T]``; 0 for
-    unseen keys.
+    """Compute the attention probabilities of queries ``rows``, summed over heads, float32 ``[B, R, T]``; 0 for unseen keys.
 
     Args:
         query_SBAK, key_TBK: bfloat16 or float16, both alike, of a width in :data:`HALVES`.

@@ -136,8 +136,7 @@ def take_best(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Select the N best keys of each row of scores, in ascending order, then -1; ties go to the lower key. Program (query,
-    batch).
+    """Select each row's N best keys, ascending, then -1; ties go to the lower key. Program (query, batch).
 
     The threshold is found by a search between two scores, kept as ranks: more than N keys reach the lower bound, at most N the
     upper one. It ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys that
@@ -255,8 +254,7 @@ def learn(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a query's divergence, the gradients of its q and w, and its part of the keys' gradient; program (query,
-    batch).
+    """Compute a query's divergence, the gradients of its q and w, and its part of k's; program (query, batch).
 
     ``weight`` points to the factor on the gradients. dq, dk (zeros at first) and dw are contiguous; dk is float32 or, with
     ``units`` (pointer to the integer that stands for 1), int64, whose sum does not depend on the order. HEADS is H rounded up

@@ -286,8 +286,7 @@ def indexer_grad(
     *,
     query_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the loss of the sparse stage and its gradients: mean over rows of KL(p ‖ softmax(score over the selected
-    keys)).
+    """Compute the sparse stage's loss and gradients: mean over rows of KL(p ‖ softmax(score over the selected keys)).
 
     p is the target, L1-normalised over the selected keys. The same as :func:`indexer_loss` through autograd, without a score
     of any other key. The gradient of k is summed with ``index_add_``: on a GPU in no fixed order, unless

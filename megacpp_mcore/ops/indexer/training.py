@@ -55,7 +55,7 @@ class TargetSum:
         self._sum_BSN, self._added = None, 0
         if found_BSN is None or added != self.layers:
             raise ModelError(
-                f"{added} layers have left their attention for the indexer's loss, expected {self.layers}: a Full layer was "
+                f"{added} layers added their attention to the indexer's loss, expected {self.layers}: a Full layer was "
                 "recomputed while the patch dsa-index-cache is not applied, or the backward pass left out one of its Shared "
                 "layers; leave that patch in place, and run the layers of a model chunk in one backward pass",
                 code="incomplete-sum",

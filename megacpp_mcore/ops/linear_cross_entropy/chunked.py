@@ -323,8 +323,7 @@ class _Gradients:
             self.grad_V += grad_CV.sum(dim=0, dtype=self.grad_V.dtype)
 
     def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of ``hidden`` (this rank's part), weight and bias, possibly in a wider dtype; None: not
-        returned."""
+        """Return the gradients of ``hidden`` (this rank's part), weight and bias, perhaps in a wider dtype, or None."""
         return self._of_hidden(hidden), self.total_VH if self.is_own else None, self.grad_V
 
     def _of_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -26,8 +26,7 @@ REDUCTIONS = ("mean", "sum")
 def chunked(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Reduce :func:`~megacpp_mcore.ops.linear_cross_entropy.chunked.linear_cross_entropy` to its mean or sum, in three
-    products.
+    """Reduce the loss of :mod:`~megacpp_mcore.ops.linear_cross_entropy.chunked`, in three products.
 
     Raises:
         ModelError: shapes, dtypes or the reduction are not as described.

@@ -31,8 +31,7 @@ TOKENS_BACKWARD = 16
 
 @triton.jit
 def _same_document(seq_BS, b, t, other, S, L, valid, DOCUMENTS: tl.constexpr):
-    """Return whether each row ``other`` exists and is in token t's document; rows in front of the first token are in its
-    document."""
+    """Return whether each row ``other`` is in token t's document, as rows in front of the first token are in its."""
     valid = valid & (other >= -L) & (other < S)
     if DOCUMENTS:
         own = tl.load(seq_BS + b * S + tl.maximum(t, 0), mask=valid, other=0)

@@ -56,8 +56,7 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Compute as the reference's function of this name does, in bfloat16; products have 8-bit factors, 16-bit on the chain
-    of states.
+    """Compute as the reference does, in bfloat16; products have 8-bit factors, 16-bit on the chain of states.
 
     ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`. Above
     :data:`~megacpp_mcore.ops.m2rnn.recurrence.PIECE` it costs memory in the backward pass, which holds a piece of that length.

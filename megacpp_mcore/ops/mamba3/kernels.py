@@ -57,8 +57,7 @@ def _silu(u):
 
 @triton.jit
 def _cos_sin(angle):
-    """Compute cosine and sine of an angle in [0, 2π], by the approximate instructions, accurate to 2^-20 within half a turn
-    of 0."""
+    """Compute cosine and sine of an angle in [0, 2π], approximately: accurate to 2^-20 within half a turn of 0."""
     if INTERPRETED:
         return tl.cos(angle), tl.sin(angle)
     else:
@@ -393,8 +392,7 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 
 @triton.jit
 def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
-    """Load a chunk's decays: from its start to each token [M], each token's weight at the chunk's end [M], over all of it
-    [1]."""
+    """Load a chunk's decays: from its start to each token [M], each token's at the chunk's end [M], over all of it [1]."""
     la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
     last = tl.load(la_ptr + L - 1)
     from_start, to_end, chunk_decay = exp2(la), exp2(last - la) * w, tl.exp2(last)
@@ -1135,7 +1133,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 def angles_bwd(angles_ptr, dangle_ptr, out_ptr, sa_s, sa_b, sg_s, sg_b, S, SP,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, TOKENS: tl.constexpr,
                HEADS: tl.constexpr):  # fmt: skip
-    """Compute the gradient of the angles' projection [S, B, A] from every head's part [B, H, SP, A]; programs (S / TOKENS,
+    """Sum every head's gradient of the angles [B, H, SP, A] to that of their projection [S, B, A]; programs (S / TOKENS,
     B)."""
     b = tl.program_id(1)
     t, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, AP)

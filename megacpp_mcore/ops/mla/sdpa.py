@@ -154,8 +154,7 @@ def sdpa_attention(
 
 
 def _flash_takes(k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> bool:
-    """Return whether flash's variable-length kernel has these widths: values are padded to the width of the keys, keys
-    never."""
+    """Return whether flash's variable-length kernel has these widths: values are padded to the keys', keys never."""
     return k_TBHK.shape[-1] % 8 == 0 and v_TBHV.shape[-1] <= k_TBHK.shape[-1]
 
 

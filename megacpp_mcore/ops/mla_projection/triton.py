@@ -73,8 +73,7 @@ def project(
     rotation_SR: torch.Tensor | None = None,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """Compute as the reference's function of this name does. Saved for backward: the weight and rotation, and x only if
-    there is a weight.
+    """Compute as the reference does. Saved for backward: the weight and rotation, and x only if there is a weight.
 
     Raises:
         ModelError: as the reference; or a dtype not in :data:`DTYPES`, or a width not in :data:`WIDTHS`.

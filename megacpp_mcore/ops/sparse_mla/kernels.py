@@ -162,8 +162,7 @@ def sums(q_ptr, kv_ptr, index_ptr, sum_ptr, scale, S, H, N, P, first, q_s, q_b, 
 def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
           S, H, P, first, q_s, q_b, q_h, kv_t, kv_b, do_s, do_b, do_h,
           M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Compute the mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid and heads as
-    forward.
+    """Compute the mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid as forward.
 
     Mathematically it is do·o. With few keys, where the mean cancels most of the gradient, the rounding of o is large beside
     what is left: there the mean is recomputed.

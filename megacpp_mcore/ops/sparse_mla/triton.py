@@ -93,8 +93,7 @@ def attend(
 def summed_probabilities(
     q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, *, softmax_scale: float, value_dim: int
 ) -> torch.Tensor:
-    """Compute the attention probabilities of :func:`attend`, summed over heads: float32 ``[B, S, N]``, 0 where no key is
-    selected.
+    """Compute the probabilities of :func:`attend`, summed over heads: float32 ``[B, S, N]``, 0 without a key.
 
     Arguments and errors as there. The same inputs give the same bits.
     """

@@ -391,4 +391,5 @@ PATCH = Patch(
         "by more than 1e-2 (fp32, CPU)"
     ),
     retire_when="upstream keys shared indices by layer and micro-batch, takes a schedule, and averages over Full layers",
+    upstream=(6793,),
 )

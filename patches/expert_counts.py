@@ -54,4 +54,5 @@ PATCH = Patch(
     leaves_alone="fp32 models; checkpoints, which hold no counts; the expert bias, which stock keeps in fp32",
     cost="nothing",
     retire_when="upstream keeps the counts in fp32",
+    upstream=(7081,),
 )

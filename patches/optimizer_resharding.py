@@ -378,5 +378,6 @@ PATCH = Patch(
     ),
     leaves_alone="every other format; names, shapes and values in a checkpoint; loads by the same structure; Megatron-FSDP",
     retire_when="upstream saves this format rightly and in parts, and loads groups whatever the optimizers' number and kind",
+    upstream=(5077,),
     cost="a copy of a rank's part while it is saved, of state in host memory only",
 )

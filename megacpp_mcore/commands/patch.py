@@ -113,7 +113,8 @@ def _page(patches: Sequence[Patch]) -> str:
         lines += [f"- Replaces{versions}: {targets}"]
         lines += [f"- Cost: {patch.cost}"] if patch.cost != "nothing" else []
         lines += [f"- Gain: {patch.gain}"] if patch.gain != NOT_MEASURED else []
-        lines += [f"- Goes when: {patch.retire_when}"]
+        fixed_by = "".join(f" (NVIDIA/Megatron-LM#{number})" for number in patch.upstream)
+        lines += [f"- Goes when: {patch.retire_when}{fixed_by}"]
     return "\n".join(lines) + "\n"
 
 

@@ -160,8 +160,8 @@ class Checkout:
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One JSON-ready record per patch; changes nothing.
 
-        ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found``, ``version not supported``,
-        or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
+        ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found`` or
+        ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
         changed target ``diff`` has the changes of its file since the last git commit, if any.
 
         Raises:
@@ -181,7 +181,7 @@ class Checkout:
                 state = (states or ["applied" if name in hooked else "not applied"])[0]
                 reason = _join((problem.message for problem in problems), "; ")
             row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}
-            targets = [self._target_row(problem.edit, problem) for problem in problems if problem.edit]
+            targets = [self._target_row(problem.edit, problem) for problem in problems]
             rows.append(row | {"state": state, "reason": reason, "targets": targets})
         return rows
 
@@ -265,7 +265,7 @@ class Checkout:
     def _target_row(self, edit: Edit, problem: Problem) -> dict[str, Any]:
         row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None}
         if problem.text is not None:
-            row |= {"sha256": digest(problem.text), "expected": sorted(edit.expected(self.version))}
+            row |= {"sha256": digest(problem.text), "expected": list(edit.fingerprints)}
             with contextlib.suppress(git.GitUnavailable):
                 row["diff"] = git.difference(self.root, self.tree.file(edit.module)) or None
         return row

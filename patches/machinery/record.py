@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 
 NOT_MEASURED = "not measured"
-TESTED_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0, whose version is 0.19.1, and the wheel; most targets have the same source in both."""
 WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
 
 
@@ -24,47 +19,40 @@ class Edit:
 
     Attributes:
         target: ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
-        fingerprints: megatron-core version (``"0.19.2"``) to the SHA-256 of the target's source in that version.
+        fingerprints: the SHA-256 of each source of the target that the replacement was written for, whatever its version.
         make: called with the original, returns the replacement. For a static or class method it gets the plain function, and
             the result is wrapped accordingly. It must return a new object on each call, import nothing from Megatron (the hook
             calls it during imports), and access the original only through its argument.
     """
 
     target: str
-    fingerprints: Mapping[str, str]
+    fingerprints: tuple[str, ...]
     make: Callable[[Any], Any]
 
     @classmethod
-    def of(cls, target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
-        """Make an edit of a target whose source is the same in all of :data:`TESTED_VERSIONS`."""
-        return cls(target=target, fingerprints=dict.fromkeys(TESTED_VERSIONS, sha256), make=make)
+    def of(cls, target: str, sha256: str | tuple[str, ...], make: Callable[[Any], Any]) -> Edit:
+        """Make an edit of a target with one accepted source, or several."""
+        return cls(target=target, fingerprints=(sha256,) if isinstance(sha256, str) else sha256, make=make)
 
     @property
     def module(self) -> str:
         """The module that defines the target."""
         return self.target.partition(":")[0]
 
-    def expected(self, version: str) -> set[str]:
-        """Return the fingerprints accepted for ``version``.
-
-        An unlisted version is accepted with any listed source, byte for byte.
-        """
-        known = self.fingerprints
-        return {known[version]} if version in known else set(known.values())
-
     def check(self, text: str, version: str) -> str:
         """Check and return the fingerprint of the source ``text``.
 
         Raises:
-            Refusal: ``target changed``, the fingerprint is not accepted for ``version``.
+            Refusal: ``target changed``, the fingerprint is not accepted; ``version`` is for the message.
         """
-        found, expected = digest(text), self.expected(version)
-        if found not in expected:
+        found = digest(text)
+        if found not in self.fingerprints:
             raise Refusal(
                 "target changed",
                 f"the source of {self.target} in megatron-core {version} has SHA-256 {found}, expected "
-                f"{' or '.join(sorted(expected))}: it is not the code this patch was written for (a local edit, or a "
-                "version that was not tested); leave the patch out, or review the target and add its fingerprint",
+                f"{' or '.join(self.fingerprints)}: it is not the code this patch was written for (a local edit, or a "
+                "version that was not tested); leave the patch out, or review the target (`megacpp-mcore compat`) and add "
+                "its fingerprint",
             )
         return found
 
@@ -74,15 +62,15 @@ class Problem:
     """Why one patch does not fit one tree.
 
     Attributes:
-        state: ``version not supported``, ``target not found`` or ``target changed``.
+        state: ``target not found`` or ``target changed``.
         message: the same, human-readable.
-        edit: the edit concerned; None if the problem is the version.
+        edit: the edit concerned.
         text: the source that was found instead, if any.
     """
 
     state: str
     message: str
-    edit: Edit | None = None
+    edit: Edit
     text: str | None = None
 
 
@@ -94,13 +82,15 @@ class Patch:
         name: lower-case words joined by ``-``.
         fixes: what goes wrong without the patch.
         source: upstream issue, or file and version, that it fixes.
-        megatron_versions: the supported megatron-core range, as in a requirement (``">=0.19,<0.20"``).
+        megatron_versions: the megatron-core range that it was tested with, as in a requirement (``">=0.19,<0.20"``); whether
+            it fits is a question of fingerprints alone.
         edits: the symbols it replaces.
         seam: why it acts at these symbols and not elsewhere.
         leaves_alone: what it deliberately does not touch.
         retire_when: the upstream change that makes it obsolete.
         cost: its cost in time, memory or capability.
         gain: its measured benefit (with a figure), or ``not measured``.
+        upstream: pull requests of NVIDIA/Megatron-LM with the same fix, by number.
     """
 
     name: str
@@ -113,40 +103,21 @@ class Patch:
     retire_when: str
     cost: str = NOT_MEASURED
     gain: str = NOT_MEASURED
+    upstream: tuple[int, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that define its targets, each once."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits))
 
-    def check_version(self, version: str) -> None:
-        """Check that this patch is for megatron-core ``version``.
-
-        Raises:
-            Refusal: ``version not supported``.
-        """
-        try:
-            supported = SpecifierSet(self.megatron_versions).contains(Version(version), prereleases=True)
-        except InvalidVersion as error:
-            raise Refusal("version not supported", f"megatron-core calls itself {version!r}: {error}") from error
-        if not supported:
-            raise Refusal(
-                "version not supported",
-                f"it is for megatron-core {self.megatron_versions}, but {version} is installed; leave the patch out",
-            )
-
     def problems(self, tree: SourceTree, version: str) -> list[Problem]:
         """Everything that prevents applying this patch to Megatron ``version`` with the files ``tree``."""
-        try:
-            self.check_version(version)
-        except Refusal as refusal:
-            return [Problem(refusal.state, str(refusal))]
         return [problem for edit in self.edits if (problem := _edit_problem(edit, tree, version))]
 
     def describe(self) -> dict[str, Any]:
         """Return the record without its code, ready for JSON."""
         words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions")}
-        return words | {"targets": [edit.target for edit in self.edits]}
+        return words | {"upstream": list(self.upstream), "targets": [edit.target for edit in self.edits]}
 
 
 def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:

@@ -127,7 +127,7 @@ class Registry:
     def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> tuple[str, ...]:
         """Put the named patches in place: all of them, or none.
 
-        Range, target and fingerprint of every patch are checked, and every replacement is built, before the first change.
+        Target and fingerprint of every edit are checked, and every replacement is built, before the first change.
         Afterwards each module in ``sys.modules`` that had imported an original by name holds its replacement. References that
         are not module attributes (a default argument, a ``ModuleSpec`` created earlier, a stored bound method) are out of
         reach of any patch: choose a seam without them.
@@ -240,10 +240,9 @@ class Registry:
             return [self._record(patch) for patch in self._patches.values()]
 
     def seal(self, names: Iterable[str]) -> str:
-        """16 hex digits that depend on the named records except their prose: targets, fingerprints, version ranges."""
+        """16 hex digits that depend on the named records except their prose: targets and fingerprints."""
         records = [
-            [patch.name, patch.megatron_versions]
-            + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
+            [patch.name, [[edit.target, edit.fingerprints] for edit in patch.edits]]
             for patch in sorted(self.select(names), key=lambda patch: patch.name)
         ]
         return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
@@ -259,11 +258,6 @@ class Registry:
         problems: list[str] = []
         version = self.version() if fresh else ""
         for name, edits in fresh.items():
-            try:
-                self._patches[name].check_version(version)
-            except Refusal as refusal:
-                problems.append(f"{name}: {refusal}")
-                continue
             for edit in edits:
                 try:
                     slot = resolve(edit.target)

@@ -204,25 +204,18 @@ def test_an_unknown_fingerprint_names_the_patch_and_changes_nothing(root: Path) 
     assert diff() is None
 
 
-def test_versions(tree: Path) -> None:
+def test_sources_decide_and_not_versions(tree: Path) -> None:
     utils, info = tree / "megatron/core/utils.py", tree / "megatron/core/package_info.py"
-    registry = Registry(
-        [
-            patch_of(tree, "old", TARGETS["timers"]),
-            patch_of(tree, "wide", TARGETS["builder"], megatron_versions=">=0.19"),
-            patch_of(tree, "gone", "megatron.core.utils:divide", megatron_versions=">=0.19"),
-        ]
-    )
+    gone = patch_of(tree, "gone", "megatron.core.utils:divide", "megatron.core.utils:ensure_divisibility")
+    registry = Registry([patch_of(tree, "same", TARGETS["builder"]), gone])
     edit(utils, utils.read_bytes().replace(b"def divide(", b"def split("))
     edit(info, info.read_bytes().replace(b"MINOR = 19", b"MINOR = 20"))
     commit(tree)
     lm = Checkout(tree, registry)
-    assert {row["name"]: row["state"] for row in lm.status()} == {
-        "old": "version not supported", "wide": "not applied", "gone": "target not found"
-    }  # fmt: skip
-    values = ["2 problems", "old", ">=0.19,<0.20", "0.20", "gone: megatron.core.utils:divide"]
-    refuses(tree, values, lambda: lm.apply(["old", "wide", "gone"]))
-    assert [problem.partition(":")[0] for problem in lm.unfit()] == ["old", "gone"]
+    assert {row["name"]: row["state"] for row in lm.status()} == {"same": "not applied", "gone": "target not found"}
+    refuses(tree, ["gone: megatron.core.utils:divide"], lambda: lm.apply(["same", "gone"]))
+    assert [problem.partition(":")[0] for problem in lm.unfit()] == ["gone"]
+    assert lm.apply(["same"]).changed == ("same",)
     edit(info, b"MAJOR = 0\nMINOR = int('20')\nPATCH = 1\n")
     with raises(PatchError, "package_info.py", "MAJOR, MINOR"):
         Checkout(tree, registry)

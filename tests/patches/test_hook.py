@@ -119,10 +119,10 @@ def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: 
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(
         patch("fine", f"{a}:f"),
-        patch("changed", f"{b}:f", fingerprints={VERSION: "0" * 64}),
-        patch("late", f"{b}:f", megatron_versions=">=0.20"),
+        patch("changed", f"{b}:f", fingerprints=("0" * 64,)),
+        patch("late", f"{b}:f", fingerprints=("1" * 64,)),
     )
-    with raises(PatchError, FILE, "2 problems", "changed", f"{b}:f", "late", ">=0.20"):
+    with raises(PatchError, FILE, "2 problems", "changed", f"{b}:f", "late", "1" * 64):
         install("fine", "changed", "late")
     assert set(states(reg).values()) == {"not applied"}
     assert not {a, b} & set(sys.modules)

@@ -153,7 +153,7 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
         caplog.clear()
         capsys.readouterr()
     assert (row["state"], row["megatron_core"], row["hook"], row["waits_for"]) == ("applied", VERSION, None, [])
-    assert row["fingerprints"] == {target: known.edits[0].fingerprints[VERSION]}
+    assert row["fingerprints"] == {target: known.edits[0].fingerprints[0]}
     assert (row["cost"], row["gain"]) == ("not measured", "not measured")
 
 
@@ -169,7 +169,7 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     ],
 )  # fmt: skip
 def test_every_problem_is_named_and_nothing_is_changed(hosts: Hosts, names: Any, code: str, values: list[str]) -> None:
-    name, other = hosts[0].__name__, {VERSION: "0" * 64}
+    name, other = hosts[0].__name__, ("0" * 64,)
     reg = registry(
         patch("one", f"{name}:double"),
         patch("changed", f"{name}:triple", fingerprints=other),
@@ -196,21 +196,16 @@ def test_target_that_cannot_be_patched(hosts: Hosts, path: str, value: str) -> N
         fingerprint(f"no_such_module_at_all:{path}")
 
 
-def test_versions(hosts: Hosts) -> None:
+def test_sources_decide_and_not_versions(hosts: Hosts) -> None:
     target = f"{hosts[0].__name__}:double"
-    one = patch("one", target)
-    for version in ("0.18.4", "0.20.0", "0.20.0rc1", "not a version"):
-        with pytest.raises(PatchError, match=f">=0.19,<0.20, .*{version}|'{version}'"):
-            registry(one, version=version).apply(["one"])
-    # In range, not listed, but the same source to the byte.
-    early = patch("one", target, megatron_versions=">=0.19")
-    for fitting in (registry(early, version="0.20.0rc1"), registry(one, version="0.19.3")):
-        assert fitting.apply(["one"]) == ("one",)
-        fitting.revert()
-    # Listed with another source: another version's fingerprint does not help.
-    other = {"0.19.1": "0" * 64, VERSION: fingerprint(target)}
-    with raises(PatchError, "0.19.1", other[VERSION], "0" * 64, code="not-applied"):
-        registry(patch("one", target, fingerprints=other), version="0.19.1").apply(["one"])
+    known, other = fingerprint(target), "0" * 64
+    for accepted in ((known,), (other, known)):
+        for version in ("0.18.4", "0.20.0rc1", "not a version"):
+            reg = registry(patch("one", target, fingerprints=accepted), version=version)
+            assert reg.apply(["one"]) == ("one",)
+            reg.revert()
+    with raises(PatchError, "0.20.0", ":double", known, other, "1" * 64, code="not-applied"):
+        registry(patch("one", target, fingerprints=(other, "1" * 64)), version="0.20.0").apply(["one"])
 
 
 # --- others who change the same modules --------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ def test_foreign_wrappers_are_refused(hosts: Hosts) -> None:
     first.revert()
     # functools.wraps makes the wrapper's source read as the original's: the fingerprint alone would accept it.
     host.double = adding(1)(original)
-    assert fingerprint(target) == one.edits[0].fingerprints[VERSION]
+    assert fingerprint(target) == one.edits[0].fingerprints[0]
     with pytest.raises(PatchError, match=r":double .* \(.*throwaway.py:\d+\)"):
         first.apply(["one"])
     host.double = original
@@ -261,11 +256,10 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
     assert registry(plain, two).seal(["one", "two"]) == registry(two, plain).seal(["two", "one"])
     others = [
         patch("one", f"{a}:g"),
-        patch("one", f"{a}:f", fingerprints={VERSION: "0" * 64}),
-        patch("one", f"{a}:f", megatron_versions=">=0.19"),
+        patch("one", f"{a}:f", fingerprints=("0" * 64,)),
         patch("one", f"{a}:f", f"{a}:g"),
     ]
-    assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 5
+    assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 4
 
 
 # --- interrupted and forked ----------------------------------------------------------------------------------------------

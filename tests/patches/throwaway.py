@@ -68,7 +68,7 @@ def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **
     tree = SourceTree(tuple(map(Path, sys.path)))
     known = fields.pop("fingerprints", None)
     edits = tuple(
-        Edit(target=target, fingerprints=known or {VERSION: digest(tree.texts(target)[0])}, make=make or adding(100))
+        Edit(target=target, fingerprints=known or (digest(tree.texts(target)[0]),), make=make or adding(100))
         for target in targets
     )
     return Patch(**{"name": name, "edits": edits, "megatron_versions": ">=0.19,<0.20", **WORDS, **fields})

@@ -106,6 +106,15 @@ def test_the_metadata(wheel: Path) -> None:
     assert set(hard) == {"jinja2", "megatron-core", "numpy", "packaging", "psutil", "pyyaml", "torch"}
     for version, fits in (("0.18.4", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", False)):
         assert (version in hard["megatron-core"].specifier) is fits
+    supported = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## Supported versions")[2].partition("```")[0]
+    )
+    pinned = {one.name: str(one.specifier).removeprefix("==") for one in requirements if one.marker is not None}
+    for name in ("flash-attn-4", "liger-kernel", "nemo-run", "quack-kernels"):
+        assert pinned[name] in supported, name
+    assert "| Megatron-Core | 0.19:" in supported
+    assert "| torch | 2.11 |" in supported
+    assert next(iter(hard["torch"].specifier.filter(["2.10", "2.11.0", "2.12"]))) == "2.11.0"
     impostors = {"apex", "deep-gemm", "deep_gemm", "megatron-bridge"}
     assert impostors.isdisjoint(one.name.lower() for one in requirements)
 

@@ -63,9 +63,6 @@ class DemoError(Exception):
         self.log = log
 
 
-# --- The plan ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Plan:
     """What one demo does, and where its files go."""
@@ -137,9 +134,6 @@ def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
     return command(plan, [], [], extra, str(ROOT / "examples" / "score_heldout.py"))
 
 
-# --- Processes --------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in its own process group, its output appended to ``log``; no process of it outlives the context."""
@@ -177,9 +171,6 @@ def exit_status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-# --- The parts --------------------------------------------------------------------------------------------------------
-
-
 def say(message: str) -> None:
     """Print a line at once."""
     print(message, flush=True)
@@ -214,11 +205,7 @@ def make_corpus(folder: Path) -> tuple[str, str]:
 
 
 def train(plan: Plan, command: Sequence[str], kill_after: int = 0) -> list[steps.Step]:
-    """Run one leg to its end, or, with ``kill_after``, until that step is recorded; returns its steps.
-
-    Raises:
-        DemoError: it failed, or it ended before it could be killed.
-    """
+    """Run one leg to its end, or, with ``kill_after``, until that step is recorded; return its steps. Raise DemoError if it fails or ends early."""
     before = seen = len(recorded(plan))
     with started(command, plan.log) as process:
         while True:
@@ -247,11 +234,7 @@ def recorded(plan: Plan) -> list[steps.Step]:
 
 
 def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) -> str:
-    """Compare the steps that both legs ran; returns a sentence with the result.
-
-    Raises:
-        DemoError: they differ, or the second leg did not start where it should.
-    """
+    """Compare the steps that both legs ran; return a sentence with the result, or raise DemoError."""
     if not second or second[0].step != plan.save_at + 1 or second[-1].step != plan.train_steps:
         ran = f"steps {second[0].step} to {second[-1].step}" if second else "no step"
         raise DemoError(f"the resumed run made {ran}; expected {plan.save_at + 1} to {plan.train_steps}", log=plan.log)
@@ -285,11 +268,7 @@ def check_checkpoint(plan: Plan) -> None:
 
 
 def score(plan: Plan, heldout_prefix: str) -> dict[str, Any]:
-    """Score the last checkpoint on the held-out text; returns the content of ``score.json``.
-
-    Raises:
-        DemoError: the scoring process failed, or scored another step than the last.
-    """
+    """Score the last checkpoint on the held-out text; return the content of ``score.json``, or raise DemoError."""
     with started(scoring_command(plan, heldout_prefix), plan.log) as process:
         has_ended(process, wait=True)
     if process.returncode:
@@ -301,15 +280,8 @@ def score(plan: Plan, heldout_prefix: str) -> dict[str, Any]:
     return found
 
 
-# --- The whole --------------------------------------------------------------------------------------------------------
-
-
 def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> None:
-    """Run the whole demo and print its results.
-
-    Raises:
-        DemoError: something failed, or a check did not pass.
-    """
+    """Run the whole demo and print its results; raise DemoError if a part or a check fails."""
     began = time.monotonic()
     plan = Plan(new_folder(output), device, train_steps, score_tokens)
     machine = f"the CPU ({platform.machine()}, {len(os.sched_getaffinity(0))} cores)"

@@ -5,6 +5,7 @@ relative error of 1e-6 there, either.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -44,24 +45,45 @@ def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Non
         assert_parity(fast, truth, rms=max(2e-6, 4 * rounding), name=name)
 
 
-def test_mla_attention() -> None:
-    inputs = _inputs((SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 16))
-    _compare(lambda q, k, v: mla_attention(q, k, v, softmax_scale=32**-0.5), inputs)
+def _sparse(q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return attend(q, kv, index.to(q.device), softmax_scale=24**-0.5, value_dim=16)
 
 
-def test_sparse_attention() -> None:
-    q, kv, weights = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
-    index = causal_topk(indexer_scores(q, kv, weights), 32)
-
-    def op(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return attend(q, kv, index.to(q.device), softmax_scale=24**-0.5, value_dim=16)
-
-    _compare(op, [q, kv])
+def _indexer() -> list[torch.Tensor]:
+    return _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
 
 
-def test_indexer_scores_and_selection() -> None:
-    q, k, weights = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
-    _compare(indexer_scores, [q, k, weights])
+def _recurrence(*tensors: torch.Tensor) -> torch.Tensor:
+    q, k, v, w, f = tensors
+    return m2rnn_chunked(q, k, v, w / 8, f.sigmoid())[0]
+
+
+COUNTS = torch.tensor([5, 0, 40, 19])
+OPS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
+    "mla": (
+        partial(mla_attention, softmax_scale=32**-0.5),
+        _inputs((SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 16)),
+    ),
+    "sparse mla": (partial(_sparse, index=causal_topk(indexer_scores(*_indexer()), 32)), _indexer()[:2]),
+    "indexer scores": (indexer_scores, _indexer()),
+    "m2rnn": (
+        _recurrence,
+        _inputs((2, SEQUENCE, 1, 16), (2, SEQUENCE, 1, 16), (2, SEQUENCE, 4, 8), (4, 8, 8), (2, SEQUENCE, 4)),
+    ),
+    "experts, one without tokens": (
+        lambda x, w1, w2, probs: grouped_mlp(x, COUNTS.to(x.device), w1, w2, probs),
+        _inputs((64, 16), (4, 32, 16), (4, 16, 32), (64,)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "inputs"), OPS.values(), ids=OPS.keys())
+def test_an_op(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    _compare(op, inputs)
+
+
+def test_selection() -> None:
+    q, k, weights = _indexer()
     score = indexer_scores(q, k, weights)
     assert torch.equal(causal_topk(score, 32), causal_topk(score.cuda(), 32).cpu())
     inputs = [tensor.detach().cuda() for tensor in (q, k, weights)]  # float64, in which no two scores are near
@@ -69,7 +91,7 @@ def test_indexer_scores_and_selection() -> None:
 
 
 def test_indexer_gradient() -> None:
-    inputs = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
+    inputs = _indexer()
     index = select(*inputs, 32)
     target = _inputs(tuple(index.shape))[0].exp()
     results = []
@@ -93,22 +115,9 @@ def test_ties_go_to_the_lower_index_on_the_gpu() -> None:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_mamba3(rank: int) -> None:
     heads, head_dim, groups, state = 4, 8, 2, 16
-    shapes = [
-        (SEQUENCE, 2, heads, head_dim),
-        (SEQUENCE, 2, heads, head_dim),
-        (SEQUENCE, 2, groups, rank, state),
-        (SEQUENCE, 2, groups, rank, state),
-        (SEQUENCE, 2, heads),
-        (SEQUENCE, 2, heads),
-        (SEQUENCE, 2, heads),
-        (SEQUENCE, 2, state // 4),
-        (heads,),
-        (heads, rank, state),
-        (heads, rank, state),
-        (state,),
-        (state,),
-        (heads,),
-    ]
+    token = (SEQUENCE, 2)
+    shapes = [(*token, heads, head_dim)] * 2 + [(*token, groups, rank, state)] * 2 + [(*token, heads)] * 3
+    shapes += [(*token, state // 4), (heads,), *[(heads, rank, state)] * 2, *[(state,)] * 2, (heads,)]
     shapes += [(heads, rank, head_dim)] * (3 if rank > 1 else 0)
 
     def op(*tensors: torch.Tensor) -> torch.Tensor:
@@ -117,23 +126,6 @@ def test_mamba3(rank: int) -> None:
         return mamba3(*tensors[:8], **named, chunk_size=16, A_floor=1e-4, eps=1e-5)[0]
 
     _compare(op, _inputs(*shapes))
-
-
-def test_m2rnn() -> None:
-    q, k, v, w, f = _inputs(
-        (2, SEQUENCE, 1, 16), (2, SEQUENCE, 1, 16), (2, SEQUENCE, 4, 8), (4, 8, 8), (2, SEQUENCE, 4)
-    )
-
-    def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-        return m2rnn_chunked(q, k, v, w, f.sigmoid())[0]
-
-    _compare(op, [q, k, v, w / 8, f])
-
-
-def test_grouped_mlp_with_an_empty_expert() -> None:
-    counts = torch.tensor([5, 0, 40, 19])
-    x, w1, w2, probs = _inputs((64, 16), (4, 32, 16), (4, 16, 32), (64,))
-    _compare(lambda x, w1, w2, probs: grouped_mlp(x, counts.to(x.device), w1, w2, probs), [x, w1, w2, probs])
 
 
 def test_a_linear_layers_gradient_is_added_in_float32() -> None:

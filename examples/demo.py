@@ -205,7 +205,7 @@ def make_corpus(folder: Path) -> tuple[str, str]:
 
 
 def train(plan: Plan, command: Sequence[str], kill_after: int = 0) -> list[steps.Step]:
-    """Run one leg to its end, or, with ``kill_after``, until that step is recorded; return its steps. Raise DemoError if it fails or ends early."""
+    """Run one leg to its end, or until step ``kill_after`` is recorded; return its steps. Raise DemoError otherwise."""
     before = seen = len(recorded(plan))
     with started(command, plan.log) as process:
         while True:

@@ -230,7 +230,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 2
     assert "--steps is 3; expected 4 or more" in capsys.readouterr().err
     assert demo.parse([]).output == ROOT / "runs" / "demo"
-    assert demo.parse([]).steps == 200
+    assert demo.parse([]).steps == 120
 
 
 STEPS, SAVED = 16, 8

@@ -132,7 +132,7 @@ def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
     for flag in flags:
         with pytest.raises(ArgumentMismatchError, match=f"^{flag} .* leave it out"):
             lowering.check_unused(["--seed", "1", f"{flag}=1"])
-    with pytest.raises(ArgumentMismatchError, match=r"^--mamba-state-dim is .*; --openai-gelu is .* none of that"):
+    with pytest.raises(ArgumentMismatchError, match=r"^--mamba-state-dim is .*; --openai-gelu"):
         lowering.check_unused(["--openai-gelu", "--mamba-state-dim", "128"])
     for name in PRESETS:
         lowering.check_unused(lower(Run(preset(name), Layout(), Training())))
@@ -163,7 +163,7 @@ def test_a_run_that_names_no_model_gets_the_preset_it_describes(name: str) -> No
 def test_training_plans_that_are_not_known(values: dict[str, str]) -> None:
     with pytest.raises(ModelError, match=rf"Training\.{next(iter(values))} is '{next(iter(values.values()))}'"):
         Training(**values)
-    with pytest.raises(ModelError, match="CPU lane has no Transformer Engine"):
+    with pytest.raises(ModelError, match=r"CPU .*Transformer Engine"):
         Training(device="cpu")
 
 
@@ -392,7 +392,7 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
     staged = with_overrides(preset("nam56r_tiny"), {"pattern": "AEMEA|EMEAEMR", **PIPELINED})
     uniform = with_overrides(preset("nam56r_tiny"), PIPELINED)
     config = stock.model_config(stock.words(uniform, layout=Layout(pipeline=2)), 2).transformer
-    with pytest.raises(ModelError, match=r"marks other stages than the run's 1–6, 7–12; .*'Et\*5\|t\*7mL'"):
+    with pytest.raises(ModelError, match=r".* 1–6, 7–12; .*'Et\*5\|t\*7mL'"):
         nam56r.check_layout(staged, config, model_chunks(config))
 
 
@@ -402,7 +402,7 @@ def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> N
 
     words = [*stock.words(preset("nam56r_tiny")), "--pipeline-model-parallel-size", "3"]
     config = stock.model_config(words, 3).transformer
-    with pytest.raises(ModelError, match=r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"):
+    with pytest.raises(ModelError, match=r"layer 9\b.*'-FF'"):
         nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
 
 

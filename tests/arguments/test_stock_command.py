@@ -330,11 +330,11 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launch_plan.plan(["--x"], device="cuda", nproc=2, environment={}).nproc == 2
-    with pytest.raises(LaunchError, match="asks for 8 GPUs on this host, one a process, and torch sees 2"):
+    with pytest.raises(LaunchError, match=r"8 GPUs .* 2"):
         launch_plan.plan(["--x"], device="cuda", nproc=8, environment={})
     started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     started |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    with pytest.raises(LaunchError, match="asks for 4 GPUs on this host"):
+    with pytest.raises(LaunchError, match="4 GPUs"):
         launch_plan.plan(["--x"], device="cuda", environment=started)
 
 

@@ -92,7 +92,7 @@ def test_training_is_killed_with_all_that_it_started(plan: object, capsys: pytes
 
 def test_a_leg_that_somebody_else_kills_is_no_kill_of_ours(plan: object) -> None:
     suicide = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    with pytest.raises(demo.DemoError, match=r"ended \(status 137\) before it could be killed") as failure:
+    with pytest.raises(demo.DemoError, match=r"\(status 137\)") as failure:
         demo.train(plan, suicide, kill_after=3)
     assert failure.value.status == 137
 
@@ -169,7 +169,7 @@ def test_equal_is_said_only_when_it_is_so(plan: object) -> None:
     assert said == (
         "EQUAL: steps 11 to 11, run before the kill and again after it, agree bit for bit in grad norm, learning rate, lm loss."
     )
-    with pytest.raises(demo.DemoError, match="NOT EQUAL: step 11 has another lm loss") as failure:
+    with pytest.raises(demo.DemoError, match=r"NOT EQUAL: step 11 .*lm loss") as failure:
         demo.check_resume(plan, first, leg(11, 20, 10, loss=2.0000000000000004))
     assert failure.value.status == 1
 
@@ -186,12 +186,12 @@ def test_on_a_gpu_the_difference_is_told_and_bounded(plan: object) -> None:
     assert "differ by at most 0.001 nats" in said
     assert "--deterministic-mode" in said
     assert "EQUAL" not in said
-    for loss in (2.2, float("nan")):
-        with pytest.raises(demo.DemoError, match="differ by up to"):
+    for loss, found in ((2.2, r"0\.2"), (float("nan"), "nan")):
+        with pytest.raises(demo.DemoError, match=f"up to {found}"):
             demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=loss))
     later = leg(11, 20, 10)
     later[1] = replace(later[1], losses={"lm loss": float("nan")})
-    with pytest.raises(demo.DemoError, match="differ by up to nan"):
+    with pytest.raises(demo.DemoError, match="up to nan"):
         demo.check_resume(plan, leg(1, 12, 0), later)
 
 

@@ -171,7 +171,7 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
 
 def test_what_is_offered_is_not_refused(gpu: Any) -> None:
     gpu("a small one", 24 * 10**9)
-    with pytest.raises(LaunchError, match="it fits on 4 GPUs, --tensor-model-parallel-size 4 --expert"):
+    with pytest.raises(LaunchError, match="4 GPUs, --tensor-model-parallel-size 4 --expert"):
         policy.check_memory(run_of(preset("nam56r"), Layout(expert=4), 4))
     offered = list(memory.fitting(Run(preset("nam56r"), training=Training(processes=4)), 24 * 10**9))
     assert offered
@@ -187,5 +187,5 @@ def test_nothing_is_refused_whose_states_are_not_known(gpu: Any) -> None:
     for words in (["--optimizer-cpu-offload"], ["--use-precision-aware-optimizer"], ["--optimizer", "sgd"]):
         policy.check_memory(run_of(model, Layout(), 1, *words))
     policy.check_memory(read(["--num-layers", "3"], device="cuda", processes=1))
-    with pytest.raises(LaunchError, match="no layout of it fits on such GPUs"):
+    with pytest.raises(LaunchError, match="no layout"):
         policy.check_memory(run_of(model, Layout(), 1))

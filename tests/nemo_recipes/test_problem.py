@@ -105,7 +105,7 @@ def test_a_layout_is_the_recipes_with_what_the_overrides_say() -> None:
     # What Bridge refuses, or reads as no value, changes nothing here.
     words = overridden(expert_model_parallel_size="two", virtual_pipeline_model_parallel_size="null")
     assert run.layout_of(eight, words) == Layout()
-    with pytest.raises(ModelError, match="raise pipeline, or drop virtual"):
+    with pytest.raises(ModelError, match=r"pipeline, .*virtual"):
         run.layout_of(eight, overridden(virtual_pipeline_model_parallel_size=2))
 
 
@@ -170,7 +170,7 @@ def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch)
 )
 def test_an_override_that_no_configuration_takes_is_refused_without_bridge(override: str) -> None:
     """Which takes a minute to import."""
-    with pytest.raises(LaunchError, match=r"KEY=VALUE|expected a whole number, 1 or more"):
+    with pytest.raises(LaunchError, match=r"KEY=VALUE|1 or more"):
         run.run(TINY, [override])
     assert "megatron.bridge" not in sys.modules
 
@@ -183,9 +183,7 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
     file = tmp_path / "settings.yaml"
     file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
     run.check_stages(run.with_own_model(tiny, settings.load(file)), stages, [])
-    with pytest.raises(
-        LaunchError, match=r"settings.yaml, about nam56r_tiny; recipe .* trains nam56r: name a file about that"
-    ):
+    with pytest.raises(LaunchError, match=r"settings.yaml.* nam56r_tiny.* nam56r\b"):
         run.with_own_model(RECIPES[EIGHT], settings.load(file))
     for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
         with pytest.raises(ModelError, match="experts"):

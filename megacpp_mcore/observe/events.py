@@ -7,7 +7,9 @@ line torn. Every line but the first has ``at``, nanoseconds since the epoch; a l
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import io
 import itertools
 import json
@@ -363,6 +365,19 @@ def read(
     return found
 
 
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Until the context ends, pause the garbage collector: it would search millions of records, none of them in a cycle."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+@collection_paused()
 def read_any(
     run: str | os.PathLike[str],
     rank: int | None = None,

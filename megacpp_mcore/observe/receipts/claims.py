@@ -480,7 +480,7 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     """
     floor, reason = noise, "as given"
     if floor is None:
-        graphs = all(any(one["op"] == "cuda_graph" for one in values["backends"]) for values in both)
+        graphs = all(any(one["op"] == "cuda_graph" for one in values["backends"] or ()) for values in both)
         floor, reason = (NOISE_IN_GRAPHS if graphs else NOISE), f"the run-to-run spread{' in CUDA graphs' * graphs}"
     errors, words = [], []
     for values in both:

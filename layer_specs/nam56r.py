@@ -309,7 +309,7 @@ def check_layout(
     ):
         if asked:
             raise ModelError(f"{model.name}: {what} is not supported yet; leave it out")
-    model.check_cut(layout)
+    model.check_divisible(layout)
     if implementation(config) == "local":  # its latent projections are split over TP; Transformer Engine's are not
         for what, width in (
             ("q_lora_rank", model.mla.q_lora_rank),

@@ -101,7 +101,7 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def warm_up_off_the_generator() -> Iterator[str]:
+def preserve_rng_during_warmup() -> Iterator[str]:
     """Context manager with the CPU lane's fix for Megatron's own loop, applied to Bridge; yields the line that reports it.
 
     Bridge has a copy of Megatron's function that runs fused functions once, on random inputs as large as the micro-batch

@@ -76,7 +76,7 @@ def check_executor(chosen: Recipe, executor: run.Executor) -> None:
     if processes(executor) != chosen.processes:
         setting = "ntasks_per_node" if isinstance(executor, run.LocalExecutor) else "gpus_per_node"
         raise LaunchError(
-            f"recipe {chosen.name} is for {chosen.processes} processes, and the {kind} starts {processes(executor)} "
+            f"recipe {chosen.name} needs {chosen.processes} processes, but the {kind} starts {processes(executor)} "
             f"({executor.nnodes()} × {executor.nproc_per_node()}); change its nodes and {setting}"
         )
 

@@ -41,7 +41,7 @@ PATCHES = ("dataset-helpers", "sample-indices")
 
 
 _COUNTS = ("train.train_iters", "train.micro_batch_size", "train.global_batch_size")
-"""Numbers that a recipe needs, for others follow from them."""
+"""Counts that a recipe must set: the schedule is derived from them."""
 
 _LAYOUT: Mapping[str, str] = MappingProxyType(
     {
@@ -96,12 +96,12 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
             stack.enter_context(process.cpu_lane())
         stack.enter_context(process.children_end_with_it())
         stack.enter_context(extensions.stale_locks_removed())
-        stack.enter_context(process.patches_of_the_run())
+        stack.enter_context(process.revert_patches_on_exit())
         say(f"patches: {', '.join(registry.default().apply(PATCHES)) or 'applied already'}")
         bridge.prepare()
         stack.enter_context(bridge.signals_a_step_later())
         if on_cpu:
-            say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
+            say(f"CPU lane: {stack.enter_context(bridge.preserve_rng_during_warmup())}")
         config = configured(chosen, overrides)
         check_config(config, layout)
         say(f"recipe {name} | device {chosen.run.training.device} | world size {os.environ['WORLD_SIZE']}")
@@ -112,7 +112,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         stack.enter_context(stand_in.environment(launched.environment()))
         policy.check_memory(described)  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
-        stack.enter_context(process.threads_of_the_run())
+        stack.enter_context(process.restore_autograd_threading())
         say(verify_data(config))
         callbacks = _callbacks(config, launched.compile)
         asked = _observation(config, recording or launcher.Recording(), settings)
@@ -201,9 +201,8 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
             else f", cut as tensor {layout.tensor} × pipeline {layout.pipeline} × expert {layout.expert},"
         )
         raise LaunchError(
-            f"recipe {chosen.name}{cut} is for {needed} processes, and {started} "
-            f"{'was' if started == 1 else 'were'} started; start them with `torchrun --nproc-per-node {needed} "
-            f"-m megacpp_mcore.nemo_recipes.run …` (with --nnodes for more than one host), or a multiple of them, for as many "
+            f"recipe {chosen.name}{cut} needs {needed} processes, got {started}: run `torchrun --nproc-per-node {needed} "
+            f"-m megacpp_mcore.nemo_recipes.run …` (with --nnodes for more than one host), or a multiple of them, for more "
             "data-parallel replicas"
         )
     if chosen.run.training.device == "cuda":
@@ -224,7 +223,7 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str]) -> No
         ModelError: names the size that is not divisible, or the DSA schedule that the stages need.
     """
     if any(override.startswith(f"{_STAGES}=") for override in overrides):
-        chosen.model.check_cut(layout)
+        chosen.model.check_divisible(layout)
     else:
         chosen.model.check_layout(layout)
 
@@ -237,7 +236,7 @@ def check_config(config: Any, layout: Layout) -> None:
     """
     if not config.model.parallel_output:
         raise LaunchError(
-            "model.parallel_output is false; Megatron's loss takes gathered logits for those of one rank: leave it true"
+            "model.parallel_output is false; Megatron's loss expects vocabulary-sharded logits: keep it true"
         )
     replicas = int(os.environ["WORLD_SIZE"]) // (layout.tensor * layout.pipeline)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size

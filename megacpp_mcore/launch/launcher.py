@@ -197,7 +197,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
             stack.enter_context(process.cpu_lane(**queues))
         stack.enter_context(process.children_end_with_it())
         stack.enter_context(extensions.stale_locks_removed())
-        stack.enter_context(process.patches_of_the_run())
+        stack.enter_context(process.revert_patches_on_exit())
         stack.callback(release_folder)
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
         needed["exit-signal"] = "--exit-signal-handler" in chosen.arguments
@@ -206,7 +206,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         applied = registry.default().apply([*names, *chosen.patches])
         say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
-        stack.enter_context(process.threads_of_the_run())
+        stack.enter_context(process.restore_autograd_threading())
         if launched.compile.mode == "regional":
             # This imports Megatron, which has to come from the script's checkout.
             from megacpp_mcore.layer_specs import regions

@@ -224,8 +224,8 @@ def _check_packed(script: Path | None, words: Sequence[str]) -> None:
     ]
     if stages not in ("1", "2") or max(marked) > 1 or any(flag in given for flag in cut):
         raise LaunchError(
-            f"{script.name} reads data for the first and the last pipeline chunk alone, and with "
-            "--dataloader-inter-document-masking those between ask for it, too; leave the script out (the wheel's loop gives "
+            f"{script.name} loads data only on the first and last pipeline chunk, but "
+            "--dataloader-inter-document-masking needs it on all of them; leave the script out (the wheel's loop gives "
             "it to all), or take two stages without virtual ones",
             code="packed-inner-stages",
         )
@@ -238,7 +238,7 @@ def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
         candidates = [Path(word)]
     else:
         if checkout and not os.path.isdir(checkout):
-            raise CheckoutError(f"{CHECKOUT_VARIABLE} is {checkout!r}, which is no folder; {CHECKOUT_ADVICE}")
+            raise CheckoutError(f"{CHECKOUT_VARIABLE} is {checkout!r}, not a directory; {CHECKOUT_ADVICE}")
         candidates = [Path(folder) / word for folder in (checkout, os.curdir) if folder]
     for candidate in candidates:
         if candidate.is_file():

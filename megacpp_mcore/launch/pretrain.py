@@ -298,15 +298,13 @@ def refuse_unsupported(args: Namespace) -> None:
     """Raise LaunchError if ``args`` contradict each other, or request what no HybridModel can do."""
     if args.dataloader_inter_document_masking and args.overlap_moe_expert_parallel_comm:
         raise LaunchError(
-            "--overlap-moe-expert-parallel-comm runs a schedule that is not told where documents begin; leave out that, or "
+            "--overlap-moe-expert-parallel-comm uses a schedule that ignores document boundaries; remove that, or "
             "--dataloader-inter-document-masking",
             code="documents-ignored",
         )
     if args.fim_data and (args.hybrid_layer_pattern is not None or args.mock_data):
         other = "--mock-data" if args.mock_data else "--hybrid-layer-pattern"
-        raise LaunchError(
-            f"--fim-data was given with {other}, beside which stock leaves it out; leave out one of the two"
-        )
+        raise LaunchError(f"--fim-data is ignored by Megatron with {other}; remove one of them")
     if args.hybrid_layer_pattern is not None and args.overlap_moe_expert_parallel_comm:
         raise LaunchError(
             "--overlap-moe-expert-parallel-comm is for GPTModel; leave it out with --hybrid-layer-pattern"

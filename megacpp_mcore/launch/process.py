@@ -26,7 +26,7 @@ from megacpp_mcore.util.stand_in import stand_in
 
 
 @contextlib.contextmanager
-def patches_of_the_run() -> Iterator[None]:
+def revert_patches_on_exit() -> Iterator[None]:
     """At the end, revert the patches applied in the context, except those applied once by a checkout's hook."""
     known = registry.default()
     before = {row["name"] for row in known.status() if row["state"] != "not applied"}
@@ -37,7 +37,7 @@ def patches_of_the_run() -> Iterator[None]:
         known.revert(name for name in applied if name not in before)
 
 
-def threads_of_the_run() -> contextlib.AbstractContextManager[Any]:
+def restore_autograd_threading() -> contextlib.AbstractContextManager[Any]:
     """At the end, restore which threads run backward passes: for those of the calling thread, a model's build changes that."""
     import torch
 

@@ -25,7 +25,6 @@ from megacpp_mcore.model.definition import (
     Mamba3,
     Model,
     MoE,
-    Start,
     preset,
     with_overrides,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "Mamba3",
     "MoE",
     "Model",
-    "Start",
     "preset",
     "with_overrides",
 ]

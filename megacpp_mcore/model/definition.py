@@ -51,7 +51,7 @@ class MTP:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Initialization:
     """The standard deviations of initial weights (docs/model.md, "The start").
 
     Attributes:
@@ -71,7 +71,7 @@ class Start:
             positive(self, "std")
             if self.head_gain != 1.0:
                 raise ModelError(
-                    f"Start.head_gain is {self.head_gain} beside std {self.std}; it is a factor on the rule by fan-in, set it "
+                    f"Initialization.head_gain is {self.head_gain} with std {self.std}; it scales the rule by fan-in, set it "
                     "to 1.0, or std to None"
                 )
 
@@ -121,7 +121,7 @@ class Model:
     moe: MoE = field(default_factory=MoE)
     mtp: MTP = field(default_factory=MTP)
     rope_theta: float = 500_000.0
-    start: Start = field(default_factory=Start)
+    start: Initialization = field(default_factory=Initialization)
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -208,10 +208,10 @@ class Model:
         Raises:
             ModelError: names the size that is not divisible, or the promoted DSA schedule that the layout needs.
         """
-        self.check_cut(layout)
+        self.check_divisible(layout)
         grammar.check_chunks(self.name, self.roles, self.chunks(layout))
 
-    def check_cut(self, layout: Layout) -> None:
+    def check_divisible(self, layout: Layout) -> None:
         """Refuse tensor, expert or sequence parallelism by which this model's sizes are not divisible; ignores pipeline stages.
 
         Raises:
@@ -220,7 +220,7 @@ class Model:
         tensor = layout.tensor
         if layout.context > 1:
             raise ModelError(
-                f"{self.name}: context parallelism is {layout.context}; no block family of this model can cut a sequence over "
+                f"{self.name}: context parallelism is {layout.context}; no family of this model can shard a sequence over "
                 "ranks yet, leave --context-parallel-size at 1"
             )
         divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)

@@ -56,7 +56,7 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
     for name, flag, asked, obstacles in rows:
         against = [f"it is not asked for ({flag})"] if not asked else [each for each in obstacles if each]
         against = ["a CPU has no streams"] if run.device != "cuda" else against
-        reason = "; ".join(against) or "it has a stream of its own, a queue that lets it run, and work to hide behind"
+        reason = "; ".join(against) or "possible"
         found.append(Overlap(name=name, asked=asked, possible=not against, reason=reason))
     return tuple(found)
 

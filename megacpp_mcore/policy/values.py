@@ -96,7 +96,7 @@ def connections(run: Run, lookup: Lookup) -> Value:
     """Decide the number of hardware queues: 1 preserves the order of launches, several let communication overlap."""
     asked = lookup.asked(CONNECTIONS)
     if run.device != "cuda":
-        return lookup.find(CONNECTIONS, note="means nothing to a CPU; the CPU lane sets what Megatron insists on")
+        return lookup.find(CONNECTIONS, note="has no effect on a CPU; the CPU lane sets what Megatron insists on")
     if run.execution.fsdp:
         refused = "FSDP needs more than one queue, and Megatron stops; unset it" if asked == "1" else ""
         note = "FSDP gathers beside the computation"
@@ -120,7 +120,7 @@ def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) ->
     """Decide how the CUDA allocator grows; ``given``: whether the file itself specifies it."""
     name = NEW_ALLOCATOR if NEW_ALLOCATOR in lookup.environment else ALLOCATOR
     if run.device != "cuda":
-        return lookup.find(name, note="means nothing to a CPU")
+        return lookup.find(name, note="has no effect on a CPU")
     obstacle = _segments_obstacle(run, lookup, name)
     asked = lookup.asked(name) or ""
     refused = obstacle if _EXPANDABLE in asked else ""

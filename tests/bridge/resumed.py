@@ -14,7 +14,7 @@ from megacpp_mcore.util.stand_in import process_environment
 
 def main() -> None:
     folder, step, save = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    with process_environment(), process.cpu_lane(), process.patches_of_the_run():
+    with process_environment(), process.cpu_lane(), process.revert_patches_on_exit():
         registry.default().apply(PATCHES)
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer

@@ -92,7 +92,7 @@ REFUSED = [
     (TINY, ["model.hidden_size=64", "dataset.data_path=text"], "hidden_size: found 64, expected"),
     (TINY, ["model.transformer_layer_spec=os.system"], "model.transformer_layer_spec"),
     (TINY, ["dataset.data_path=/nowhere/text"], "/nowhere/text"),
-    (TINY, ["model.expert_model_parallel_size=2"], "pipeline 1 × expert 2, is for 2 processes, and 1 was started"),
+    (TINY, ["model.expert_model_parallel_size=2"], "pipeline 1 × expert 2, needs 2 processes, got 1"),
     (
         TINY,
         ["model.expert_model_parallel_size=two", "dataset.data_path=text"],
@@ -108,7 +108,7 @@ REFUSED = [
         ["model.parallel_output=false", "dataset.data_path=text"],
         "model.parallel_output is false; Megatron's loss",
     ),
-    ("nam56r_pretrain_8gpu_h200_bf16", [], "is for 8 processes, and 1 was started"),
+    ("nam56r_pretrain_8gpu_h200_bf16", [], "needs 8 processes, got 1"),
     ("nam56r_pretrain_1gpu_h200_bf16", [], "needs 1 GPU on this host, and torch sees 0"),
 ]
 

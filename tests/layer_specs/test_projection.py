@@ -35,7 +35,7 @@ def test_every_part_can_be_read_in_16_bytes(name: str, tensor: int, kind: str) -
     heads = model.mamba_heads if kind == "M" else model.recurrent_heads
     if heads % tensor or (kind == "M" and model.mamba3.groups % tensor):
         with raises(ModelError, f"tensor parallelism ({tensor})"):
-            model.check_cut(Layout(tensor=tensor, sequence_parallel=True))
+            model.check_divisible(Layout(tensor=tensor, sequence_parallel=True))
         return
     parts = KINDS[kind][1](model)
     whole = {False: {"dt", "A", "trap"}, True: set()}

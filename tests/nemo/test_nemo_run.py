@@ -93,7 +93,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     (["nam56r", "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 3}]], "nam56r has no recipe for the 3 processes"),
     (
         [TINY, "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 2}]],
-        "is for 1 processes, and the LocalExecutor starts 2",
+        "needs 1 processes, but the LocalExecutor starts 2",
     ),
     ([TINY, "PYTHON", [], ["LocalExecutor", {"nodes": 2}]], "2 nodes; expected 1, this machine"),
     ([TINY, "PYTHON", [], ["LocalExecutor", {"launcher": "torchrun"}]], "has the launcher 'torchrun'; leave it out"),

@@ -148,7 +148,7 @@ def test_processes_follow_the_layout_and_replicas_are_welcome(
             run.check_processes(chosen, layout)
             continue
         assert started not in fitting
-        with pytest.raises(LaunchError, match=rf" {needed} .* {started} .*--nproc-per-node {needed} "):
+        with pytest.raises(LaunchError, match=rf" {needed} .* {started}\b.*--nproc-per-node {needed} "):
             run.check_processes(chosen, layout)
 
 

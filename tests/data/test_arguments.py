@@ -16,6 +16,7 @@ from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import ByteTokenizer, tokenizer_words
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
+from tests.data.hugging_face import save_words
 from tests.errors import raises
 
 BYTES = ByteTokenizer().stock_flags()
@@ -213,14 +214,8 @@ def test_another_vocabulary_or_end_of_document_is_refused(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face tokenizer of 300 words, whose last is the end of document."""
-    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
     words = {"document": 0, "short": 1, "a": 2} | {f"w{n}": n for n in range(3, 300)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    (tmp_path / "hf").mkdir()
-    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
-    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "w299"}')
-    return tmp_path / "hf"
+    return save_words(tmp_path / "hf", words, eos_token="w299")
 
 
 def test_a_tokenizer_that_changed_is_noticed(prefix: str, folder: Path, tmp_path: Path) -> None:

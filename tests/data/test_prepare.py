@@ -25,6 +25,7 @@ from megacpp_mcore.data.manifest import load_manifest, verify
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.sources import choose_split, find_sources, parse_split
 from megacpp_mcore.errors import DataError
+from tests.data.hugging_face import save_words
 from tests.errors import raises
 
 SPLIT = "train=0.7,valid=0.3"
@@ -476,13 +477,7 @@ def test_a_source_that_becomes_unreadable_or_changes_is_named(texts, tmp_path, m
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
-    vocabulary = {f"w{n}": n for n in range(70_000)} | {"<eos>": 70_000}
-    (tmp_path / "hf").mkdir()
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
-    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    save_words(tmp_path / "hf", {f"w{n}": n for n in range(70_000)} | {"<eos>": 70_000}, eos_token="<eos>")
     (tmp_path / "a.txt").write_text("w69999 w3")
     (prefix,) = run(tmp_path / "a.txt", tmp_path / "data", tokenizer=str(tmp_path / "hf"))
     manifest = verify(prefix)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megacpp_mcore.data.tokenizer import BYTE_PAD_ID, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from megacpp_mcore.errors import DataError
+from tests.data.hugging_face import save_words
 from tests.errors import raises
 
 
@@ -29,16 +30,9 @@ def build_stock(flags: list[str]):
 
 def save_hf_folder(folder: Path, eos: object = "<eos>") -> Path:
     """Write a word-level tokenizer with one added special token."""
-    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
-    model = tokenizers.models.WordLevel({"<unk>": 0, "hello": 1, "world": 2, "ß": 3}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<eos>"])
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    words = {"<unk>": 0, "hello": 1, "world": 2, "ß": 3}
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    return save_words(folder, words, ["<eos>"], eos_token=eos, **names)
 
 
 def test_stock_byte_flags_give_our_vocabulary_and_end_of_document():

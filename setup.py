@@ -2,6 +2,7 @@
 
 import atexit
 import re
+import runpy
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+VERSIONS = runpy.run_path(str(ROOT / "megacpp_mcore" / "versions.py"))
 
 # PyPI's `apex` and `deep-gemm` are neither NVIDIA Apex nor DeepGEMM: they are never named here.
 EXTRAS = {
@@ -47,7 +49,7 @@ EXTRAS = {
         "wandb==0.29.0",
     ],
     "report": ["matplotlib>=3.10"],  # curves on the page of `report html`, which has tables without it
-    "demo": ["torch==2.11.0", "megatron-core==0.19.2"],
+    "demo": ["torch==2.11.0", f"megatron-core=={VERSIONS['MEGATRON_CORE_TESTED'][-1]}"],
     "dev": [
         "hypothesis",
         "import-linter",
@@ -94,18 +96,18 @@ setup(
     author="The megacpp-mcore maintainers",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.12",
+    python_requires=VERSIONS["PYTHON"],
     # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
     packages=find_packages(include=["megacpp_mcore*"]),
     package_data={"megacpp_mcore": ["py.typed", "model/*.yaml", "observe/page.html"]},
     install_requires=[
         "Jinja2>=3.1",  # which torch brings, too
-        "megatron-core>=0.19,<0.20",
+        f"megatron-core{VERSIONS['MEGATRON_CORE']}",
         "numpy",
         "packaging>=24.2",
         "psutil",  # megatron-core imports it to save a torch_dist checkpoint, and does not ask for it
         "PyYAML>=6",
-        "torch>=2.11,<2.12",  # what all of this was run with: on 2.14 and 2.15 a training on the CPU dies in its first step
+        f"torch{VERSIONS['TORCH']}",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -23,9 +23,7 @@ from packaging.version import InvalidVersion, Version
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.exit_signal import answer_a_step_later
 from megacpp_mcore.util import host
-
-BRIDGE_VERSION = "0.6.2"
-"""The version these recipes were run with."""
+from megacpp_mcore.versions import MEGATRON_BRIDGE
 
 _LEAST = {
     "megatron-core": ("0.19", "a plain `pip install megatron-bridge` goes back to 0.13 without a word"),
@@ -50,8 +48,8 @@ def problem() -> str | None:
         found = host.version(name)
         if found is None or Version(least) > _release(found):
             return f"{name} is {found or 'not installed'}, expected {least} or later: {why}; {INSTALLATION}"
-    if bridge.partition("+")[0] != BRIDGE_VERSION:
-        return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
+    if bridge.partition("+")[0] != MEGATRON_BRIDGE:
+        return f"megatron-bridge is {bridge}, expected {MEGATRON_BRIDGE}; {INSTALLATION}"
     missing = [name for name in ("megatron.energon", "modelopt", "omegaconf", "hydra") if not _found(name)]
     if missing:
         return f"Megatron-Bridge needs {', '.join(missing)}, not installed here; {INSTALLATION}"

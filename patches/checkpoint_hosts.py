@@ -95,7 +95,6 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and "
         "megatron/core/models/common/language_module/language_module.py"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load",

@@ -163,7 +163,6 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and megatron/core/dist_checkpointing (--verify-integrity, by "
         "which only rank 0 hashes all files after a save and before a load)"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.training.checkpointing:_load_base_checkpoint",

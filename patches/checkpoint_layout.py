@@ -64,7 +64,6 @@ PATCH = Patch(
     source=(
         "megatron-core 0.19.2, megatron/core/dist_checkpointing/serialization.py and megatron/core/models/gpt/gpt_model.py"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.dist_checkpointing.serialization:load_common_state_dict",

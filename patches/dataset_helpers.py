@@ -118,7 +118,6 @@ PATCH = Patch(
     name="dataset-helpers",
     fixes="start-up runs make in megatron/core/datasets and exits where there is no Makefile, as in the wheel",
     source="megatron-core 0.19.2, megatron/core/datasets/utils.py and megatron/training/initialize.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.datasets.utils:compile_helpers",

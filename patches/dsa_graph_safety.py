@@ -159,7 +159,6 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/{dsa,dsa_layout}.py and "
         "megatron/core/models/common/embeddings/rope_utils.py"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             f"{_DSA}.dsa:FusedDSAIndexerLoss.backward",

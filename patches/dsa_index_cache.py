@@ -321,7 +321,6 @@ PATCH = Patch(
         "without one"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py, index_share",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             f"{_DSA}:DSAttention.__init__", "c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046", _init

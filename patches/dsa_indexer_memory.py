@@ -248,7 +248,6 @@ PATCH = Patch(
         "four [b, heads, sq, sk] tensors, all float32: at sq 16384 with 32 and 56 heads 34 and 60 GB each"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             f"{_DSA}:fused_qk_topk_naive",

@@ -110,7 +110,6 @@ PATCH = Patch(
         "scores in float32, at sq 4096 with b 2 and 56 heads 57 GB and 187 ms forward and backward"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.transformer.experimental_attention_variant.dsa:_unfused_absorbed_dsa_fn",

@@ -43,7 +43,6 @@ PATCH = Patch(
     name="exit-signal",
     fixes="with --exit-signal-handler the host waits in each step for the GPU, and then for one copy per rank",
     source="megatron-core 0.19.2, megatron/training/dist_signal_handler.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",

@@ -42,7 +42,6 @@ PATCH = Patch(
         "experts' biases move the wrong way, and the global auxiliary loss is off"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/router.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",

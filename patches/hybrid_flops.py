@@ -337,7 +337,6 @@ PATCH = Patch(
         "nothing; sparse attention counts as full, its indexer as nothing"
     ),
     source="megatron-core 0.19.2, megatron/training/training.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.training.training:num_floating_point_operations",

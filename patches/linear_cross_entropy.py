@@ -348,7 +348,6 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/models/{gpt/gpt_model,hybrid/hybrid_model}.py and "
         "megatron/core/models/common/language_module/language_module.py; upstream's fused output layer is in neither version"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",

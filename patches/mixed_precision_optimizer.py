@@ -137,7 +137,6 @@ PATCH = Patch(
         "leaf Variable …') it cannot be loaded"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer}.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",

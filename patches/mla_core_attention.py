@@ -404,7 +404,6 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/transformer/{multi_latent_attention,dot_product_attention}.py; "
         "Transformer Engine 2.20.2, get_attention_backend"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention",

@@ -102,7 +102,6 @@ PATCH = Patch(
         "all depths weigh the same; a shift of packed sequences waits for the GPU twice a sequence"
     ),
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.training.models.gpt:mtp_block_spec",

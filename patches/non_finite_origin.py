@@ -228,7 +228,6 @@ PATCH = Patch(
         "it reaches every parameter, and the next checkpoint"
     ),
     source="megatron-core 0.19.2, megatron/core/rerun_state_machine.py, megatron/core/optimizer/optimizer.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",

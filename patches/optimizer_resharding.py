@@ -343,7 +343,6 @@ PATCH = Patch(
         "dict, but got 4', KeyError: 'optimizer'), nor into another kind of optimizer"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py and optimizer.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",

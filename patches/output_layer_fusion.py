@@ -56,7 +56,6 @@ PATCH = Patch(
         "output layer, which is not Transformer Engine's, raises RuntimeError"
     ),
     source="megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             f"{_LAYERS}:ColumnParallelLinear.__init__",

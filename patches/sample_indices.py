@@ -105,7 +105,6 @@ PATCH = Patch(
         "named"
     ),
     source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",

@@ -181,7 +181,6 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/pipeline_parallel/schedules.py and "
         "megatron/core/distributed/finalize_model_grads.py"
     ),
-    megatron_versions=">=0.19,<0.20",
     edits=(
         _schedule("forward_backward_no_pipelining", "b52848b05720fd6189d615e7ae6d4253a3dc3a2497e8c4b60fc3f986c02461e5"),
         _schedule(

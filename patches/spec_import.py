@@ -66,7 +66,6 @@ PATCH = Patch(
         "None is returned and a stock GPT is trained instead"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/spec_utils.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.transformer.spec_utils:import_module",

@@ -82,7 +82,6 @@ PATCH = Patch(
         "('assert len(steps) == 1', or KeyError: 'step'), and all parameters would share one count of steps"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",

@@ -167,7 +167,6 @@ PATCH = Patch(
         "read, and the model keeps its random weights"
     ),
     source=f"megatron-core 0.19.2, {_STOCK.replace('.', '/')}.py, megatron/core/optimizer/optimizer.py",
-    megatron_versions=">=0.19,<0.20",
     edits=(
         Edit.of(
             f"{_STOCK}:TorchFullyShardedDataParallel.__init__",

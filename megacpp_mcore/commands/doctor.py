@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import megacpp_mcore
-from megacpp_mcore import settings
+from megacpp_mcore import settings, versions
 from megacpp_mcore.backends import markdown, own_candidates, vendor_switches
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
@@ -36,10 +36,6 @@ from megacpp_mcore.util import host, te_imports
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
-# As setup.py has them; a test compares the two.
-PYTHON_VERSIONS = ">=3.12"
-TORCH_VERSIONS = ">=2.11,<2.12"
-MEGATRON_CORE_VERSIONS = ">=0.19,<0.20"
 
 _CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
 _TOKENIZER = (
@@ -162,8 +158,8 @@ import megatron.bridge.training.pretrain
 """
 
 COMPONENTS: tuple[Component, ...] = (
-    Component(name="torch", module="torch", probe=_TORCH, required=True, versions=TORCH_VERSIONS),
-    Component(name="megatron-core", module="megatron.core", probe=_MEGATRON, required=True, versions=MEGATRON_CORE_VERSIONS),
+    Component(name="torch", module="torch", probe=_TORCH, required=True, versions=versions.TORCH),
+    Component(name="megatron-core", module="megatron.core", probe=_MEGATRON, required=True, versions=versions.MEGATRON_CORE),
     Component(name="triton", module="triton"),
     Component(name="transformer-engine", module=TRANSFORMER_ENGINE, probe=_ENGINE, blocks=True,
               distributions=("transformer-engine", "transformer-engine-cu13", "transformer-engine-cu12"),
@@ -213,8 +209,8 @@ def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = 
 
 def _python() -> Finding:
     version = platform.python_version()
-    supported = SpecifierSet(PYTHON_VERSIONS).contains(version, prereleases=True)
-    reason = "" if supported else f"Python {PYTHON_VERSIONS} is needed"
+    supported = SpecifierSet(versions.PYTHON).contains(version, prereleases=True)
+    reason = "" if supported else f"Python {versions.PYTHON} is needed"
     return Finding("python", WORKS if supported else BROKEN, version, reason, blocks=not supported)
 
 

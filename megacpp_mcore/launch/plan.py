@@ -19,13 +19,13 @@ from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import spec_words
 from megacpp_mcore.util import flags
+from megacpp_mcore.versions import CHECKOUT_TAG
 
 DEVICES = ("auto", "cpu", "cuda")
 ALLOWED_SPEC_PREFIXES = ("megacpp_mcore", "megatron")
 """Packages a ``--spec`` may come from: importing a module runs it, so the list is extended only on purpose."""
 
 CHECKOUT_VARIABLE = "MEGATRON_LM"
-CHECKOUT_TAG = "core_v0.19.0"
 CHECKOUT_ADVICE = (
     f"get a checkout with `git clone --branch {CHECKOUT_TAG} https://github.com/NVIDIA/Megatron-LM`, set "
     f"{CHECKOUT_VARIABLE}= to its folder, or leave the script out to use the stock loop of the installed wheel"

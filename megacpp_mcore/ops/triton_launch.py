@@ -12,7 +12,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-DIRECT = triton.__version__.startswith("3.6.")
+from megacpp_mcore.versions import TRITON_DIRECT
+
+DIRECT = triton.__version__.startswith(f"{TRITON_DIRECT}.")
 """Whether compiled kernels are launched directly: the arguments of that call are not a public interface of Triton."""
 
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, int, tuple[None, ...]]] = {}

@@ -25,6 +25,7 @@ from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
 from megacpp_mcore.util.files import TEMPORARY, replace
+from megacpp_mcore.versions import CHECKOUT_TAG, MEGATRON_CORE
 
 HOOKED_FILE = "megatron/core/__init__.py"
 PACKAGE_INFO_FILE = "megatron/core/package_info.py"
@@ -72,7 +73,7 @@ class Checkout:
         if version is None:
             raise PatchError(
                 f"{self.root / PACKAGE_INFO_FILE} does not say which version this is (expected whole numbers MAJOR, MINOR "
-                "and PATCH); nothing was changed: restore that file, or check out a release such as core_v0.19.0"
+                f"and PATCH); nothing was changed: restore that file, or check out a release such as {CHECKOUT_TAG}"
             )
         self.version = version
 
@@ -89,7 +90,7 @@ class Checkout:
             spec = None
         if spec is None or spec.origin is None:
             raise CheckoutError(
-                "megatron-core is not installed here; install megatron-core>=0.19,<0.20, or name a checkout"
+                f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
             )
         return cls(Path(spec.origin).parents[2], registry, process_tree())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+from megacpp_mcore.versions import MEGATRON_CORE
 
 NOT_MEASURED = "not measured"
 WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
@@ -82,8 +83,6 @@ class Patch:
         name: lower-case words joined by ``-``.
         fixes: what goes wrong without the patch.
         source: upstream issue, or file and version, that it fixes.
-        megatron_versions: the megatron-core range that it was tested with, as in a requirement (``">=0.19,<0.20"``); whether
-            it fits is a question of fingerprints alone.
         edits: the symbols it replaces.
         seam: why it acts at these symbols and not elsewhere.
         leaves_alone: what it deliberately does not touch.
@@ -91,12 +90,13 @@ class Patch:
         cost: its cost in time, memory or capability.
         gain: its measured benefit (with a figure), or ``not measured``.
         upstream: pull requests of NVIDIA/Megatron-LM with the same fix, by number.
+        megatron_versions: the megatron-core range that it was tested with, as in a requirement; whether it fits is a question of
+            fingerprints alone.
     """
 
     name: str
     fixes: str
     source: str
-    megatron_versions: str
     edits: tuple[Edit, ...]
     seam: str
     leaves_alone: str
@@ -104,6 +104,7 @@ class Patch:
     cost: str = NOT_MEASURED
     gain: str = NOT_MEASURED
     upstream: tuple[int, ...] = ()
+    megatron_versions: str = MEGATRON_CORE
 
     @property
     def modules(self) -> tuple[str, ...]:

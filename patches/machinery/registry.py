@@ -5,7 +5,6 @@ One patch lives in one file of that folder and is one module-level record::
     PATCH = Patch(
         name="mtp-shared-block",
         fixes="...", source="...", seam="...", leaves_alone="...", retire_when="...", cost="...", gain="not measured",
-        megatron_versions=">=0.19,<0.20",
         edits=(
             Edit.of(
                 "megatron.training.models.gpt:mtp_block_spec",
@@ -50,6 +49,7 @@ from megacpp_mcore.patches.machinery.symbols import (
     source_text,
 )
 from megacpp_mcore.util.nearest import nearest
+from megacpp_mcore.versions import MEGATRON_CORE
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def megatron_core_version() -> str:
     try:
         found = importlib.import_module("megatron.core.package_info").__version__
     except ImportError as error:
-        raise PatchError(f"megatron-core cannot be imported ({error}); install megatron-core>=0.19,<0.20") from error
+        raise PatchError(f"megatron-core cannot be imported ({error}); install megatron-core{MEGATRON_CORE}") from error
     return Version(found).public
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import json
@@ -12,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from megacpp_mcore.commands import doctor
 from megacpp_mcore.commands.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
@@ -194,20 +191,6 @@ def test_transformers_says_what_needs_it(folder: Path, monkeypatch: pytest.Monke
     assert "cannot import name 'AutoTokenizer'" in finding.reason
     (place / "__init__.py").write_text("__version__ = '5.8.0'\nAutoTokenizer = object")
     assert only("transformers")["transformers"].version == "5.8.0"
-
-
-def test_versions_are_those_of_setup_py() -> None:
-    """Read from the arguments of setup(), which holds literals there."""
-    (call,) = [
-        node
-        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setup"
-    ]
-    words = {word.arg: word.value for word in call.keywords}
-    needed = {one.name: one.specifier for one in map(Requirement, ast.literal_eval(words["install_requires"]))}
-    assert SpecifierSet(doctor.PYTHON_VERSIONS) == SpecifierSet(ast.literal_eval(words["python_requires"]))
-    for name in ("torch", "megatron-core"):
-        assert SpecifierSet(BY_NAME[name].versions) == needed[name], name
 
 
 def test_absent(folder: Path) -> None:

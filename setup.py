@@ -49,7 +49,7 @@ EXTRAS = {
         "wandb==0.29.0",
     ],
     "report": ["matplotlib>=3.10"],  # curves on the page of `report html`, which has tables without it
-    "demo": ["torch==2.11.0", f"megatron-core=={VERSIONS['MEGATRON_CORE_TESTED'][-1]}"],
+    "demo": ["torch==2.11.0", f"megatron-core=={VERSIONS['MEGATRON_CORE_DEMO']}"],
     "dev": [
         "hypothesis",
         "import-linter",

@@ -90,8 +90,8 @@ class Patch:
         cost: its cost in time, memory or capability.
         gain: its measured benefit (with a figure), or ``not measured``.
         upstream: pull requests of NVIDIA/Megatron-LM with the same fix, by number.
-        megatron_versions: the megatron-core range that it was tested with, as in a requirement; whether it fits is a question of
-            fingerprints alone.
+        megatron_versions: the megatron-core range that it was tested with, as in a requirement; whether it fits is a question
+            of fingerprints alone.
     """
 
     name: str

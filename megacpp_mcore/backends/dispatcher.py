@@ -248,6 +248,10 @@ class Dispatcher:
                 passed_over.append(f"{candidate.name} was not measured to be faster here: {unproven}")
                 continue
             best = candidate.speed if best is None else best
+            foreign = candidate.support.foreign(probes.arch()) if needs.get("device") == "cuda" else None
+            if foreign is not None:  # before its probe, too
+                passed_over.append(f"{candidate.name}: {foreign}")
+                continue
             present = self._probe(candidate)
             if not present.ok:
                 passed_over.append(f"{candidate.name} is not available: {present.reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megacpp_mcore.backends import probes
 from megacpp_mcore.backends.candidate import Candidate
 from megacpp_mcore.backends.candidates import own_candidates
 from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE
@@ -26,7 +27,7 @@ def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
                 "requires": list(candidate.requires),
                 **candidate.support.as_record(),
                 "present": present.ok,
-                "reason": present.reason,
+                "reason": present.reason or candidate.support.foreign(probes.arch()) or "",
             }
         )
     return found
@@ -48,9 +49,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["op"],
         row["name"],
         row["speed"],
-        ", ".join(row["devices"]),
+        ", ".join([*row["devices"], *row["archs"]]),
         dtypes,
         ", ".join(f"{name} {dim}" for name, dim in row["dims"].items()) or "any",
         ", ".join(missing) or "-",
-        "yes" if row["present"] else f"no: {row['reason']}",
+        f"{'by name only' if row['present'] else 'no'}: {row['reason']}" if row["reason"] else "yes",
     )

@@ -70,6 +70,13 @@ def _cuda() -> ProbeResult:
     return ProbeResult(is_there, "" if is_there else "torch sees no CUDA device")
 
 
+@functools.cache
+def arch() -> str | None:
+    """Return this GPU's architecture, such as ``sm_90``; None without a GPU."""
+    cuda = importlib.import_module("torch").cuda
+    return "sm_{}{}".format(*cuda.get_device_capability()) if cuda.is_available() else None
+
+
 def hopper() -> ProbeResult:
     """Return whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11."""
     capability = importlib.import_module("torch").cuda.get_device_capability()

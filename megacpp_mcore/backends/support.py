@@ -50,6 +50,8 @@ class Support:
 
     Attributes:
         devices: where it runs, of :data:`DEVICES`.
+        archs: the GPU architectures for which its kernels compile and spill nothing, such as ``sm_90``: on others it runs only
+            if requested by name; empty: any.
         dtypes: of its inputs, of :data:`DTYPES`.
         dims: sizes of dimensions, by the names used in requests; other dimensions may have any size.
         combinations: allowed combinations of sizes by name, one of which a request has to match; empty: any.
@@ -59,6 +61,7 @@ class Support:
     """
 
     devices: tuple[str, ...] = DEVICES
+    archs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = DTYPES
     dims: Mapping[str, Dim] = field(default_factory=dict)
     combinations: tuple[Mapping[str, int], ...] = ()
@@ -69,6 +72,12 @@ class Support:
     def is_for(self, device: str | None) -> bool:
         """Return whether it is meant for ``device`` at all; None: the request has no device."""
         return device is None or device in self.devices
+
+    def foreign(self, arch: str | None) -> str | None:
+        """Why ``auto`` does not take it on a GPU of ``arch``, or None; None: there is no GPU."""
+        if arch is None or not self.archs or arch in self.archs:
+            return None
+        return f"its kernels are for {', '.join(self.archs)}, and this GPU is {arch}"
 
     def lacking(self, needs: Mapping[str, Any]) -> str | None:
         """Why ``needs`` are not met, or None.
@@ -113,6 +122,7 @@ class Support:
         """JSON-ready, for a table."""
         return {
             "devices": list(self.devices),
+            "archs": list(self.archs),
             "dtypes": list(self.dtypes),
             "dims": {name: str(dim) for name, dim in self.dims.items()},
             **{name: getattr(self, name) for name in _OPTIONS},

@@ -55,6 +55,22 @@ class Counted:
         return Candidate(name=name, op=op, speed=speed, load=self.load, probe=self.probe, support=support)
 
 
+def test_kernels_for_other_gpus_are_left_to_requests_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = Counted(), Counted(covers=10**9)
+    kernel = fast.candidate("fast", Speed.KERNEL, devices=("cuda",))
+    kernel = dataclasses.replace(kernel, support=dataclasses.replace(kernel.support, archs=("sm_90", "sm_100")))
+    both = (kernel, slow.candidate("slow", Speed.REFERENCE, devices=("cpu", "cuda")))
+    for arch, expected in (("sm_90", "fast"), ("sm_100", "fast"), (None, "fast"), ("sm_80", "slow")):
+        monkeypatch.setattr(probes, "arch", lambda arch=arch: arch)
+        made = Dispatcher(candidates=both).request("mla", device="cuda", head_dim=64)
+        assert (made.observed, made.slower_than_best) == (expected, expected == "slow")
+    assert "its kernels are for sm_90, sm_100, and this GPU is sm_80" in made.reason
+    assert Dispatcher({"mla": "fast"}, both).request("mla", device="cuda", head_dim=64).observed == "fast"
+    (row, _) = markdown.rows(both)
+    assert (row["archs"], row["present"]) == (["sm_90", "sm_100"], True)
+    assert "by name only" in markdown.text(both)
+
+
 def dispatcher(requests: Mapping[str, str] | None = None, **fast: Any) -> tuple[Dispatcher, Counted]:
     kernel = Counted(**fast)
     candidates = [Counted(covers=10**9).candidate("slow", Speed.REFERENCE), kernel.candidate("fast", Speed.KERNEL)]

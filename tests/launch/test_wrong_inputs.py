@@ -50,7 +50,7 @@ AT_THE_COMMAND_LINE = [
     ("report compare nope nope2", "expected the folder of a run that was observed, or a receipt"),
     ("bench run nope", "did you mean"),
     ("patch applly", "did you mean 'apply'?"),
-    ("launch --device cpu {words}", "put -- before the script"),
+    ("launch --device cpu {words}", "before --: "),
     ("launch --device cpu -- latest {words}", "neither a script (*.py) nor an argument"),
     ("launch --device cpu -- pretrian_gpt.py {words}", "pretrian_gpt.py was not found"),
     ("launch --device cpu --nproc 0 -- {words}", "expected the number of processes to start, 1 or more"),

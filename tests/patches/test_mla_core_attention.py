@@ -54,7 +54,7 @@ Outcome = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    mla_core_attention._say_once.cache_clear()
+    mla_core_attention._log_once.cache_clear()
     mla_core_attention._te_selection.cache_clear()
 
 
@@ -241,9 +241,9 @@ def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: 
 def test_stock_refuses_what_it_refuses(patched: None) -> None:
     layer, inputs = attention(), draw(dtype=torch.float32)
     for given, options, says, reason in (
-        (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed as sbhd, or have a mask"),
+        (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed as sbhd, or also have a mask"),
         (inputs, {"attention_bias": torch.zeros(1)}, "Attention bias is not", "it is called with attention_bias"),
-        (draw(5, 9, torch.float32), {}, "causal mask is only for", "causal attention has not as many queries as keys"),
+        (draw(5, 9, torch.float32), {}, "only for self", "causal attention has different numbers of queries and keys"),
     ):  # fmt: skip
         with said() as lines, pytest.raises(AssertionError, match=says):
             run(layer, given, **options)
@@ -391,7 +391,7 @@ def test_stock_stays_where_it_is_fused_and_where_sdpa_has_nothing(
 ) -> None:
     engine.choice = choice
     layer = te_attention(engine)
-    with mock.patch.object(mla_core_attention, "_say_once") as say:
+    with mock.patch.object(mla_core_attention, "_log_once") as say:
         assert run(layer, draw(dtype=torch.float32)) == "stock"
     ((found_level, line),) = [call.args for call in say.call_args_list]
     assert found_level == level
@@ -439,7 +439,7 @@ CALLS: list[tuple[Callable[..., list[Any]], str]] = [
         "query, key and value do not have the same batch, heads and widths",
     ),
     (lambda q, k, v: [q, k, None], "query, key and value are not plain tensors of 4 axes"),
-    (lambda q, k, v: [q[:5], k[:9], v[:9]], "causal attention has not as many queries as keys"),
+    (lambda q, k, v: [q[:5], k[:9], v[:9]], "causal attention has different numbers of queries and keys"),
 ]
 
 
@@ -476,7 +476,7 @@ def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.asked == []
     assert [line.partition("as stock: ")[2] for line in lines] == [
         "the mask is of type padding",
-        "the sequences are packed as sbhd, or have a mask besides",
+        "the sequences are packed as sbhd, or also have a mask",
         "query, key and value have several dtypes, or autocast is on",
         "the run requests a backend (--attention-backend, NVTE_FUSED_ATTN)",
     ]
@@ -629,7 +629,7 @@ def test_masks_of_packed_sequences(engine: Engine, monkeypatch: pytest.MonkeyPat
             run(layer, [tensor[:, None] for tensor in inputs], **told)
     assert engine.ran == 4
     assert [line.partition("as stock: ")[2] for line in lines] == [
-        "the sequences are packed as thd, or have a mask besides",
+        "the sequences are packed as thd, or also have a mask",
         "packed sequences have a mask of type no_mask",
         "packed sequences have a mask of type padding",
         "query, key and value are not plain tensors of 3 axes",

@@ -6,6 +6,7 @@ Written against megatron-bridge 0.6.2.
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 from megacpp_mcore.arguments.read import layout_of
@@ -43,10 +44,17 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
         processes=processes,
         cuda_graphs=False,  # Bridge has none of the kind that recipes capture
     )
-    found = {name: _FOUND[name](config) for name in _FOUND}
+    found = {name: attrgetter(path)(config) for name, path in _FOUND.items()}
     fp32_reduced = config.ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
     run = Run(chosen.model, layout_of(model), training, chosen.host, settings=chosen.settings)
     found |= {
+        "distributed_optimizer": config.ddp.use_distributed_optimizer or optimizer.use_distributed_optimizer,
+        "cuda_graph_scope": _names(model.cuda_graph_modules) if model.cuda_graph_impl != "none" else (),
+        "recompute_modules": tuple(model.recompute_modules or ()),
+        "own_states": optimizer.optimizer != "adam"
+        or optimizer.use_precision_aware_optimizer
+        or optimizer.optimizer_cpu_offload
+        or config.dist.use_megatron_fsdp,
         "fp16": dtypes.fp16,
         "fp8": dtypes.fp8,
         "grad_bytes": 2 if (dtypes.bf16 or dtypes.fp16) and not fp32_reduced else 4,
@@ -63,39 +71,17 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
     return dataclasses.replace(run.carried_out(names), given=frozenset(name for name, is_so in said.items() if is_so))
 
 
-_FOUND: dict[str, Any] = {
-    "gradient_accumulation_fusion": lambda config: config.model.gradient_accumulation_fusion,
-    "distributed_optimizer": lambda config: (
-        config.ddp.use_distributed_optimizer or config.optimizer.use_distributed_optimizer
-    ),
-    "overlap_grad_reduce": lambda config: config.ddp.overlap_grad_reduce,
-    "overlap_param_gather": lambda config: config.ddp.overlap_param_gather,
-    "moe_permute_fusion": lambda config: config.model.moe_permute_fusion,
-    "manual_gc": lambda config: config.train.manual_gc,
-    "moe_dispatcher": lambda config: config.model.moe_token_dispatcher_type,
-    "bucket_elements": lambda config: config.ddp.bucket_size,
-    "num_buckets": lambda config: config.ddp.num_buckets,
-    "log_interval": lambda config: config.logger.log_interval,
-    "cpu_initialization": lambda config: config.model.use_cpu_initialization,
-    "cuda_graph_impl": lambda config: config.model.cuda_graph_impl,
-    "cuda_graph_scope": lambda config: (
-        _names(config.model.cuda_graph_modules) if config.model.cuda_graph_impl != "none" else ()
-    ),
-    "torch_fsdp": lambda config: config.dist.use_torch_fsdp2,
-    "megatron_fsdp": lambda config: config.dist.use_megatron_fsdp,
-    "overlap_moe_a2a": lambda config: config.model.overlap_moe_expert_parallel_comm,
-    "overlap_shared_expert": lambda config: config.model.moe_shared_expert_overlap,
-    "tp_comm_overlap": lambda config: config.model.tp_comm_overlap,
-    "recompute_granularity": lambda config: config.model.recompute_granularity,
-    "recompute_modules": lambda config: tuple(config.model.recompute_modules or ()),
-    "own_states": lambda config: bool(
-        config.optimizer.optimizer != "adam"
-        or config.optimizer.use_precision_aware_optimizer
-        or config.optimizer.optimizer_cpu_offload
-        or config.dist.use_megatron_fsdp
-    ),
-}
-"""Fields of an execution, each as Bridge's configuration has it."""
+_FOUND = {
+    "gradient_accumulation_fusion": "model.gradient_accumulation_fusion", "moe_permute_fusion": "model.moe_permute_fusion",
+    "moe_dispatcher": "model.moe_token_dispatcher_type", "cpu_initialization": "model.use_cpu_initialization",
+    "overlap_moe_a2a": "model.overlap_moe_expert_parallel_comm", "overlap_shared_expert": "model.moe_shared_expert_overlap",
+    "tp_comm_overlap": "model.tp_comm_overlap", "cuda_graph_impl": "model.cuda_graph_impl",
+    "recompute_granularity": "model.recompute_granularity", "overlap_grad_reduce": "ddp.overlap_grad_reduce",
+    "overlap_param_gather": "ddp.overlap_param_gather", "bucket_elements": "ddp.bucket_size", "num_buckets": "ddp.num_buckets",
+    "manual_gc": "train.manual_gc", "log_interval": "logger.log_interval", "torch_fsdp": "dist.use_torch_fsdp2",
+    "megatron_fsdp": "dist.use_megatron_fsdp",
+}  # fmt: skip
+"""Fields of an execution to fields of Bridge's configuration."""
 
 
 def _names(modules: Any) -> tuple[str, ...]:

@@ -219,14 +219,15 @@ class Run:
     @cached_property
     def _chosen(self) -> Execution:
         """The execution as far as somebody wants it so."""
-        return Execution(**(given_in(flags.read(self.training.extra)) | dict(self.asked)))
+        return Execution(**self._wanted())
+
+    def _wanted(self) -> dict[str, Any]:
+        return given_in(flags.read(self.training.extra)) | dict(self.asked)
 
     @cached_property
     def execution(self) -> Execution:
         """How Megatron carries it out: what is usual for such a run, but for what is asked."""
-        asked = given_in(flags.read(self.training.extra)) | dict(self.asked)
-        usual = {name: value for name, value in usual_for(self).items() if name not in asked}
-        return dataclasses.replace(self._chosen, **usual)
+        return Execution(**usual_for(self) | self._wanted())
 
     def as_usual(self) -> Run:
         """Return the run with the fields that :func:`usual_for` decides as it decides them."""
@@ -240,7 +241,7 @@ class Run:
         return dataclasses.replace(self, asked={name: one for name, one in found.items() if one != usual[name]})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Feature:
     """One of Megatron's features that changes speed and not results.
 
@@ -284,42 +285,36 @@ MOE_PERMUTE = "MoE permute fusion"
 MANUAL_GC = "manual garbage collection"
 FEATURES = (
     Feature(
-        name=FUSED_GRADIENTS,
-        field="gradient_accumulation_fusion",
-        reason="Transformer Engine's products add to the fp32 gradients themselves: no 16-bit copy, no pass to add it",
-        obstacle=_first(_engine, _no_fsdp),
+        FUSED_GRADIENTS, "gradient_accumulation_fusion",
+        "Transformer Engine's products add to the fp32 gradients themselves: no 16-bit copy, no pass to add it",
+        _first(_engine, _no_fsdp),
     ),
     Feature(
-        name=DISTRIBUTED_OPTIMIZER,
-        field="distributed_optimizer",
-        reason="fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
-        obstacle=_replicas,
+        DISTRIBUTED_OPTIMIZER, "distributed_optimizer",
+        "fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
+        _replicas,
     ),
     Feature(
-        name="overlapped gradient reduce",
-        field="overlap_grad_reduce",
-        reason="a full bucket of gradients is reduced while the backward pass goes on",
-        obstacle=_every_gradient,
+        "overlapped gradient reduce", "overlap_grad_reduce",
+        "a full bucket of gradients is reduced while the backward pass goes on",
+        _every_gradient,
     ),
     Feature(
-        name="overlapped parameter gather",
-        field="overlap_param_gather",
-        reason="updated weights are gathered bucket by bucket while the next forward pass runs",
-        obstacle=_every_gradient,
+        "overlapped parameter gather", "overlap_param_gather",
+        "updated weights are gathered bucket by bucket while the next forward pass runs",
+        _every_gradient,
     ),
     Feature(
-        name=MOE_PERMUTE,
-        field="moe_permute_fusion",
-        reason="one kernel sorts tokens by expert, and one sorts them back, in place of an index, a gather and a scatter",
-        obstacle=_first(_engine, _unless(operator.attrgetter("has_moe"), "there are no experts")),
+        MOE_PERMUTE, "moe_permute_fusion",
+        "one kernel sorts tokens by expert, and one sorts them back, in place of an index, a gather and a scatter",
+        _first(_engine, _unless(operator.attrgetter("has_moe"), "there are no experts")),
     ),
     Feature(
-        name=MANUAL_GC,
-        field="manual_gc",
-        reason=f"Python collects cycles on all ranks in the same step, every {GC_INTERVAL}; else each stops all by itself",
-        obstacle=_gpus,
+        MANUAL_GC, "manual_gc",
+        f"Python collects cycles on all ranks in the same step, every {GC_INTERVAL}; else each stops all by itself",
+        _gpus,
     ),
-)
+)  # fmt: skip
 
 
 def usual_for(run: Run) -> dict[str, Any]:

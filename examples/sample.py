@@ -39,7 +39,7 @@ def generate(model: Any, prompt: bytes, count: int, temperature: float, seed: in
     from megatron.core.inference.utils import InferenceMode
 
     if not prompt:
-        raise DataError("the prompt is empty; expected at least one byte to go on from")
+        raise DataError("the prompt is empty; expected at least one byte to continue from")
     device = next(model.parameters()).device
     context = StaticInferenceContext(1, len(prompt) + count)
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def generate(model: Any, prompt: bytes, count: int, temperature: float, seed: in
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to Megatron's."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--prompt", default="def ", help="text to go on from (default: 'def ')")
+    group.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
     group.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="bytes at most (default: 200)")
     group.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest byte (default: 0.8)")
     return parser

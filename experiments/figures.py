@@ -67,7 +67,7 @@ def gigabytes(row: Row) -> str:
 
 
 def ops() -> Iterator[Line]:
-    """Ops and the E layer beside stock or the best peer."""
+    """Ops and the E layer and stock or the best peer."""
     e_layer = next(row["variant"] for row in rows("bench_h200") if row["variant"].startswith("ours (experts"))
     te, unfused, fused = "Transformer Engine", "Megatron, unfused", "Megatron, fused"
     experts = "Megatron, Transformer Engine"
@@ -192,7 +192,7 @@ def fp8() -> Iterator[Line]:
 
 
 def vendors() -> Iterator[Line]:
-    """Kernels of other packages beside ours, in one run."""
+    """Kernels of other packages and ours, in one run."""
     yield "extra", "op", "work", "ms", "ours, ms"
     for extra, benchmark, variant, ours, works in (
         ("flash4", "mla", "flash4", "sdpa", ("forward", BOTH)),
@@ -206,7 +206,7 @@ def vendors() -> Iterator[Line]:
 
 
 def evidence() -> Iterator[Line]:
-    """The kernels that ``auto`` takes beside the reference of their op, forward and backward."""
+    """The kernels that ``auto`` takes, and the reference of their op, forward and backward."""
     yield "op", "backend", "ms", "reference, ms", "times"
     for benchmark, backend, words, work in (
         ("mla", "sdpa", "", BOTH),

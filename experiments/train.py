@@ -217,7 +217,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="dataset prefix")
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
-    parser.add_argument("--steps", type=int, help="in place of the file's")
+    parser.add_argument("--steps", type=int, help="instead of the file's")
     parser.add_argument("--window", type=int, default=20, help="last steps that a loss is the mean of")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, help="of this machine, that runs share (default: --nproc)")

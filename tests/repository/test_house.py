@@ -69,11 +69,13 @@ def test_large_files_are_those_that_the_guard_leaves_out() -> None:
     assert large == {name for name in sizes if re.search(hooks[0]["exclude"], name)}
 
 
-def test_the_version_is_stated_once_and_repeated_right() -> None:
+def test_the_changelog_and_the_citation_are_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    changelog = re.search(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    changelog = re.search(r"^## \[([\d.]+)\]", text, re.MULTILINE)
     assert changelog is not None
     assert citation["version"] == changelog[1] == megacpp_mcore.__version__
+    assert text.count("\n") <= 120  # by theme, a line each; numbers are in the results
 
 
 @pytest.mark.parametrize("folder", ["layer_specs", "patches", "nemo_recipes"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
+PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
+"""Options by which no command of a checkout's configuration runs, of those that compare files."""
 
 
 class GitUnavailable(Exception):
@@ -79,7 +81,57 @@ def patch_between(before: bytes, after: bytes, file: str) -> bytes:
             path = Path(folder, side, file)
             path.parent.mkdir(parents=True)
             path.write_bytes(content)
-        return _git(Path(folder), "diff", *_PLAIN, "--no-index", "--no-prefix", "a", "b", good=(0, 1))
+        return _git(Path(folder), "diff", *PLAIN, "--no-index", "--no-prefix", "a", "b", good=(0, 1))
+
+
+def commit(root: Path, name: str, file: str) -> str:
+    """Return the hash of the commit that ``name`` stands for.
+
+    Args:
+        root: the checkout.
+        name: a tag, branch or hash.
+        file: a file that must be tracked for the answer to mean anything.
+
+    Raises:
+        GitUnavailable: git cannot answer, or has no such commit; if the clone is shallow, the message says so.
+    """
+    _git(root, "ls-files", "--error-unmatch", "--", file)
+    try:
+        return _git(root, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
+    except GitUnavailable as error:
+        shallow = _git(root, "rev-parse", "--is-shallow-repository").strip() == b"true"
+        fetch = f"git -C {root} fetch {'--unshallow ' if shallow else ''}--tags https://github.com/NVIDIA/Megatron-LM"
+        clone = "a shallow clone" if shallow else "a clone"
+        raise GitUnavailable(f"{root} is {clone} without {name}; run `{fetch}`") from error
+
+
+def lines(root: Path, *words: str) -> list[str]:
+    """Return what a git command prints, line by line.
+
+    Raises:
+        GitUnavailable: git cannot answer.
+    """
+    return _git(root, *words).decode(errors="replace").splitlines()
+
+
+def write_sources(root: Path, commit: str, below: str, folder: Path) -> None:
+    """Write the Python files of a commit below the path ``below`` into ``folder``, as committed: no filter runs.
+
+    Raises:
+        GitUnavailable: git cannot answer, or a partial clone lacks the files.
+    """
+    entries = _git(root, "ls-tree", "-r", "-z", commit, "--", below).split(b"\0")[:-1]
+    blobs = [(name, word.split()[2]) for word, _, name in (entry.partition(b"\t") for entry in entries)]
+    blobs = [(name, blob) for name, blob in blobs if name.endswith(b".py")]
+    answer = io.BytesIO(_git(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for _, blob in blobs)))
+    for name, _ in blobs:
+        *_, size = answer.readline().split()
+        if size == b"missing":
+            raise GitUnavailable(f"{root} is a partial clone without the files of {commit}")
+        path = folder / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(answer.read(int(size)))
+        answer.readline()
 
 
 def lock_file(root: Path) -> Path:
@@ -90,7 +142,7 @@ def lock_file(root: Path) -> Path:
         return root / ".megacpp-mcore.lock"
 
 
-def _git(root: Path, *words: str, good: Sequence[int] = (0,)) -> bytes:
+def _git(root: Path, *words: str, good: Sequence[int] = (0,), given: bytes | None = None) -> bytes:
     # Variables such as GIT_DIR, which git sets for its hooks, would select another repository; and nothing is written.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -98,7 +150,7 @@ def _git(root: Path, *words: str, good: Sequence[int] = (0,)) -> bytes:
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(root), *words]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, check=False)
+        done = subprocess.run(command, env=environment, input=given, capture_output=True, check=False)
     except OSError as error:
         raise GitUnavailable(f"git cannot be run: {error}") from error
     if done.returncode not in good:

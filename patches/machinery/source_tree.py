@@ -55,15 +55,19 @@ class SourceTree:
         Raises:
             Refusal: ``target not found``, or ``target changed`` if the file does not parse as Python.
         """
+        lines, _ = self.parse(target.partition(":")[0])
+        return [_text(lines, node) for node in self.definitions(target)]
+
+    def definitions(self, target: str) -> list[Definition]:
+        """Return the syntax of every definition of ``target``; see :meth:`texts`."""
         module, _, path = target.partition(":")
-        lines, tree = self._parse(module)
         *classes, attribute = path.split(".")
-        owners: list[ast.Module | ast.ClassDef] = [tree]
+        owners: list[ast.Module | ast.ClassDef] = [self.parse(module)[1]]
         for name in classes:
             owners = [node for node in _defined(owners, name) if isinstance(node, ast.ClassDef)]
             if not owners:
                 raise Refusal("target not found", f"{target} was not found: {module} has no class {name}")
-        found = [_text(lines, node) for node in _defined(owners, attribute)]
+        found = _defined(owners, attribute)
         if not found:
             place = ".".join([module, *classes])
             raise Refusal("target not found", f"{target} was not found: {place} defines no {attribute}")
@@ -75,7 +79,7 @@ class SourceTree:
         The file is parsed, not run, since running it starts git.
         """
         try:
-            _, tree = self._parse(PACKAGE_INFO)
+            _, tree = self.parse(PACKAGE_INFO)
         except Refusal:
             return None
         values: dict[str, object] = {}
@@ -87,7 +91,12 @@ class SourceTree:
             return None
         return ".".join(str(number) for number in numbers) + str(values.get("PRE_RELEASE") or "")
 
-    def _parse(self, module: str) -> tuple[list[str], ast.Module]:
+    def parse(self, module: str) -> tuple[list[str], ast.Module]:
+        """Return the lines and the syntax tree of ``module``.
+
+        Raises:
+            Refusal: ``target not found``, or ``target changed`` if the file does not parse as Python.
+        """
         if module not in self._parsed:
             try:
                 with tokenize.open(self.file(module)) as stream:
@@ -101,16 +110,15 @@ class SourceTree:
 
 
 def _defined(owners: Sequence[ast.Module | ast.ClassDef], name: str) -> list[Definition]:
-    return [node for owner in owners for node in _definitions(owner) if node.name == name]
+    return [node for owner in owners for node in nodes(owner) if isinstance(node, Definition) and node.name == name]
 
 
-def _definitions(body: ast.AST) -> Iterator[Definition]:
-    """Functions and classes of a module or class body, including those under ``if`` and ``try``, without inner scopes."""
+def nodes(body: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a module or class body, including those under ``if`` and ``try``, without inner scopes."""
     for node in ast.iter_child_nodes(body):
-        if isinstance(node, Definition):
-            yield node
-        elif not isinstance(node, ast.Lambda):
-            yield from _definitions(node)
+        yield node
+        if not isinstance(node, Definition | ast.Lambda):
+            yield from nodes(node)
 
 
 def _text(lines: Sequence[str], node: Definition) -> str:

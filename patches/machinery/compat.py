@@ -1,0 +1,278 @@
+"""What of a Megatron tree differs from the one that this package was written for, and is used by it; nothing is imported.
+
+Compared are the targets of the patches, the functions and classes that the package imports by name, Megatron's flags and the
+fields of its configurations that the package names.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore.errors import CheckoutError
+from megacpp_mcore.patches.machinery import git
+from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
+from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.source_tree import Definition, SourceTree, nodes
+from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+
+TESTED_TAG = "core_v0.19.0"
+VERDICTS = ("fits", "fingerprints to add", "code to review", "broken")
+"""By exit status."""
+# CHANGED: it cannot be said how, as no source with a known fingerprint is at hand.
+EQUAL, COMMENTS, CODE, CHANGED, GONE = "equal", "comments only", "code", "changed", "gone"
+_STATUS = {EQUAL: 0, COMMENTS: 1, CODE: 2, CHANGED: 2, GONE: 3}
+_FLAG = re.compile(r"--[a-z][a-z0-9-]+(?=$|[ =])")
+_QUOTED_FLAG = re.compile(r"""["'](--[a-z][a-z0-9-]+)["']""")
+_CONFIGURATION = re.compile(r"^class \w*(Config|Args)\b", re.MULTILINE)
+_HOLDER = re.compile(r"(^|_|\.)(config|cfg|args|arguments)$")
+
+
+def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
+    """Compare a checkout with the sources that this package was written for.
+
+    Args:
+        checkout: the tree to judge.
+        since: the tag to compare with; by default :data:`TESTED_TAG` and, where there is none, the installed megatron-core.
+
+    Returns:
+        A JSON-ready report; ``status`` is an index of :data:`VERDICTS`.
+
+    Raises:
+        CheckoutError: ``since`` is not in the checkout, or a file is not Python.
+    """
+    with tempfile.TemporaryDirectory(prefix="megacpp-mcore-compat-") as folder:
+        history, notes = _history(checkout, since, Path(folder))
+        bases = {history.tag: history.base} if history else {}
+        with contextlib.suppress(CheckoutError):
+            installed = Checkout.installed(checkout.registry)
+            bases[f"megatron-core {installed.version} in {installed.root}"] = installed.tree
+        trees = list(bases.values())
+        if not trees:
+            notes.append(
+                "neither a tag nor an installed megatron-core to compare with: only fingerprints were compared"
+            )
+        patches = [_patch(patch, checkout.tree, trees, history) for patch in checkout.registry.patches]
+        symbols, *used = _uses()
+        imported = _symbols(symbols, trees[0], checkout.tree) if trees else []
+        known = _names(trees[0]) if trees else (set(), set())
+        gone = [
+            sorted((ours & before) - now) for ours, before, now in zip(used, known, _names(checkout.tree), strict=True)
+        ]
+    states = [target["state"] for patch in patches for target in patch["targets"]]
+    states += [row["state"] for row in imported if row["parameters"] or row["state"] == GONE] + [GONE] * any(gone)
+    status = max(map(_STATUS.__getitem__, states))
+    flags, fields = (
+        {"known": len(ours & old), "gone": lost} for ours, old, lost in zip(used, known, gone, strict=True)
+    )
+    return {
+        "status": status,
+        "verdict": VERDICTS[status],
+        "root": str(checkout.root),
+        "megatron_core": checkout.version,
+        "head": history.summary if history else None,
+        "compared_with": list(bases),
+        "notes": notes,
+        "patches": patches,
+        "symbols": {"known": len(imported), "changed": [row for row in imported if row["state"] != EQUAL]},
+        "flags": flags,
+        "fields": fields,
+    }
+
+
+@dataclass(frozen=True)
+class _History:
+    """A checkout's ``commits`` since a tag, a line about them, and the files of the tag (``base``) and of HEAD."""
+
+    root: Path
+    tag: str
+    base: SourceTree
+    head: SourceTree
+    commits: str
+    summary: str
+
+    def of(self, target: str, found: Sequence[str]) -> list[str]:
+        """List the commits that changed a target whose source is ``found`` now, newest first."""
+        module, _, name = target.partition(":")
+        try:
+            file = self.head.file(module).relative_to(self.head.roots[0])
+            ranges = [f"-L{node.lineno},{node.end_lineno}:{file}" for node in self.head.definitions(target)]
+        except Refusal:  # gone: the commits that took the definition away
+            place, pattern = module.replace(".", "/"), rf"(def|class) {name.rpartition('.')[2]}[(:]"
+            return self._log("--pickaxe-regex", f"-S{pattern}", self.commits, "--", place + ".py", place)
+        return ["not committed"] * (self.head.texts(target) != found) + self._log(*ranges, self.commits)
+
+    def merged(self, number: int) -> str | None:
+        """Return the commit whose subject names a pull request; None if there is none, or it was reverted."""
+        found = self._log("--fixed-strings", f"--grep=(#{number})", f"--grep=({number})", self.commits)
+        found = [line for line in found if f"{number})" in line]
+        return found[0] if found and ' Revert "' not in found[0] else None
+
+    def _log(self, *words: str) -> list[str]:
+        try:
+            if not git.lines(self.root, "rev-list", "-1", self.commits):
+                return []  # of which -L is an error
+            return git.lines(self.root, "log", "--no-patch", *git.PLAIN, "--format=%h %cs %s", *words)
+        except git.GitUnavailable as error:  # a partial clone lacks old files
+            return [f"commits cannot be listed: {error}"]
+
+
+def _history(checkout: Checkout, since: str | None, folder: Path) -> tuple[_History | None, list[str]]:
+    root, tag, notes = checkout.root, since or TESTED_TAG, []
+    try:
+        base, head = (git.commit(root, name, HOOKED_FILE) for name in (tag, "HEAD"))
+        for name, commit in (("base", base), ("head", head)):
+            git.write_sources(root, commit, "megatron", folder / name)
+        try:
+            (fork,) = git.lines(root, "merge-base", base, head)
+        except git.GitUnavailable:
+            fork = base
+            notes.append(f"{tag} and HEAD have no commit in common, as in a shallow clone: some commits are not listed")
+        (newest,) = git.lines(root, "log", "-1", "--format=%h of %cs", head)
+        (count,) = git.lines(root, "rev-list", "--count", f"{fork}..{head}")
+    except git.GitUnavailable as error:
+        if since is not None:
+            raise CheckoutError(f"nothing can be compared with {since}: {error}", code="no-tag") from error
+        return None, [f"no commits are listed: {error}"]
+    summary = f"{newest}, {count} commits after {fork[:10]}" + ("" if fork == base else f", where it left {tag}")
+    files = [SourceTree((folder / name,)) for name in ("base", "head")]
+    return _History(root, tag, files[0], files[1], f"{fork}..{head}", summary), notes
+
+
+def _patch(patch: Patch, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
+    targets = [_target(edit, tree, bases, history) for edit in patch.edits]
+    merged = {f"#{number}": history and history.merged(number) for number in patch.upstream}
+    verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
+    return {"name": patch.name, "verdict": verdict, "targets": targets, "upstream_merged": merged}
+
+
+def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
+    found = _texts(tree, edit.target)
+    if any(digest(text) in edit.fingerprints for text in found):
+        return {"target": edit.target, "state": EQUAL}
+    known = [text for base in bases for text in _texts(base, edit.target) if digest(text) in edit.fingerprints]
+    state, parameters = (GONE, []) if not found else _compare(known[0], found[0]) if known else (CHANGED, [])
+    return {
+        "target": edit.target,
+        "state": state,
+        "parameters": parameters,
+        "fingerprints": [*edit.fingerprints, *map(digest, found)],
+        "commits": history.of(edit.target, found) if history else [],
+    }
+
+
+def _compare(old: str, new: str) -> tuple[str, list[str]]:
+    """Say how two sources of a function or class differ, and which parameters came (``+``) and went (``-``)."""
+    before, after = _definition_in(old), _definition_in(new)
+    names = [_parameters(node) for node in (before, after)]
+    parameters = [f"+{name}" for name in names[1] if name not in names[0]]
+    parameters += [f"-{name}" for name in names[0] if name not in names[1]]
+    state = CODE if ast.dump(before) != ast.dump(after) else COMMENTS if old != new else EQUAL
+    return state, parameters
+
+
+def _definition_in(text: str) -> ast.AST:
+    """Return the syntax of a function or class without its comments and docstrings."""
+    definition = ast.parse(f"if True:\n{text}" if text[0].isspace() else text).body[0]
+    for node in ast.walk(definition):
+        if isinstance(node, Definition) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return definition.body[0] if isinstance(definition, ast.If) else definition
+
+
+def _parameters(node: ast.AST | None) -> list[str]:
+    """Return the names of a function's parameters, or of a class's ``__init__``."""
+    if isinstance(node, ast.ClassDef):
+        node = next((inner for inner in node.body if getattr(inner, "name", "") == "__init__"), None)
+    arguments = getattr(node, "args", None)
+    return [one.arg for one in ast.walk(arguments) if isinstance(one, ast.arg)] if arguments else []
+
+
+def _uses() -> tuple[dict[str, set[str]], set[str], set[str]]:
+    """Return what this package's files name of Megatron.
+
+    That is ``module:name`` of each import by name, with the files that have it; flags; and attributes read from configurations
+    or arguments.
+    """
+    symbols: dict[str, set[str]] = defaultdict(set)
+    flags: set[str] = set()
+    fields: set[str] = set()
+    package = Path(megacpp_mcore.__file__).parent
+    files = [folder / name for folder, _, names in package.walk(follow_symlinks=True) for name in names]
+    for file in (file for file in files if file.suffix == ".py"):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            match node:
+                case ast.ImportFrom(module=str(module), names=names) if re.match(r"megatron\.(?!bridge)", module):
+                    for one in names:
+                        symbols[f"{module}:{one.name}"].add(str(file.relative_to(package)))
+                case (
+                    ast.Attribute(value=holder, attr=name)
+                    | ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=str(name)), *_])
+                ) if _HOLDER.search(ast.unparse(holder)):
+                    fields.add(name)
+                case ast.Constant(value=str(text)) if text.startswith("--"):
+                    flags |= set(_FLAG.findall(text))
+    return symbols, flags, fields
+
+
+def _symbols(symbols: dict[str, set[str]], base: SourceTree, tree: SourceTree) -> list[dict[str, Any]]:
+    """Compare the symbols that ``base`` has."""
+    rows = []
+    for symbol, files in sorted(symbols.items()):
+        old, new = (_definition(one, *symbol.split(":")) for one in (base, tree))
+        if old is not None:
+            state, parameters = (GONE, []) if new is None else _compare(old, new) if old and new else (EQUAL, [])
+            rows.append({"symbol": symbol, "state": state, "parameters": parameters, "files": sorted(files)})
+    return rows
+
+
+def _definition(tree: SourceTree, module: str, name: str) -> str | None:
+    """Return the source of what ``from module import name`` gives, "" if that is no function or class; None if it fails."""
+    if found := _texts(tree, f"{module}:{name}"):
+        return found[0]
+    with contextlib.suppress(Refusal):
+        for node in nodes(tree.parse(module)[1]):
+            match node:
+                case ast.Name(id=stored, ctx=ast.Store()) if stored == name:
+                    return ""
+                case ast.ImportFrom(names=names, level=level, module=below):
+                    for one in (one for one in names if (one.asname or one.name) == name):
+                        package = module if tree.file(module).name == "__init__.py" else module.rpartition(".")[0]
+                        source = importlib.util.resolve_name("." * level + (below or ""), package)
+                        return (_definition(tree, source, one.name) if source != module else None) or ""
+        tree.file(f"{module}.{name}")
+        return ""
+    return None
+
+
+def _names(tree: SourceTree) -> tuple[set[str], set[str]]:
+    """Return Megatron's flags, also those of fields, and the fields of its configurations."""
+    flags: set[str] = set()
+    fields: set[str] = set()
+    root = tree.file("megatron.core").parents[1]
+    for file in (file for part in ("core", "training") for file in (root / part).rglob("*.py")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        flags |= set(_QUOTED_FLAG.findall(text))
+        if _CONFIGURATION.search(text):
+            try:
+                classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+            except SyntaxError as error:
+                raise CheckoutError(f"{file} cannot be read as Python: {error}", code="syntax") from error
+            fields |= {ast.unparse(it.target) for node in classes for it in node.body if isinstance(it, ast.AnnAssign)}
+    words = {field.replace("_", "-") for field in fields}
+    return flags | {f"--{no}{word}" for word in words for no in ("", "no-")}, fields
+
+
+def _texts(tree: SourceTree, target: str) -> list[str]:
+    with contextlib.suppress(Refusal):
+        return tree.texts(target)
+    return []

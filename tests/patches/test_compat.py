@@ -1,0 +1,240 @@
+"""``megacpp-mcore compat`` on small seeded trees: what is told apart, and the exit status of each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.commands import cli
+from megacpp_mcore.errors import CheckoutError
+from megacpp_mcore.patches.machinery import checkout as checkout_module
+from megacpp_mcore.patches.machinery import compat
+from megacpp_mcore.patches.machinery.checkout import Checkout
+from megacpp_mcore.patches.machinery.registry import Registry
+from megacpp_mcore.patches.machinery.symbols import digest
+from tests.errors import raises
+from tests.trees import commit, git, patch_of, snapshot
+
+TAG = "core_v0.19.0"
+FILES = {
+    "core/package_info.py": "MAJOR = 0\nMINOR = 19\nPATCH = 1\n",
+    "core/__init__.py": "from .layers import Layer as Plain\nLIMIT = 4\n",
+    "core/layers.py": '''
+        class Layer:
+            """A layer."""
+
+            def __init__(self, config, name=None):
+                self.config = config
+
+            def forward(self, x):
+                """Run."""
+                return x + 1  # one
+
+
+        def scale(x, by):
+            return x * by
+    ''',
+    "training/arguments.py": '''
+        def add(parser):
+            parser.add_argument("--num-layers", type=int)
+
+
+        class TransformerConfig:
+            hidden_size: int
+            use_bias: bool = True
+    ''',
+}  # fmt: skip
+FORWARD, SCALE = "megatron.core.layers:Layer.forward", "megatron.core.layers:scale"
+PACKAGE = """
+    from megatron.core import LIMIT, Plain, layers
+    from megatron.core.layers import scale
+    from megatron.bridge import nothing
+    FLAGS = ["--num-layers", "--hidden-size 8", "--no-use-bias", "--ours"]
+    def read(config, args): return config.hidden_size, getattr(args, "use_bias"), config.ours
+"""
+Seed = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Megatron of three files, tagged; a package that uses it; and no installed Megatron to compare with."""
+    root, package = tmp_path / "lm", tmp_path / "package"
+    for name, text in FILES.items():
+        file = root / "megatron" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text).lstrip())
+    git(root, "init", "-q")
+    commit(root)
+    git(root, "tag", TAG)
+    package.mkdir()
+    (package / "__init__.py").write_text(textwrap.dedent(PACKAGE))
+    monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(package / "__init__.py"))
+    registry = Registry([patch_of(root, "one", FORWARD, upstream=(7, 8)), patch_of(root, "two", SCALE)])
+    monkeypatch.setattr(checkout_module, "default", lambda: registry)
+
+    def none(registry: Any = None) -> Checkout:
+        raise CheckoutError("none")
+
+    monkeypatch.setattr(Checkout, "installed", none)
+    return root
+
+
+@pytest.fixture
+def seed(tree: Path) -> Iterator[Seed]:
+    """Replace a text in a file of the tree, and commit."""
+
+    def replace(name: str, old: str, new: str) -> None:
+        file = tree / "megatron" / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+        git(tree, "commit", "-qam", f"{old.strip()} becomes {new.strip()} (#7)")
+
+    return replace
+
+
+def report(tree: Path, capsys: pytest.CaptureFixture[str], status: int, *words: str) -> dict[str, Any]:
+    before = snapshot(tree)
+    assert cli.main(["compat", "--checkout", str(tree), "--json", *words]) == status
+    assert snapshot(tree) == before
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["verdict"]) == (status, compat.VERDICTS[status])
+    return found
+
+
+def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(tree, capsys, 0)
+    assert [patch["verdict"] for patch in found["patches"]] == ["fits", "fits"]
+    assert found["symbols"] == {"known": 4, "changed": []}
+    assert found["flags"] == {"known": 3, "gone": []}
+    assert found["fields"] == {"known": 2, "gone": []}
+    assert (found["compared_with"], found["notes"]) == ([TAG], [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "state", "parameters"),
+    [
+        ("  # one", "", 1, "comments only", []),
+        ('"""Run."""', '"""Runs."""', 1, "comments only", []),
+        ("x + 1", "x + 2", 2, "code", []),
+        ("forward(self, x)", "forward(self, y, *, x)", 2, "code", ["+y"]),
+        ("forward(self, x)", "forward(self, *x)", 2, "code", []),
+        ("def forward", "def run", 3, "gone", []),
+    ],
+)
+def test_changes_of_a_target_are_told_apart(
+    old: str, new: str, status: int, state: str, parameters: list[str],
+    tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    seed("core/layers.py", old, new)
+    seed("core/layers.py", '"""A layer."""', '"""A class of layers."""')
+    one, two = report(tree, capsys, status)["patches"]
+    (target,) = one["targets"]
+    assert (one["verdict"], two["verdict"]) == (compat.VERDICTS[status], "fits")
+    assert (target["state"], target["parameters"]) == (state, parameters)
+    (changed,) = target["commits"]
+    assert changed.endswith(f"{old.strip()} becomes {new.strip()} (#7)")
+    (merged, other) = one["upstream_merged"].values()
+    assert merged is not None
+    assert other is None
+    assert cli.main(["compat", "--checkout", str(tree)]) == status
+    text = capsys.readouterr().out
+    assert f"\n  {FORWARD}: {state}" in text
+    assert f"\n    {changed}\n" in text
+    assert "\n  #7 is merged" in text
+    assert cli.main(["compat", "--checkout", str(tree), "--write"]) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"# one, {FORWARD}: {state}")
+    known = Registry([patch_of(tree, "new", FORWARD)]).patches[0].edits[0].fingerprints if state != "gone" else ()
+    accepted = [line.strip(' ",') for line in lines if line.startswith("    ")]
+    assert accepted[1:] == list(known)
+    assert len(accepted[0]) == len(digest(""))
+
+
+def test_fingerprints_of_several_sources(tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]) -> None:
+    seed("core/package_info.py", "MINOR = 19", "MINOR = 20")
+    seed("core/layers.py", "x * by", "by * x")
+    found = report(tree, capsys, 2)
+    (target,) = found["patches"][1]["targets"]
+    assert found["megatron_core"] == "0.20.1"
+    assert f"2 commits after {git(tree, 'rev-parse', TAG)[:10]}" in found["head"]
+    registry = checkout_module.default()
+    (edit,) = registry.patches[1].edits
+    object.__setattr__(edit, "fingerprints", tuple(target["fingerprints"]))
+    assert report(tree, capsys, 0)["patches"][1]["verdict"] == "fits"
+    object.__setattr__(edit, "fingerprints", ("0" * 64,))
+    assert report(tree, capsys, 2)["patches"][1]["targets"][0]["state"] == "changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "status", "key", "expected"),
+    [
+        ("core/layers.py", "name=None", "name=None, group=None", 2, "symbols", ["+group"]),
+        ("core/layers.py", "self.config = config", "self.settings = config", 0, "symbols", []),
+        ("core/__init__.py", "Layer as Plain", "Layer", 3, "symbols", "megatron.core:Plain"),
+        ("core/__init__.py", "LIMIT", "BOUND", 3, "symbols", "megatron.core:LIMIT"),
+        ("training/arguments.py", "--num-layers", "--layers", 3, "flags", ["--num-layers"]),
+        ("training/arguments.py", "hidden_size", "width", 3, "fields", ["hidden_size"]),
+        ("training/arguments.py", "hidden_size", "width", 3, "flags", ["--hidden-size"]),
+    ],
+)
+def test_changes_of_what_the_package_names(
+    name: str, old: str, new: str, status: int, key: str, expected: Any,
+    tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    seed(name, old, new)
+    found = report(tree, capsys, status)
+    assert [patch["verdict"] for patch in found["patches"]] == ["fits", "fits"]
+    if key != "symbols":
+        assert found[key]["gone"] == expected
+        return
+    (row,) = found[key]["changed"]
+    assert expected == (row["symbol"] if status == 3 else row["parameters"])
+    assert row["files"] == ["__init__.py"]
+
+
+def test_edits_that_are_not_committed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tree / "megatron/core/layers.py"
+    file.write_text(file.read_text().replace("x + 1", "x + 2"))
+    assert report(tree, capsys, 2)["patches"][0]["targets"][0]["commits"] == ["not committed"]
+
+
+def test_trees_that_cannot_be_compared(
+    tree: Path, seed: Seed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed("core/layers.py", "  # one", "")
+    shallow = tmp_path / "shallow"
+    git(tmp_path, "clone", "-q", "--depth", "1", "--no-tags", tree.as_uri(), str(shallow))
+    for folder, since, code, values in (
+        (shallow, TAG, "no-tag", ["shallow clone", TAG, "fetch --unshallow"]),
+        (tree, "core_v9", "no-tag", ["a clone without core_v9"]),
+        (tree, "--output=x", "no-tag", ["--output=x"]),
+        (tmp_path, None, "no-checkout", [str(tmp_path), "megatron/core/__init__.py"]),
+    ):
+        with raises(CheckoutError, *values, code=code):
+            compat.examine(Checkout(folder), since)
+    assert cli.main(["compat", "--checkout", str(shallow), "--since", TAG]) == 2
+    assert capsys.readouterr().out == ""
+    # Without a tag that somebody asked for: fingerprints alone, and said so.
+    found = report(shallow, capsys, 2)
+    assert found["patches"][0]["targets"][0]["state"] == "changed"
+    assert any("shallow clone" in note for note in found["notes"])
+    assert found["compared_with"] == []
+    (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
+    with raises(CheckoutError, "arguments.py", code="syntax"):
+        compat.examine(Checkout(tree))
+
+
+@pytest.mark.checkout
+def test_the_checkout_fits_and_nothing_is_imported(megatron_lm: Path) -> None:
+    code = "import sys; from megacpp_mcore.commands import cli; status = cli.main(sys.argv[1:]); "
+    code += "print(status, sorted({'torch', 'megatron.core', 'megatron.training'} & set(sys.modules)))"
+    command = [sys.executable, "-c", code, "compat", "--checkout", str(megatron_lm)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-2:] == ["verdict: fits", "0 []"]

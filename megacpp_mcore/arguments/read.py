@@ -93,6 +93,8 @@ def read(
     layout = _layout(given, model, host)
     plan, file = _precision(given)
     impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
+    if model is None and impl != "transformer_engine":
+        impl = "local"  # Megatron has more kinds, none of them Transformer Engine's
     training = Training(
         device=device,
         precision=plan,

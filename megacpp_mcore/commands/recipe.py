@@ -175,7 +175,7 @@ def _recipe(name: str) -> Recipe | None:
     Raises:
         ModelError: it names neither; the nearest names of both are suggested.
     """
-    loaded = plugin_config.from_environment()
+    loaded = None if name in RECIPES else plugin_config.from_environment()
     models = (*PRESETS, *([loaded.model.name] if loaded is not None else []))
     if name in RECIPES or name in models:
         return RECIPES.get(name)

@@ -20,7 +20,7 @@ from megacpp_mcore.arguments.lowering import (
     mismatches,
     model_arguments,
 )
-from megacpp_mcore.arguments.read import model_of
+from megacpp_mcore.arguments.read import model_of, read
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
@@ -211,12 +211,22 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
     given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
     processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
     words = lower(Run(model, layout, Training(processes=processes, **given), host))
+    how = read(words, device="cuda", processes=processes, model=model).execution
     with stock.gpu_host():
         arguments = stock.parse(words, processes)
     on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
     assert (arguments.manual_gc_interval, arguments.log_interval) == (100, 10)
-    assert arguments.ddp_bucket_size == BUCKET_ELEMENTS
+    assert (arguments.ddp_bucket_size, how.bucket_elements) == (BUCKET_ELEMENTS, BUCKET_ELEMENTS)
+    alike = (
+        "gradient_accumulation_fusion",
+        "overlap_grad_reduce",
+        "moe_permute_fusion",
+        "manual_gc",
+        "cuda_graph_impl",
+    )
+    assert [getattr(how, name) for name in alike] == [getattr(arguments, name) for name in alike]
+    assert how.moe_dispatcher == arguments.moe_token_dispatcher_type
 
 
 def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from megacpp_mcore.model import PRESETS, Layout, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import FIELDS, Execution, Run, usual_for
 from megacpp_mcore.model.training import GPT, HYBRID, Training
-from tests import stock
 from tests.errors import raises
 
 DATA = ("--data-path", "corpus", "--split", "100,0,0")
@@ -108,39 +106,12 @@ def test_runs_drawn_at_random_are_read_from_their_command_lines(start: int) -> N
     assert len(seen & FIELDS.keys()) > 10
 
 
-def test_megatron_parses_what_is_read(process: Path) -> None:
-    """Megatron's own parser and this reader agree on the fields that one flag decides."""
-    names = {
-        "moe_dispatcher": "moe_token_dispatcher_type",
-        "bucket_elements": "ddp_bucket_size",
-        "log_interval": "log_interval",
-    }
-    names |= {
-        name: name
-        for name in ("gradient_accumulation_fusion", "overlap_grad_reduce", "moe_permute_fusion", "manual_gc")
-    }
-    names |= {
-        "distributed_optimizer": "use_distributed_optimizer",
-        "cuda_graph_impl": "cuda_graph_impl",
-        "log_interval": "log_interval",
-    }
-    model = with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": "-FF"}})
-    for layout in (Layout(), Layout(expert=2), Layout(pipeline=2, virtual=2), Layout(tensor=2, sequence_parallel=True)):
-        training = Training(processes=2 * layout.processes, data=("--mock-data",), tokenizer=tokenizer_words(model))
-        words = lower(Run(model, layout, training))
-        with stock.gpu_host():
-            parsed = stock.parse(words, training.processes)
-        how = read(words, device="cuda", processes=training.processes, model=model).execution
-        assert {name: getattr(parsed, theirs) for name, theirs in names.items()} == {
-            name: getattr(how, name) for name in names
-        }
-
-
 def test_what_the_words_cannot_say_is_refused_or_left_out() -> None:
     with raises(LaunchError, "--lr", "'fast'"):
         read(["--lr", "fast"], device="cuda", processes=1, model=preset("nam56r"))
     alone = read(["--num-experts", "4", "--sequence-parallel"], device="cuda", processes=1)
     assert (alone.model, alone.has_moe, alone.layout, alone.families) == (None, True, Layout(), "")
+    assert not read(["--transformer-impl", "inference_optimized"], device="cuda", processes=1).has_engine
     with raises(ModelError, "no model of this package"):
         lower(alone)
 

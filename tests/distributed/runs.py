@@ -192,14 +192,15 @@ class Laboratory:
 
     def training_words(self, layout: Layout, **training: Any) -> list[str]:
         """Megatron's arguments of a run in ``layout``, but for where it saves."""
-        return stock.words(
+        words = stock.words(
             self.model,
             # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.
-            *("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor), *self.words),
+            *("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor)),
             data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
             layout=layout,
             **self.training | training,
         )
+        return [*words, *self.words]  # a plan with them would also save optimizer state by parameter
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "observe"

@@ -53,10 +53,11 @@ class Run:
         """Megatron's arguments."""
         layout, _ = LAYOUTS[self.layout]
         divisor = ("--make-vocab-size-divisible-by", str(128 // layout.tensor))
-        return stock.words(
-            MODEL, *divisor, *KINDS[self.kind],
+        words = stock.words(
+            MODEL, *divisor,
             layout=layout, precision=self.precision, micro_batch_size=1, global_batch_size=2, train_iters=8,
         )  # fmt: skip
+        return [*words, *KINDS[self.kind]]  # a plan with them would also save optimizer state by parameter
 
     def saved(self) -> list[Saved]:
         """A checkpoint in every format."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-
-from megacpp_mcore.launch import extensions
 
 # Before anything imports torch: several workers share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,10 +21,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # An extension that Megatron builds: in a folder of the tests' own, without what a killed run of them has left there.
 _EXTENSIONS = Path(__file__).parents[1] / "build" / "torch_extensions"
 os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
-for _lock in _EXTENSIONS.glob("*/lock"):
-    with contextlib.suppress(FileNotFoundError):
-        if extensions.is_abandoned(_lock):
-            _lock.unlink()
+
+
+def forget_the_killed(extensions: Path) -> None:
+    """Delete the locks of builds there, but for those that a launch still holds."""
+    for lock in extensions.glob("*/lock"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), lock.open("rb") as found:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.unlink()
+
+
+forget_the_killed(_EXTENSIONS)
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
 

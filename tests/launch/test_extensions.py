@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from torch.utils.file_baton import FileBaton
 
 from megacpp_mcore import cpu
 from megacpp_mcore.launch import extensions, launcher
+from tests.conftest import forget_the_killed
 
 HOLDER = """
 import sys
@@ -142,3 +144,16 @@ def test_a_file_system_without_locks(lock: Path, monkeypatch: pytest.MonkeyPatch
         assert FileBaton(str(lock)).try_acquire()
         assert not FileBaton(str(lock)).try_acquire()
     assert lock.read_bytes() == b""
+
+
+def test_the_suite_starts_beside_a_lock_of_a_killed_run_and_of_a_living_one(tmp_path: Path) -> None:
+    dead, held = (tmp_path / name / "lock" for name in ("dead", "held"))
+    for lock in (dead, held):
+        lock.parent.mkdir()
+        lock.touch()
+    with held.open("rb") as living:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        forget_the_killed(tmp_path)
+        assert (dead.exists(), held.exists()) == (False, True)
+    forget_the_killed(tmp_path)
+    assert not held.exists()

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from megacpp_mcore import versions
+
 
 def add_parser(subparsers: Any) -> None:
     """Add ``compat`` to the command line."""
@@ -15,7 +17,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("compat", help=words, description=words, epilog=statuses)
     parser.add_argument("--checkout", metavar="DIR", required=True, help="the root of a Megatron-LM checkout")
     parser.add_argument(
-        "--since", metavar="TAG", help="compare with this tag (default: core_v0.19.0, or the installed megatron-core)"
+        "--since",
+        metavar="TAG",
+        help=f"the tag to compare with (default: {versions.CHECKOUT_TAG}, or the installed Megatron)",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")

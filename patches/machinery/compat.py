@@ -24,8 +24,8 @@ from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
 from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.source_tree import Definition, SourceTree, nodes
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+from megacpp_mcore.versions import CHECKOUT_TAG
 
-TESTED_TAG = "core_v0.19.0"
 VERDICTS = ("fits", "fingerprints to add", "code to review", "broken")
 """By exit status."""
 # CHANGED: it cannot be said how, as no source with a known fingerprint is at hand.
@@ -42,7 +42,7 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
 
     Args:
         checkout: the tree to judge.
-        since: the tag to compare with; by default :data:`TESTED_TAG` and, where there is none, the installed megatron-core.
+        since: the tag to compare with; by default that of ``versions`` and, where there is none, the installed megatron-core.
 
     Returns:
         A JSON-ready report; ``status`` is an index of :data:`VERDICTS`.
@@ -127,7 +127,7 @@ class _History:
 
 
 def _history(checkout: Checkout, since: str | None, folder: Path) -> tuple[_History | None, list[str]]:
-    root, tag, notes = checkout.root, since or TESTED_TAG, []
+    root, tag, notes = checkout.root, since or CHECKOUT_TAG, []
     try:
         base, head = (git.commit(root, name, HOOKED_FILE) for name in (tag, "HEAD"))
         for name, commit in (("base", base), ("head", head)):

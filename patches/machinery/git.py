@@ -97,7 +97,7 @@ def commit(root: Path, name: str, file: str) -> str:
     """
     _git(root, "ls-files", "--error-unmatch", "--", file)
     try:
-        return _git(root, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
+        return _git(root, "rev-parse", "--verify", f"{name}^{{commit}}").decode().strip()
     except GitUnavailable as error:
         shallow = _git(root, "rev-parse", "--is-shallow-repository").strip() == b"true"
         fetch = f"git -C {root} fetch {'--unshallow ' if shallow else ''}--tags https://github.com/NVIDIA/Megatron-LM"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore import versions
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import CheckoutError
 from megacpp_mcore.patches.machinery import checkout as checkout_module
@@ -22,7 +23,7 @@ from megacpp_mcore.patches.machinery.symbols import digest
 from tests.errors import raises
 from tests.trees import commit, git, patch_of, snapshot
 
-TAG = "core_v0.19.0"
+TAG = versions.CHECKOUT_TAG
 FILES = {
     "core/package_info.py": "MAJOR = 0\nMINOR = 19\nPATCH = 1\n",
     "core/__init__.py": "from .layers import Layer as Plain\nLIMIT = 4\n",
@@ -41,6 +42,7 @@ FILES = {
         def scale(x, by):
             return x * by
     ''',
+    "bridge/__init__.py": "nothing = 1\n",  # of another distribution
     "training/arguments.py": '''
         def add(parser):
             parser.add_argument("--num-layers", type=int)
@@ -199,6 +201,13 @@ def test_changes_of_what_the_package_names(
     assert row["files"] == ["__init__.py"]
 
 
+def test_a_reverted_pull_request_is_not_merged(tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]) -> None:
+    seed("core/layers.py", "  # one", "  # two")
+    assert report(tree, capsys, 1)["patches"][0]["upstream_merged"]["#7"] is not None
+    git(tree, "commit", "-q", "--allow-empty", "-m", 'Revert "one becomes two (#7)" (#9)')
+    assert report(tree, capsys, 1)["patches"][0]["upstream_merged"] == {"#7": None, "#8": None}
+
+
 def test_edits_that_are_not_committed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tree / "megatron/core/layers.py"
     file.write_text(file.read_text().replace("x + 1", "x + 2"))
@@ -226,6 +235,10 @@ def test_trees_that_cannot_be_compared(
     assert found["patches"][0]["targets"][0]["state"] == "changed"
     assert any("shallow clone" in note for note in found["notes"])
     assert found["compared_with"] == []
+    git(shallow, "fetch", "-q", "--depth", "1", "origin", "tag", TAG)
+    found = report(shallow, capsys, 1)
+    assert found["patches"][0]["targets"][0]["state"] == "comments only"
+    assert any("no commit in common" in note for note in found["notes"])
     (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
     with raises(CheckoutError, "arguments.py", code="syntax"):
         compat.examine(Checkout(tree))

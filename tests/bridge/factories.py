@@ -4,6 +4,7 @@ the floating-point operations of one step that Bridge counts for it, and what is
 python -m tests.bridge.factories FOLDER       in an environment with Megatron-Bridge; on the CPU lane
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from megacpp_mcore.errors import ConfigFileError
 from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.nemo_recipes.read import read
 from megacpp_mcore.util import stand_in
 from megacpp_mcore.util.stand_in import process_environment
 
@@ -33,6 +35,9 @@ def main() -> None:
             config = function()
             first, second = (Path(sys.argv[1]) / f"{name}.{copy}.yaml" for copy in (1, 2))
             config.to_yaml(str(first))
+            run = RECIPES[name].run
+            described = read(run, config, RECIPES[name].processes)
+            plan = dataclasses.replace(run.training, cuda_graphs=False)  # which Bridge does not have
             again = ConfigContainer.from_yaml(str(first))
             again.to_yaml(str(second))
             same = first.read_text() == second.read_text() and again.model.transformer_layer_spec is not None
@@ -40,6 +45,7 @@ def main() -> None:
             # As the run does when it has made the tokenizer.
             config.model.vocab_size, config.model.should_pad_vocab = config.tokenizer.vocab_size, True
             found[name] = {
+                "same run": described == dataclasses.replace(run, training=plan),
                 "yaml": "read back" if same else "differs when read back",
                 "environment": config.env_vars,
                 "operations": num_floating_point_operations(config, BATCH),

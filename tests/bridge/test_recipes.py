@@ -55,6 +55,7 @@ def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> 
     assert {name: found["yaml"] for name, found in built.items() if name in RECIPES} == dict.fromkeys(
         RECIPES, "read back"
     )
+    assert [name for name in RECIPES if not built[name]["same run"]] == []
     brought = {name: {"MEGACPP_CONFIG": str(chosen.settings)} for name, chosen in RECIPES.items() if chosen.settings}
     assert {name: built[name]["environment"] for name in RECIPES if built[name]["environment"]} == brought
     assert "without.yaml (MEGACPP_CONFIG) differs in backends or fp8 from" in built["without"]

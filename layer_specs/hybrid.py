@@ -151,7 +151,7 @@ nam56r_hybrid = ModuleSpec(
 
 
 def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
-    """The run's configuration objects and hybrid pattern: of a provider itself, or of Megatron's arguments under a script."""
+    """Find the run's configuration objects and hybrid pattern: a provider's own, or Megatron's arguments under a script."""
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if hasattr(config, "hybrid_layer_pattern") or arguments is None:
         return (config,), getattr(config, "hybrid_layer_pattern", None)
@@ -194,7 +194,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
 
 
 def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[range, ...]:
-    """The layer numbers of every model chunk, from the stages marked in the run's pattern.
+    """Return the layer numbers of every model chunk, from the stages marked in the run's pattern.
 
     Raises:
         ModelError: the pattern leaves the split into stages to Megatron, or splits differently from the model's own pattern.

@@ -90,7 +90,7 @@ class HybridBlockSubmodules(TransformerBlockSubmodules):
 
 
 def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
-    """The layer specs of one model chunk.
+    """Return the layer specs of one model chunk.
 
     Args:
         config: Megatron's ``GPTModelConfig`` (stock scripts) or a provider that is itself the TransformerConfig (Bridge).

@@ -215,7 +215,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node."""
+        """Return the mapping of a node."""
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -267,7 +267,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
 
 
 def from_environment() -> PluginConfig | None:
-    """The file named by ``MEGACPP_CONFIG``, or None when the variable is unset or empty."""
+    """Read the file named by ``MEGACPP_CONFIG``; None when the variable is unset or empty."""
     path = os.environ.get(VARIABLE)
     return load(path) if path else None
 
@@ -314,13 +314,13 @@ def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:
 
 
 def index_schedule_from_environment() -> IndexSchedule | None:
-    """The stock DSA schedule in the file named by ``MEGACPP_CONFIG``; None without a file, or without one in it."""
+    """Read the stock DSA schedule in the file named by ``MEGACPP_CONFIG``; None without a file, or without one in it."""
     path = os.environ.get(VARIABLE)
     return load_index_schedule(path) if path else None
 
 
 def _known(file: Path) -> Mapping[str, Any]:
-    """The content of ``file``, a mapping whose keys are all in :data:`_KEYS`."""
+    """Read ``file``, a mapping whose keys are all in :data:`_KEYS`."""
     content = _read(file)
     if not isinstance(content, Mapping):
         raise ConfigFileError(f"{file}: found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
@@ -339,7 +339,7 @@ def _compile_mode(file: Path, content: Mapping[str, Any]) -> str:
 
 
 def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
-    """The families that the file lists under ``recompute``."""
+    """Return the families that the file lists under ``recompute``."""
     value = content.get("recompute")
     value = [] if value is None else value
     known = [each.name for each in dataclasses.fields(Recompute)]
@@ -361,7 +361,7 @@ def _max_documents(file: Path, content: Mapping[str, Any]) -> int | None:
 
 
 def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
-    """The group ``key`` of the file as a ``kind``, whose fields are its keys."""
+    """Return the group ``key`` of the file as a ``kind``, whose fields are its keys."""
     values = _mapping(file, content, key)
     try:
         group = schema.replace(kind(), values, key)

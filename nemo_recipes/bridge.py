@@ -40,7 +40,7 @@ _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
 
 
 def problem() -> str | None:
-    """A sentence on what is wrong with the installation of Megatron-Bridge; None if no problem is known."""
+    """Say what is wrong with the installation of Megatron-Bridge; None if no problem is known."""
     bridge = host.version("megatron-bridge")
     if bridge is None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
@@ -57,7 +57,7 @@ def problem() -> str | None:
 
 
 def _release(version: str) -> Version:
-    """The release that ``version`` belongs to: a candidate or nightly counts as its release. 0 if it is not a version."""
+    """Return the release of ``version``, a candidate or nightly counting as its release; 0 if it is not a version."""
     try:
         return Version(Version(version).base_version)
     except InvalidVersion:

@@ -70,7 +70,7 @@ class NAM56RConfig(ConfigContainer):
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration only, without objects of the running process."""
+        """Return only the configuration, without objects of the running process."""
         content: dict[str, Any] = super().to_dict()
         for section, fields in _OF_THE_PROCESS.items():
             content[section].update((field, None) for field in fields if field in content[section])
@@ -225,7 +225,7 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
 
 
 def _tokenizer(chosen: Recipe) -> TokenizerConfig:
-    """The built-in byte tokenizer for a model with its vocabulary, plain token ids for any other."""
+    """Return the built-in byte tokenizer for a model with its vocabulary, plain token ids for any other."""
     words = tokenizer_words(chosen.model)
     named = {word[2:].replace("-", "_"): value for word, value in zip(words[::2], words[1::2], strict=True)}
     ids = {name: int(value) for name, value in named.items() if name.endswith(("_id", "vocab_size"))}

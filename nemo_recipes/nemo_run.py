@@ -25,7 +25,7 @@ _CHECK = "from megacpp_mcore.nemo_recipes import bridge; import sys; sys.exit(br
 
 
 def choose(name: str, executor: run.Executor | None = None) -> Recipe:
-    """The recipe called ``name``; a model's name selects the first of its recipes that fits ``executor``.
+    """Choose the recipe called ``name``; a model's name selects the first of its recipes that fits ``executor``.
 
     The order is that of :data:`megacpp_mcore.model.recipes.RECIPES`; without an executor, the first for the fewest processes.
 
@@ -49,7 +49,7 @@ def choose(name: str, executor: run.Executor | None = None) -> Recipe:
 
 
 def processes(executor: run.Executor) -> int:
-    """The number of processes, one per GPU, that ``executor`` starts over all its hosts."""
+    """Return the number of processes, one per GPU, that ``executor`` starts over all its hosts."""
     return int(executor.nnodes() * executor.nproc_per_node())
 
 
@@ -97,7 +97,7 @@ def check_python(python: str) -> None:
 
 
 def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), python: str = "python") -> run.Script:
-    """The script that ``executor`` runs on each of its hosts: torchrun with the recipe's processes.
+    """Return the script that ``executor`` runs on each of its hosts: torchrun with the recipe's processes.
 
     Args:
         chosen: the recipe.
@@ -157,7 +157,7 @@ class PretrainContext(run.cli.RunContext):
 def plan(
     name: str, python: str = "python", overrides: Sequence[str] = (), executor: run.Executor | None = None
 ) -> tuple[str, run.Script, run.Executor]:
-    """The recipe's name, the script to run, and the executor: this machine by default.
+    """Return the recipe's name, the script to run, and the executor: this machine by default.
 
     Raises:
         ModelError, LaunchError: the job cannot be submitted; nothing has been.

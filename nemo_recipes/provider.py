@@ -106,7 +106,7 @@ class NAM56RProvider(MLAModelProvider):
         return int(calculate_padded_vocab_size(*sizes))
 
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
-        """The audited FLOP count of training ``batch_size`` sequences, for Bridge's throughput log."""
+        """Count the audited FLOPs of training ``batch_size`` sequences, for Bridge's throughput log."""
         run = getattr(self, RUN, None)  # left by the spec
         model = model_of((self,), plugin_config.from_environment()) if run is None else run.model
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())

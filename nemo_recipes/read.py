@@ -85,7 +85,7 @@ _FOUND = {
 
 
 def _names(modules: Any) -> tuple[str, ...]:
-    """Module names, from any form that Megatron accepts: a word, a list of words, or one of its enumerations."""
+    """Return module names, from any form that Megatron accepts: a word, a list of words, or one of its enumerations."""
     listed = [modules] if isinstance(modules, str) else modules or ()
     return tuple(str(getattr(one, "name", one)) for one in listed)
 

@@ -124,7 +124,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
 
 
 def _observation(config: Any, recording: launcher.Recording, settings: PluginConfig | None) -> observation.Observation:
-    """The recording of the run described by ``config``, as for a stock run with the same ``--save``.
+    """Return the recording of the run described by ``config``, as for a stock run with the same ``--save``.
 
     Raises:
         LaunchError: the run cannot be recorded.
@@ -170,7 +170,7 @@ def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompileP
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:
-    """The recipe's layout with ``overrides`` applied; values that are not numbers or booleans are left for Bridge to refuse.
+    """Apply ``overrides`` to the recipe's layout; values that are not numbers or booleans are left for Bridge to refuse.
 
     Raises:
         ModelError: the layout is inconsistent.
@@ -269,7 +269,7 @@ def launch_policy(
 
 
 def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
-    """The recipe's ``ConfigContainer`` with ``overrides`` applied, checked to name data and still to be the recipe's model.
+    """Return the recipe's ``ConfigContainer`` with ``overrides``, checked to name data and to be the recipe's model.
 
     Raises:
         LaunchError: an override that Bridge cannot parse, or an unknown key (the nearest are suggested).
@@ -402,7 +402,7 @@ def _check_type(key: str, before: Any, after: Any) -> None:
 
 
 def data_words(config: Any) -> list[str]:
-    """The run's data and tokenizer as stock arguments, which :mod:`megacpp_mcore.data.arguments` reads.
+    """Return the run's data and tokenizer as stock arguments, for :mod:`megacpp_mcore.data.arguments`.
 
     Raises:
         DataError: no data is named.

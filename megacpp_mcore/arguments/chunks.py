@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 def model_chunks(config: TransformerConfig) -> tuple[range, ...]:
-    """The 1-based layer numbers of every model chunk, as Megatron splits them, in layer order."""
+    """Return the 1-based layer numbers of every model chunk, as Megatron splits them, in layer order."""
     found = []
     for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
         for pp_rank in range(config.pipeline_model_parallel_size):
@@ -19,7 +19,7 @@ def model_chunks(config: TransformerConfig) -> tuple[range, ...]:
 
 
 def chunk_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None = None) -> range:
-    """The 1-based layer numbers of one model chunk, as Megatron splits them; by default of this pipeline rank."""
+    """Return the 1-based layer numbers of one model chunk, as Megatron splits them; by default of this pipeline rank."""
     if pp_rank is None:
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     layout = config.pipeline_model_parallel_layout

@@ -75,7 +75,7 @@ def check_unused(words: Sequence[str]) -> None:
 
 
 def host_of(spec: Sequence[str] | None) -> str | None:
-    """The host of a ``--spec`` value; None for other specs."""
+    """Return the host of a ``--spec`` value; None for other specs."""
     word = ".".join(spec or ())
     return next(
         (host for host, (_, name) in SPECS.items() if word in (f"megacpp_mcore.{name}", f"{_MODULES[host]}.{name}")),
@@ -386,7 +386,7 @@ def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
 
 
 def vocabulary_divisor(sources: Sequence[object]) -> int:
-    """The run's vocabulary divisor, to be multiplied by tensor parallelism."""
+    """Return the run's vocabulary divisor, to be multiplied by tensor parallelism."""
     return int(_first(sources, "make_vocab_size_divisible_by", _PADDING))
 
 

@@ -77,7 +77,7 @@ def apply(model: Model, values: Mapping[str, Any]) -> Model:
 
 
 def differences(changed: Any, original: Any) -> dict[str, Any]:
-    """The overrides with which :func:`megacpp_mcore.model.with_overrides` turns ``original`` into ``changed``."""
+    """Return the overrides with which :func:`megacpp_mcore.model.with_overrides` turns ``original`` into ``changed``."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(original):
         new, old = getattr(changed, field.name), getattr(original, field.name)

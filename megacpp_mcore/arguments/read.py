@@ -159,7 +159,7 @@ def model_of(sources: Sequence[object], settings: PluginConfig | None, host: str
 
 
 def _described(given: flags.Flags, host: str) -> Model | None:
-    """The preset with the width and heads, and the depth or hybrid pattern, of the arguments; None if none has them.
+    """Find the preset with the width, heads, and depth or hybrid pattern, of the arguments; None if none has them.
 
     Among several it is the one whose arguments are given most completely; whether all are is checked later, against Megatron's
     configuration.
@@ -182,7 +182,7 @@ def _described(given: flags.Flags, host: str) -> Model | None:
 
 
 def _layout(given: flags.Flags, model: Model | None, host: str | None) -> Layout:
-    """The layout; what Megatron switches off without tensor parallelism, or refuses without stages, is left out."""
+    """Read the layout, without what Megatron switches off without tensor parallelism, or refuses without stages."""
     tensor, pipeline, expert, context = (
         flags.whole(given, f"--{name}-parallel-size", LaunchError, 1) or 1
         for name in ("tensor-model", "pipeline-model", "expert-model", "context")
@@ -223,7 +223,7 @@ def _numbers(given: flags.Flags) -> dict[str, Any]:
 
 
 def _precision(given: flags.Flags) -> tuple[str, str | None]:
-    """The precision plan, and the precision file if it does not say the same as this package's."""
+    """Return the precision plan, and the precision file if it does not say the same as this package's."""
     dtype = "bf16" if "--bf16" in given else "fp32"
     file = flags.first(given, PRECISION_FILE)
     if file is None:
@@ -246,7 +246,7 @@ def _grad_bytes(given: flags.Flags) -> int:
 
 
 def _given(given: flags.Flags) -> frozenset[str]:
-    """The fields of an execution, and ``precision``, that the arguments name."""
+    """Return the fields of an execution, and ``precision``, that the arguments name."""
     names = {
         name
         for name, known in FIELDS.items()

@@ -86,13 +86,13 @@ class Slurm:
                 )
 
     def given(self) -> list[tuple[str, Any]]:
-        """The options that are set: sbatch's names and the values."""
+        """Return the options that are set: sbatch's names and the values."""
         pairs = ((option.name.replace("_", "-"), getattr(self, option.name)) for option in fields(self))
         return [(name, value) for name, value in pairs if value is not None]
 
 
 def as_args(command: StockCommand) -> str:
-    """The arguments alone, one word per line, for ``mapfile -t``.
+    """Write only the arguments, one word per line, for ``mapfile -t``.
 
     Raises:
         LaunchError: a word is the dataset variable, which only a shell resolves, or contains a line break.
@@ -137,7 +137,7 @@ def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> li
 
 
 def _script(command: StockCommand) -> list[str]:
-    """The script's word as shell text; none for the wheel's loop. Our launcher looks it up in ``MEGATRON_LM`` itself."""
+    """Return the script as shell text; none for the wheel's loop. Our launcher looks it up in ``MEGATRON_LM`` itself."""
     name = shlex.quote(command.script)
     return {LAUNCH: [name], WHEEL: [], BARE: [f"{_CHECKOUT}/{name}"]}[command.via]
 
@@ -153,7 +153,7 @@ def _quoted(word: str) -> str:
 
 
 def as_slurm(command: StockCommand, slurm: Slurm) -> str:
-    """A complete sbatch script: srun starts one torchrun per node, with rendezvous on the job's first node.
+    """Write a complete sbatch script: srun starts one torchrun per node, with rendezvous on the job's first node.
 
     Raises:
         LaunchError: the run is on the CPU.
@@ -185,7 +185,7 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
 
 
 def as_yaml(command: StockCommand) -> str:
-    """The run as YAML, with ``env`` and ``arguments`` as mappings (flag to its value, its list of values, or true)."""
+    """Write the run as YAML, with ``env`` and ``arguments`` as mappings (flag to its value, its list of values, or true)."""
     given = flags.read(command.arguments)
     arguments = {
         flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in given.items()

@@ -275,7 +275,7 @@ class Draw:
         self.itemsize = int(self.dtype.itemsize)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normally distributed, times ``scale``."""
+        """Draw normally distributed numbers, times ``scale``."""
         numbers = torch.randn(shape, generator=self.generator, device=self.device)
         return (numbers * scale).to(self.dtype if dtype is None else dtype)
 

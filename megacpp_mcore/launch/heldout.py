@@ -55,7 +55,7 @@ def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
 
 
 def read_heldout(prefix: str, limit: int) -> NDArray[Any]:
-    """The first ``limit`` tokens of a byte dataset (0: all), after checking it against its manifest."""
+    """Read the first ``limit`` tokens of a byte dataset (0: all), after checking it against its manifest."""
     manifest = verify(prefix)
     if manifest.tokenizer["checksum"] != ByteTokenizer().checksum():
         raise DataError(

@@ -65,7 +65,7 @@ class Recording:
         return cls(options.observe, options.no_observe, options.profile)
 
     def words(self) -> list[str]:
-        """The command-line options that would give this recording."""
+        """Return the command-line options that would give this recording."""
         words = [] if self.observe is None else ["--observe", self.observe]
         words += ["--no-observe"] if self.no_observe else []
         return words if self.profile is None else [*words, "--profile", self.profile]
@@ -73,7 +73,7 @@ class Recording:
     def choose(
         self, arguments: Sequence[str], settings: plugin_config.PluginConfig | None = None
     ) -> observation.Observation:
-        """The observation of a run with Megatron's ``arguments``; LaunchError if it is not possible as requested."""
+        """Choose the observation of a run with Megatron's ``arguments``; LaunchError if it is not possible as requested."""
         return observation.choose(
             arguments, observe=self.observe, off=self.no_observe, profile=self.profile, settings=settings
         )

@@ -211,7 +211,7 @@ def forward_step(
 
 
 def _most_documents(model: Any) -> Callable[[int], int] | None:
-    """The most documents of a row by its length if the layers are this package's; None for stock's, which have no limit."""
+    """Return the most documents of a row by its length if the layers are this package's; None for stock's: no limit."""
     config = get_attr_wrapped_model(model, "config")
     if not hasattr(config, "max_documents"):
         return None

@@ -82,7 +82,7 @@ def _refuse_words(stock: Callable[..., Any], parser: argparse.ArgumentParser, me
 
 
 def _explained(error: BaseException) -> str | None:
-    """What a user has to know of ``error``; None if that is its traceback."""
+    """Explain ``error`` to a user; None if its traceback does."""
     text = "".join(traceback.format_exception(error))
     if "EADDRINUSE" in text:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -82,7 +82,7 @@ class Schedules:
         self.full = [number for number, core in self.cores.items() if core.indexer is not None]
 
     def text(self, full: frozenset[int]) -> str:
-        """The schedule with these Full layers as text: one character per A layer."""
+        """Return the schedule with these Full layers as text: one character per A layer."""
         roles = {number: FULL_INDEX if number in full else SHARED_INDEX for number in self.cores}
         return "".join(roles.get(number, FULL_ATTENTION) for number in sorted([*self.cores, *self.dense]))
 
@@ -103,13 +103,13 @@ class Schedules:
 
 
 def describe(schedules: Schedules, one: Round, start: float) -> str:
-    """A round's schedule, its loss, and the difference from the loss of the start."""
+    """Describe a round: its schedule, its loss, and the difference from the loss of the start."""
     what = "as it is" if one.became_shared is None else f"layer {one.became_shared} Shared"
     return f"{schedules.text(one.full)}  {what:<18} {one.loss:.6f} nats a token  {one.loss / start - 1:+.4%}"
 
 
 def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> str:
-    """The schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start's."""
+    """Choose the schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start's."""
     best = [one for one in rounds if one.loss <= rounds[0].loss * (1 + tolerance)][-1]
     if best is rounds[0]:
         return f"advised: the schedule as it is; every other raises the loss by more than {tolerance:.2%}"

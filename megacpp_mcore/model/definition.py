@@ -186,7 +186,7 @@ class Model:
         return tuple(number for number, found in enumerate(self.layers, start=1) if found == letter)
 
     def chunks(self, layout: Layout) -> tuple[range, ...]:
-        """The 1-based layer numbers of each model chunk (pipeline or virtual stage), in layer order.
+        """Return the 1-based layer numbers of each model chunk (pipeline or virtual stage), in layer order.
 
         Raises:
             ModelError: the layers cannot be split that way.
@@ -238,7 +238,7 @@ class Model:
             divides(f"{self.name}: sequence length", self.seq_length, "tensor parallelism", tensor)
 
     def vocab_size_padded(self, tensor: int, divisible_by: int = 128) -> int:
-        """The vocabulary after Megatron's padding to a multiple of ``divisible_by * tensor``."""
+        """Return the vocabulary after Megatron's padding to a multiple of ``divisible_by * tensor``."""
         return math.ceil(self.vocab_size / (divisible_by * tensor)) * divisible_by * tensor
 
     def parameters(self) -> dict[str, int]:
@@ -295,7 +295,7 @@ PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)
 
 
 def preset(name: str) -> Model:
-    """The preset called ``name``.
+    """Return the preset called ``name``.
 
     Raises:
         ModelError: unknown name; the message suggests the nearest names.

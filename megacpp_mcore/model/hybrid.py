@@ -30,7 +30,7 @@ def slots() -> tuple[Slot, ...]:
 
 
 def chunks(text: str) -> tuple[range, ...]:
-    """The 1-based layer numbers of each stage of a pattern, hybrid or not; MTP depths are left out."""
+    """Return the 1-based layer numbers of each stage of a pattern, hybrid or not; MTP depths are left out."""
     found, first = [], 1
     for stage in text.partition("/")[0].split("|"):
         found.append(range(first, first + len(stage)))
@@ -69,7 +69,7 @@ class Plan:
 
 
 def plan(model: Model, layout: Layout | None = None) -> Plan:
-    """The plan of ``model`` under ``layout`` (default: one stage).
+    """Plan ``model`` under ``layout`` (default: one stage).
 
     Raises:
         ModelError: the layers cannot be split that way.
@@ -93,7 +93,7 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
 
 
 def contradictions(model: Model, text: str | None) -> list[str]:
-    """The contradiction between a run's hybrid pattern ``text`` and ``model``, as a sentence; an empty list without one.
+    """Name the contradiction between a run's hybrid pattern ``text`` and ``model``; an empty list without one.
 
     Stages are not compared, except that none may be empty: they belong to the layout and are checked with it.
     """

@@ -36,7 +36,7 @@ def by_part(model: Model) -> dict[str, Count]:
 
 
 def by_stage(model: Model, layout: Layout) -> tuple[Count, ...]:
-    """The count of each pipeline stage, with its virtual stages added up.
+    """Count each pipeline stage, with its virtual stages added up.
 
     The first has the embedding, the last the final norm, the output layer, and MTP with its own embedding.
 

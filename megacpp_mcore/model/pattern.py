@@ -49,7 +49,7 @@ class Pattern:
         return len(self.stages) > 1
 
     def layers(self, depth: int) -> str:
-        """The letters of all ``depth`` trunk layers.
+        """Return the letters of all ``depth`` trunk layers.
 
         A pattern without ``|`` is tiled by ``i % len(pattern)``; with ``|`` its length must equal the depth.
 
@@ -96,7 +96,7 @@ def parse(text: str) -> Pattern:
 
 
 def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
-    """The role of every layer: ``-``, ``F`` or ``S`` for an A layer, None for the others.
+    """Return the role of every layer: ``-``, ``F`` or ``S`` for an A layer, None for the others.
 
     Args:
         layers: trunk letters, as from :meth:`Pattern.layers`.
@@ -157,7 +157,7 @@ def source_layers(roles: Sequence[str | None]) -> dict[int, int]:
 
 
 def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> tuple[str, tuple[int, ...]]:
-    """The schedule that is valid if each of ``chunks`` (1-based layer numbers) is a separate model chunk.
+    """Return the schedule that is valid if each of ``chunks`` (1-based layer numbers) is a separate model chunk.
 
     A Shared layer that is the first sparse layer of its chunk becomes Full: indices are not passed between chunks.
 

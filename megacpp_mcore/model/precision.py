@@ -56,7 +56,7 @@ PLANS: Mapping[str, PrecisionPlan] = MappingProxyType(
 
 
 def expert_layers(model: Model) -> tuple[int, ...]:
-    """The 1-based numbers of the layers whose experts may run in FP8: E layers other than the model's first and last."""
+    """Return the 1-based numbers of the layers whose experts may run in FP8: E layers other than the model's first and last."""
     return tuple(
         number
         for number, letter in enumerate(model.layers, 1)

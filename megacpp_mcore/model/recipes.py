@@ -89,7 +89,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe called ``name``.
+    """Return the recipe called ``name``.
 
     Raises:
         ModelError: unknown name; the nearest ones are suggested.

@@ -45,12 +45,12 @@ CAPTURED = "layers are captured of GPTModel, with Transformer Engine, in bf16, i
 
 
 def _switch(*words: str, on: bool = False) -> Any:
-    """A field that ``words`` switch on, or off if it is ``on`` without them."""
+    """Declare a field that ``words`` switch on, or off if it is ``on`` without them."""
     return field(default=on, metadata={"words": words})
 
 
 def _option(*names: str, default: Any = None, kind: type = str) -> Any:
-    """A field that is the value of a flag, known by each of ``names``; ``tuple`` takes all its values."""
+    """Declare a field that is the value of a flag, known by each of ``names``; ``tuple`` takes all its values."""
     return field(default=default, metadata={"names": names, "kind": kind})
 
 

@@ -91,7 +91,7 @@ class Listener:
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """The model's chunks and its optimizer have been built, and a checkpoint loaded if there is one."""
+        """Take the model's chunks and its optimizer, built, and loaded from a checkpoint if there is one."""
 
     def on_step_begin(self, number: int) -> None:
         """Step ``number`` (1-based) begins."""
@@ -100,7 +100,7 @@ class Listener:
         """``step`` has ended and was logged; only the last pipeline stage knows its losses."""
 
     def on_stop(self, reason: str) -> None:
-        """The loop ends in order before its last step; ``reason`` is its own line about it."""
+        """Note that the loop ends in order before its last step; ``reason`` is its own line about it."""
 
     def on_failure(self, what: str) -> None:
         """Another listener failed: ``what`` says which, in which step (0: before the first), and why."""

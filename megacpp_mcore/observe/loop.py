@@ -98,7 +98,7 @@ class Notifier:
         self.notify(lambda listener: listener.on_step_begin(number))
 
     def notify_step(self, given: Mapping[str, Any], number: int, tokens: int) -> None:
-        """A step was logged.
+        """Report a logged step.
 
         Args:
             given: the arguments of ``training_log``, by name; the losses that it computes itself are in :attr:`scalars`.

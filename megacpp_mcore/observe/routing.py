@@ -134,7 +134,7 @@ class Routing(Listener):
         self._errors = HookErrors()
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Hook the routers."""
+        """Attach hooks to the routers."""
         from megatron.core.transformer.moe.router import TopKRouter
 
         for chunk in chunks:

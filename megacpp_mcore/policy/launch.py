@@ -38,7 +38,7 @@ class LaunchPolicy:
     launched: bool = True
 
     def environment(self) -> dict[str, str]:
-        """The variables to set before torch and NCCL start: those with a value that the user has not set."""
+        """Return the variables to set before torch and NCCL start: those with a value that the user has not set."""
         return {
             each.name: each.value
             for each in self.values
@@ -51,7 +51,7 @@ class LaunchPolicy:
         return tuple(f"{each.name}: {each.warning}" for each in self.values if each.warning)
 
     def value(self, name: str) -> Value:
-        """The value called ``name``; KeyError when there is none."""
+        """Return the value called ``name``; KeyError when there is none."""
         return {each.name: each for each in self.values}[name]
 
     def as_json(self) -> str:
@@ -77,7 +77,7 @@ class LaunchPolicy:
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
 
     def lines(self, settings: PluginConfig | None) -> list[str]:
-        """The lines to print, per the file's ``observability.policy``: those of the text, or one of JSON."""
+        """Return the lines to print, per the file's ``observability.policy``: those of the text, or one of JSON."""
         if settings is not None and settings.observability.policy == "json":
             return [f"launch policy: {self.as_json()}"]
         return self.describe().splitlines()

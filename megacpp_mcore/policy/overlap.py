@@ -79,7 +79,7 @@ def _bucket_obstacle(run: Run) -> str:
 
 
 def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
-    """What prevents both overlaps of expert communication."""
+    """Return what prevents both overlaps of expert communication."""
     how = run.execution
     both = how.overlap_moe_a2a and how.overlap_shared_expert
     return (
@@ -91,7 +91,7 @@ def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
 
 
 def _all_to_all_obstacles(run: Run) -> tuple[str, ...]:
-    """What prevents only the overlapped all-to-all, as Megatron refuses the combination."""
+    """Return what prevents only the overlapped all-to-all, as Megatron refuses the combination."""
     how, depths = run.execution, 0 if run.model is None else run.model.mtp.depth
     repeated = how.recompute_granularity == "full" or "moe" in how.recompute_modules
     return (

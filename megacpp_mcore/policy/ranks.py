@@ -82,7 +82,7 @@ def compare(settings: PluginConfig | None) -> None:
 
 
 def collect(settings: PluginConfig | None) -> dict[str, str]:
-    """What has to be equal on all ranks, by name; without a configuration file ``settings`` is None."""
+    """Collect what has to be equal on all ranks, by name; without a configuration file ``settings`` is None."""
     from megatron.training import global_vars
 
     facts = {VARIABLE: "is not used" if settings is None else "is used", "the code of megacpp-mcore": _code()}
@@ -121,7 +121,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The values in nested dataclasses and mappings, by dotted name."""
+    """Flatten the values in nested dataclasses and mappings, by dotted name."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -133,14 +133,14 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """A value's ``repr`` without what differs between equal values of two processes: the order of a set, and addresses."""
+    """Write a value without what differs between equal ones of two processes: the order of a set, and addresses."""
     ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
     return re.sub(r" at 0x[0-9a-f]+", "", repr(ordered))
 
 
 @functools.cache
 def _code() -> str:
-    """This package's version and a digest of its files."""
+    """Return this package's version and a digest of its files."""
     root = Path(megacpp_mcore.__file__).parent
     files = sorted(Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
     lines = [f"{file.relative_to(root)} {sha256_of(file)}" for file in files if file.suffix == ".py" and file.is_file()]

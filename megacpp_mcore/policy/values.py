@@ -267,7 +267,7 @@ def check(run: Run, lookup: Lookup) -> None:
 
 
 def _in_fp32(run: Run) -> str:
-    """What a run's layers compute in fp32, as a list in words; empty when nothing."""
+    """Return what a run's layers compute in fp32, as a list in words; empty when nothing."""
     kept = [FAMILIES[letter].in_fp32 for letter in run.families if FAMILIES[letter].in_fp32]
     return " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
 

@@ -40,7 +40,7 @@ def latents(options: Options) -> Problem:
 
 
 def absorbed(options: Options) -> Problem:
-    """Queries that absorb the up-projection of keys, rotated."""
+    """Compute queries that absorb the up-projection of keys, rotated."""
     (B, S, H), (K, L, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "latent", "rope")
     draw = Draw(options)
     leaves = {"x_SBHX": draw.normal(S, B, H, K), "weight_HCK": draw.normal(H, K - R, L, scale=L**-0.5)}

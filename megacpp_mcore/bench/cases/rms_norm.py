@@ -58,7 +58,7 @@ def problem(options: Options) -> Problem:
 
 
 def _engine(inputs: Inputs) -> list[Variant]:
-    """Transformer Engine's norm, and stock's subclass of it that adds both gradients (``--fused-residual-rmsnorm``)."""
+    """Return Transformer Engine's norm, and stock's subclass that adds both gradients (``--fused-residual-rmsnorm``)."""
     names = ("Transformer Engine", "Transformer Engine, residual fused")
     device = str(inputs.leaves["x"].device.type)
     if missing := lacking(device, ENGINE, names[0]):

@@ -101,7 +101,7 @@ def mla_projections(tokens: int, hidden: int, heads: int, mla: MLA, *, query_lat
 
 
 def mla_up_projections(tokens: int, heads: int, mla: MLA, *, absorbed: bool) -> Work:
-    """The part of :func:`mla_projections` from the latents to the core's inputs.
+    """Count the part of :func:`mla_projections` from the latents to the core's inputs.
 
     With absorption, the key up-projection is applied to the queries, and the value up-projection comes after the core.
     """
@@ -111,7 +111,7 @@ def mla_up_projections(tokens: int, heads: int, mla: MLA, *, absorbed: bool) -> 
 
 
 def mla_value_up_projection(tokens: int, heads: int, mla: MLA) -> Work:
-    """The part of :func:`mla_projections` from an absorbed core's latents to its values."""
+    """Count the part of :func:`mla_projections` from an absorbed core's latents to its values."""
     return product(tokens * mla.kv_lora_rank * heads * mla.v_head_dim)
 
 
@@ -128,7 +128,7 @@ def sparse_core(pairs: int, heads: int, mla: MLA) -> Work:
 def indexer(
     tokens: int, scored: int, trained: int | None, *, hidden: int, q_lora_rank: int, heads: int, head_dim: int
 ) -> Work:
-    """A DSA indexer: its three projections, the scores of ``scored`` pairs, and their sum over heads.
+    """Count a DSA indexer: its three projections, the scores of ``scored`` pairs, and their sum over heads.
 
     Its input is detached, so a projection has a gradient only for its weight. Its loss reaches the scores of only ``trained``
     pairs (the selected ones with the sparse loss); None means that it is not trained and has no backward. The attention

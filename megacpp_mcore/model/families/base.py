@@ -67,7 +67,7 @@ class Count:
         )
 
     def times(self, number: int) -> Count:
-        """The count of ``number`` such parts."""
+        """Count ``number`` such parts."""
         return Count(tensor=self.tensor * number, expert=self.expert * number, whole=self.whole * number)
 
 
@@ -114,12 +114,12 @@ def selected_pairs(sequence: int, topk: int) -> int:
 
 
 def product(multiply_adds: int) -> Work:
-    """A contraction of that many multiply-adds, with gradients for both operands."""
+    """Count a contraction of that many multiply-adds, with gradients for both operands."""
     return Work(2 * multiply_adds, 4 * multiply_adds)
 
 
 def feed_forward(tokens: int, hidden: int, width: int) -> Work:
-    """An MLP of two matrices; for experts, ``tokens`` are the routed ones."""
+    """Count an MLP of two matrices; for experts, ``tokens`` are the routed ones."""
     return product(tokens * hidden * width * 2)
 
 

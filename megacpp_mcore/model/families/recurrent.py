@@ -45,7 +45,7 @@ def m2rnn_recurrence(tokens: int, heads: int, key_dim: int, value_dim: int) -> W
 
 
 def depthwise_convolution(tokens: int, channels: int, kernel: int) -> Work:
-    """A causal depthwise convolution."""
+    """Count a causal depthwise convolution."""
     return product(tokens * channels * kernel)
 
 

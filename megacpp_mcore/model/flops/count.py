@@ -126,7 +126,7 @@ def step(
     vocab_size: int | None = None,
     pairs: tuple[int, int] | None = None,
 ) -> Step:
-    """The work of one pass of ``model`` over ``batch`` rows.
+    """Count the work of one pass of ``model`` over ``batch`` rows.
 
     Args:
         model: what is trained.

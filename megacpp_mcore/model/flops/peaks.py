@@ -61,7 +61,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def peak(device: str, precision: str) -> Peak:
-    """The peak of ``device`` (CUDA's name) in ``precision``.
+    """Return the peak of ``device`` (CUDA's name) in ``precision``.
 
     Raises:
         ModelError: the precision is not one of :data:`PRECISIONS`.

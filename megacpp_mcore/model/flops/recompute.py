@@ -72,7 +72,7 @@ class Recomputation:
 
     @classmethod
     def of_run(cls, source: Any, own: Recompute | None = None) -> Recomputation:
-        """The settings in Megatron's arguments or TransformerConfig ``source``, and ``own`` from the run's file."""
+        """Return the settings in Megatron's arguments or TransformerConfig ``source``, and ``own`` from the run's file."""
         granularity = source.recompute_granularity
         chosen = source.recompute_modules
         modules = ("core_attn",) if chosen is None else tuple(chosen)  # Megatron's own default

@@ -66,7 +66,7 @@ def by_precision(
 
 
 def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
-    """The work of one layer that its FP8 scope contains; recomputed work that lies outside of it is none of it."""
+    """Count the work of one layer that its FP8 scope contains; recomputed work outside of it is none of it."""
     letter = model.layers[number - 1]
     if letter == "M":
         output = flops.product(tokens * model.hidden_size * model.mamba_heads * model.mamba3.head_dim)
@@ -134,7 +134,7 @@ class Utilisation:
 
 
 def record(step: Step, again: Step = _NONE) -> dict[str, Any]:
-    """The receipt's record of a step with recomputed work ``again``; counts are exact integers for the whole step."""
+    """Return the receipt's record of a step with recomputed work ``again``; counts are exact integers for the whole step."""
     total = step.total.training
     return {
         "counting": "one multiply-add is two operations; contractions only; backward included",

@@ -465,7 +465,7 @@ def layers(spanned: str) -> list[int | str]:
 
 
 def by_span(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Records of backends by ``layer`` (null: none), in the order of the layers; equal ones of several layers are merged."""
+    """Merge records of backends by ``layer`` (null: none), in the order of the layers, where those of several are equal."""
     found: dict[str, tuple[Mapping[str, Any], list[int | str]]] = {}
     at = {None: math.inf}
     records = {id(one): one for one in records}.values()  # ranks share equal ones

@@ -72,9 +72,10 @@ def _cuda() -> ProbeResult:
 
 @functools.cache
 def arch() -> str | None:
-    """Return this GPU's architecture, such as ``sm_90``; None without a GPU."""
+    """Return this GPU's architecture, such as ``sm_90``; None without a GPU, also where the CPU lane stands in for one."""
     cuda = importlib.import_module("torch").cuda
-    return "sm_{}{}".format(*cuda.get_device_capability()) if cuda.is_available() else None
+    major, minor = cuda.get_device_capability() if cuda.is_available() else (0, 0)
+    return f"sm_{major}{minor}" if major else None
 
 
 def hopper() -> ProbeResult:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megacpp_mcore import cpu
+from megacpp_mcore.backends import probes
 from megacpp_mcore.errors import LaunchError
 from tests.errors import raises
 
@@ -195,6 +196,7 @@ def test_device_questions(lane: cpu.CpuLane, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.cuda.is_available()
     assert torch.cuda.is_initialized()
     assert torch.cuda.get_device_capability() == (0, 0)
+    assert probes.arch.__wrapped__() is None
     assert torch.cuda.get_device_properties(torch.device("cuda:0")).major == 0
     assert not torch.cuda.is_current_stream_capturing()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -29,7 +29,8 @@ from megacpp_mcore import settings, versions
 from megacpp_mcore.backends import markdown, own_candidates, vendor_switches
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
-from megacpp_mcore.errors import BackendError, ConfigFileError
+from megacpp_mcore.errors import BackendError, CheckoutError, ConfigFileError, PatchError
+from megacpp_mcore.launch.plan import CHECKOUT_VARIABLE
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
 from megacpp_mcore.te import specs
 from megacpp_mcore.util import host, te_imports
@@ -249,7 +250,9 @@ def _find_and_try(component: Component, time_limit_s: float) -> Finding:
     version, details, problem = _try(component.probe or _PLAIN.format(module=component.module), time_limit_s)
     version = version or installed
     if not problem and component.versions and not _in_range(version, component.versions):
+        # Megatron of another version is good if the patches find the sources that they were written for.
         problem = f"{component.name}{component.versions} is needed"
+        problem = _megatron()[1] if component.module == "megatron.core" else problem
     if not problem:
         return found(WORKS, version, details=details)
     reason = f"{problem}; {component.advice}" if component.advice else problem
@@ -352,6 +355,28 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help=slow)
 
 
+def _megatron(folder: str | None = None) -> tuple[str | None, str]:
+    """Return the version of a checkout (by default of the installed Megatron) and why patches do not fit it, if so."""
+    from megacpp_mcore.patches.machinery.checkout import Checkout
+
+    try:
+        checkout = Checkout(folder) if folder else Checkout.installed()
+    except (CheckoutError, PatchError) as error:
+        return None, str(error)
+    names = [patch.name for patch in checkout.registry.patches if patch.problems(checkout.tree, checkout.version)]
+    command = f"`megacpp-mcore compat --checkout {checkout.root}`"
+    reason = f"{', '.join(names)}: written for other sources; {command} shows what differs" if names else ""
+    return checkout.version, reason
+
+
+def _checkout() -> Finding | None:
+    """Judge the checkout that ``MEGATRON_LM`` names, of which ``launch`` runs the scripts."""
+    if not (folder := os.environ.get(CHECKOUT_VARIABLE)):
+        return None
+    version, reason = _megatron(folder)
+    return Finding(CHECKOUT_VARIABLE, BROKEN if reason else WORKS, version, reason, blocks=bool(reason))
+
+
 def _configure() -> Finding | None:
     """Obey the switches of the file of ``MEGACPP_CONFIG``, if it is set; what is wrong with a file that cannot be read."""
     try:
@@ -374,6 +399,6 @@ def run(args: argparse.Namespace) -> int:
         engine = f"features of Transformer Engine {te_imports.version() or '(not installed)'}:\n{specs.text()}"
         print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
         return 0
-    findings = [*examine(time_limit_s=args.time_limit), *([unreadable] if unreadable else [])]
+    findings = [*examine(time_limit_s=args.time_limit), *filter(None, (_checkout(), unreadable))]
     print(as_json(findings) if args.json else as_text(findings))
     return 0 if is_healthy(findings) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -9,11 +10,15 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megacpp_mcore.commands import doctor
 from megacpp_mcore.commands.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
+from megacpp_mcore.patches.machinery.checkout import Checkout
+from megacpp_mcore.patches.machinery.registry import default
+from tests.trees import copy_modules, edit, wheel_root
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {component.name: component for component in COMPONENTS}
@@ -230,6 +235,35 @@ def test_a_file_that_cannot_be_read_is_a_finding(
     assert finding["state"] == BROKEN
     assert "flash5" in finding["reason"]
     assert "flash4" in finding["reason"]
+
+
+def test_a_megatron_is_judged_by_its_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed, or named by MEGATRON_LM; of another version, with the sources of the patches, and without one of them."""
+    modules = {module for patch in default().patches for module in patch.modules}
+    tree = copy_modules(wheel_root(), tmp_path / "lm", modules)
+    info, target = tree / "megatron/core/package_info.py", tree / "megatron/training/models/gpt.py"
+    edit(info, info.read_bytes().replace(b"MINOR = 19", b"MINOR = 23"))
+    version = Checkout(tree).version
+    monkeypatch.setattr(Checkout, "installed", lambda: Checkout(tree))
+    monkeypatch.setenv("MEGATRON_LM", str(tree))
+    component = dataclasses.replace(BY_NAME["megatron-core"], probe=f"version = {version!r}")
+    monkeypatch.setattr(doctor, "examine", functools.partial(examine, [component]))
+
+    def findings(status: int) -> list[dict[str, Any]]:
+        assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=60.0)) == status
+        rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["components"]
+        return [row for row in rows if row["name"] in ("megatron-core", "MEGATRON_LM")]
+
+    assert [(row["state"], row["version"]) for row in findings(0)] == [(WORKS, version), (WORKS, version)]
+    edit(target, target.read_bytes().replace(b"def mtp_block_spec(", b"def mtp_block_spec(  # an edit\n"))
+    for row in findings(1):
+        assert (row["state"], row["blocks"]) == (BROKEN, True)
+        assert row["reason"].startswith("mtp-shared-block: ")
+        assert f"compat --checkout {tree}" in row["reason"]
+    edit(info, b"")
+    assert [row["state"] for row in findings(1)] == [BROKEN, BROKEN]
 
 
 @pytest.mark.parametrize("names", [["torch", "megatron-core"], pytest.param([*BY_NAME], marks=pytest.mark.exhaustive)])

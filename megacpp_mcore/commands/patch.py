@@ -126,8 +126,8 @@ def _status(checkout: Checkout, names: Sequence[str] | None, as_json: bool) -> N
     print(f"megatron-core {checkout.version} in {checkout.root}")
     for row in rows:
         print(f"{row['name']}: {row['state']}{': ' if row['reason'] else ''}{row['reason']}")
-        for target in row["targets"]:
-            print(target["diff"] or f"  git knows no other version of {target['target']}")
+        for diff in filter(None, (target["diff"] for target in row["targets"])):
+            print(diff)
 
 
 def _print_outcome(checkout: Checkout, outcome: Outcome, done: str, left: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore.errors import CheckoutError
+from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git
 from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
 from megacpp_mcore.patches.machinery.record import Edit, Patch
@@ -53,27 +53,23 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-compat-") as folder:
         history, notes = _history(checkout, since, Path(folder))
         bases = {history.tag: history.base} if history else {}
-        with contextlib.suppress(CheckoutError):
+        with contextlib.suppress(CheckoutError, PatchError):
             installed = Checkout.installed(checkout.registry)
             bases[f"megatron-core {installed.version} in {installed.root}"] = installed.tree
         trees = list(bases.values())
         if not trees:
-            notes.append(
-                "neither a tag nor an installed megatron-core to compare with: only fingerprints were compared"
-            )
+            notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
         patches = [_patch(patch, checkout.tree, trees, history) for patch in checkout.registry.patches]
         symbols, *used = _uses()
         imported = _symbols(symbols, trees[0], checkout.tree) if trees else []
         known = _names(trees[0]) if trees else (set(), set())
-        gone = [
-            sorted((ours & before) - now) for ours, before, now in zip(used, known, _names(checkout.tree), strict=True)
-        ]
+        flags, fields = (
+            {"known": len(ours & old), "gone": sorted((ours & old) - new)}
+            for ours, old, new in zip(used, known, _names(checkout.tree), strict=True)
+        )
     states = [target["state"] for patch in patches for target in patch["targets"]]
-    states += [row["state"] for row in imported if row["parameters"] or row["state"] == GONE] + [GONE] * any(gone)
-    status = max(map(_STATUS.__getitem__, states))
-    flags, fields = (
-        {"known": len(ours & old), "gone": lost} for ours, old, lost in zip(used, known, gone, strict=True)
-    )
+    states += [row["state"] for row in imported if row["parameters"] or row["state"] == GONE]
+    status = max(map(_STATUS.__getitem__, [*states, *[GONE] * bool(flags["gone"] or fields["gone"])]))
     return {
         "status": status,
         "verdict": VERDICTS[status],

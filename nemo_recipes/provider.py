@@ -44,7 +44,7 @@ class NAM56RProvider(MLAModelProvider):
     transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
     heterogeneous_block_specs: bool = False
     is_hybrid_model: bool = False
-    megacpp_model: str | None = (
+    megacpp_preset: str | None = (
         None  # the model's name, by which its definition is found; a file of MEGACPP_CONFIG counts more
     )
     # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
@@ -127,7 +127,7 @@ def provider(run: Run) -> NAM56RProvider:
     fields["activation_func"] = torch.nn.functional.gelu
     return NAM56RProvider(
         **fields,
-        megacpp_model=model.name,
+        megacpp_preset=model.name,
         moe_grouped_gemm=run.has_engine,
         transformer_impl=training.transformer_impl,
         use_cpu_initialization=training.device == "cpu",

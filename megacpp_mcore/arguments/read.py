@@ -137,7 +137,7 @@ def model_of(sources: Sequence[object], settings: PluginConfig | None, host: str
 
     Args:
         sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them; the name is
-            their ``megacpp_model``, if one has it.
+            their ``megacpp_preset``, if one has it.
         settings: the file of ``MEGACPP_CONFIG``; None without.
         host: the model class that holds its layers.
 
@@ -146,7 +146,7 @@ def model_of(sources: Sequence[object], settings: PluginConfig | None, host: str
         ArgumentMismatchError: the configuration contradicts the model, or no preset fits; lists the contradictions, of the
             nearest preset.
     """
-    named = next((name for source in sources if (name := getattr(source, "megacpp_model", None))), None)
+    named = next((name for source in sources if (name := getattr(source, "megacpp_preset", None))), None)
     origin = ""
     if settings is not None:
         model, origin = settings.model, f" of {settings.path} (MEGACPP_CONFIG)"

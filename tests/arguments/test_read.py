@@ -118,7 +118,7 @@ def test_what_the_words_cannot_say_is_refused_or_left_out() -> None:
 
 def test_a_model_travels_by_name_and_is_checked() -> None:
     class Source:
-        megacpp_model = "nam56r_tin"
+        megacpp_preset = "nam56r_tin"
 
     with raises(ModelError, "'nam56r_tin'", "'nam56r_tiny'"):
         model_of([Source()], None)

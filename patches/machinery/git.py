@@ -123,11 +123,15 @@ def write_sources(root: Path, commit: str, below: str, folder: Path) -> None:
     entries = _git(root, "ls-tree", "-r", "-z", commit, "--", below).split(b"\0")[:-1]
     blobs = [(name, word.split()[2]) for word, _, name in (entry.partition(b"\t") for entry in entries)]
     blobs = [(name, blob) for name, blob in blobs if name.endswith(b".py")]
-    answer = io.BytesIO(_git(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for _, blob in blobs)))
+    incomplete = f"{root} lacks files of {commit[:10]}, as a partial clone does; clone it without --filter"
+    try:
+        answer = io.BytesIO(_git(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for _, blob in blobs)))
+    except GitUnavailable as error:
+        raise GitUnavailable(incomplete) from error
     for name, _ in blobs:
         *_, size = answer.readline().split()
         if size == b"missing":
-            raise GitUnavailable(f"{root} is a partial clone without the files of {commit}")
+            raise GitUnavailable(incomplete)
         path = folder / os.fsdecode(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(answer.read(int(size)))

@@ -220,7 +220,10 @@ def test_trees_that_cannot_be_compared(
     seed("core/layers.py", "  # one", "")
     shallow = tmp_path / "shallow"
     git(tmp_path, "clone", "-q", "--depth", "1", "--no-tags", tree.as_uri(), str(shallow))
+    git(tree, "config", "uploadpack.allowFilter", "true")
+    git(tmp_path, "clone", "-q", "--filter=blob:none", tree.as_uri(), "partial")
     for folder, since, code, values in (
+        (tmp_path / "partial", TAG, "no-tag", ["partial", git(tree, "rev-parse", TAG)[:10], "without --filter"]),
         (shallow, TAG, "no-tag", ["shallow clone", TAG, "fetch --unshallow"]),
         (tree, "core_v9", "no-tag", ["a clone without core_v9"]),
         (tree, "--output=x", "no-tag", ["--output=x"]),

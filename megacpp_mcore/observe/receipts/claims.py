@@ -480,7 +480,8 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     """
     floor, reason = noise, "as given"
     if floor is None:
-        graphs = all(any(one["op"] == "cuda_graph" for one in values["backends"] or ()) for values in both)
+        held = [{one["observed"] for one in values["backends"] or () if one["op"] == "cuda_graph"} for values in both]
+        graphs = held == [{"local"}] * 2  # of every layer
         floor, reason = (NOISE_IN_GRAPHS if graphs else NOISE), f"the run-to-run spread{' in CUDA graphs' * graphs}"
     errors, words = [], []
     for values in both:

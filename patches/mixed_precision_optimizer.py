@@ -142,6 +142,7 @@ PATCH = Patch(
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
             "9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",
             _with_every_parameter_numbered,
+            until=("ab3a71ce72c93120a13da5fe6dcb32d6482b69e617fb2ceb0120a06bc1f866fa",),  # NVIDIA/Megatron-LM#5929
         ),
         Edit.of(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",

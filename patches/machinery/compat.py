@@ -153,7 +153,7 @@ def _patch(patch: Patch, tree: SourceTree, bases: Sequence[SourceTree], history:
 
 def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
     found = _texts(tree, edit.target)
-    if any(digest(text) in edit.fingerprints for text in found):
+    if any(digest(text) in edit.fingerprints + edit.until for text in found):
         return {"target": edit.target, "state": EQUAL}
     known = [text for base in bases for text in _texts(base, edit.target) if digest(text) in edit.fingerprints]
     state, parameters = (GONE, []) if not found else _compare(known[0], found[0]) if known else (CHANGED, [])

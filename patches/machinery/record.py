@@ -24,16 +24,21 @@ class Edit:
         make: called with the original, returns the replacement. For a static or class method it gets the plain function, and
             the result is wrapped accordingly. It must return a new object on each call, import nothing from Megatron (the hook
             calls it during imports), and access the original only through its argument.
+        until: the SHA-256 of each source of the target that has upstream's own fix: such a target is left as it is.
     """
 
     target: str
     fingerprints: tuple[str, ...]
     make: Callable[[Any], Any]
+    until: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, target: str, sha256: str | tuple[str, ...], make: Callable[[Any], Any]) -> Edit:
+    def of(
+        cls, target: str, sha256: str | tuple[str, ...], make: Callable[[Any], Any], until: tuple[str, ...] = ()
+    ) -> Edit:
         """Make an edit of a target with one accepted source, or several."""
-        return cls(target=target, fingerprints=(sha256,) if isinstance(sha256, str) else sha256, make=make)
+        accepted = (sha256,) if isinstance(sha256, str) else sha256
+        return cls(target=target, fingerprints=accepted, make=make, until=until)
 
     @property
     def module(self) -> str:
@@ -47,7 +52,7 @@ class Edit:
             Refusal: ``target changed``, the fingerprint is not accepted; ``version`` is for the message.
         """
         found = digest(text)
-        if found not in self.fingerprints:
+        if found not in self.fingerprints + self.until:
             raise Refusal(
                 "target changed",
                 f"the source of {self.target} in megatron-core {version} has SHA-256 {found}, expected "

@@ -156,8 +156,9 @@ class Registry:
             for change in changes:
                 after.setdefault(change.patch, {})[change.slot.target] = change
             exchange(changes, self, {"_changes": after})
-            for name, edits in fresh.items():  # after all are recorded: a log handler may raise
-                targets = ", ".join(edit.target for edit in edits)
+            for name in fresh:  # after all are recorded: a log handler may raise
+                replaced = [change.slot.target for change in changes if change.patch == name and change.is_replaced]
+                targets = ", ".join(replaced) or "no target, as upstream has the fix"
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
                 announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
         return tuple(fresh)
@@ -220,7 +221,8 @@ class Registry:
         """
         with _LOCK:
             problems = [problem for name in self._changes for problem in self._drift(name)]
-            owners = {id(c.slot.value): name for name, changes in self._changes.items() for c in changes.values()}
+            places = [(change, name) for name, changes in self._changes.items() for change in changes.values()]
+            owners = {id(change.slot.value): name for change, name in places if change.is_replaced}
             problems += [
                 f"{owners[key]}: {module.__name__}.{attribute} holds the original"
                 for module, attribute, key in holders(owners)
@@ -242,7 +244,7 @@ class Registry:
     def seal(self, names: Iterable[str]) -> str:
         """16 hex digits that depend on the named records except their prose: targets and fingerprints."""
         records = [
-            [patch.name, [[edit.target, edit.fingerprints] for edit in patch.edits]]
+            [patch.name, [[edit.target, edit.fingerprints, edit.until] for edit in patch.edits]]
             for patch in sorted(self.select(names), key=lambda patch: patch.name)
         ]
         return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
@@ -263,7 +265,9 @@ class Registry:
                     slot = resolve(edit.target)
                     text = source_text(slot)
                     refuse_wrapped(slot, text)
-                    changes.append(build(name, slot, edit.make, edit.check(text, version), version))
+                    found = edit.check(text, version)
+                    make = edit.make if found in edit.fingerprints else None
+                    changes.append(build(name, slot, make, found, version))
                 except Refusal as refusal:
                     problems.append(f"{name}: {refusal}")
         return changes, problems

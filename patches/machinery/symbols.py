@@ -56,9 +56,14 @@ class Change:
     fingerprint: str
     version: str
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the replacement is another object than the original."""
+        return self.replacement is not self.slot.raw
+
     def in_place(self) -> bool:
-        """Return whether the target holds the replacement."""
-        return vars(self.slot.owners[-1]).get(self.slot.attribute) is self.replacement
+        """Return whether the target holds the replacement, if there is one."""
+        return not self.is_replaced or vars(self.slot.owners[-1]).get(self.slot.attribute) is self.replacement
 
 
 def digest(text: str) -> str:
@@ -130,7 +135,9 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
 
 
 def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:
-    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``."""
+    """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``; without ``make``, none."""
+    if make is None:
+        return Change(patch, slot, slot.raw, fingerprint, version)
     replacement = make(slot.value)
     replacement.__wrapped__ = slot.value
     setattr(replacement, MARK, patch)
@@ -146,7 +153,7 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
     """
     new: dict[int, tuple[Any, Any]] = {}
     writes: list[tuple[Any, ...]] = [(vars(owner).update, state)]
-    for change in changes:
+    for change in (change for change in changes if change.is_replaced):
         old_raw, new_raw = change.slot.raw, change.replacement
         if back:
             old_raw, new_raw = new_raw, old_raw

@@ -171,6 +171,9 @@ def test_fingerprints_of_several_sources(tree: Path, seed: Seed, capsys: pytest.
     object.__setattr__(edit, "fingerprints", tuple(target["fingerprints"]))
     assert report(tree, capsys, 0)["patches"][1]["verdict"] == "fits"
     object.__setattr__(edit, "fingerprints", ("0" * 64,))
+    object.__setattr__(edit, "until", tuple(target["fingerprints"][1:]))
+    assert report(tree, capsys, 0)["patches"][1]["verdict"] == "fits"
+    object.__setattr__(edit, "until", ())
     assert report(tree, capsys, 2)["patches"][1]["targets"][0]["state"] == "changed"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -206,6 +207,34 @@ def test_sources_decide_and_not_versions(hosts: Hosts) -> None:
             reg.revert()
     with raises(PatchError, "0.20.0", ":double", known, other, "1" * 64, code="not-applied"):
         registry(patch("one", target, fingerprints=(other, "1" * 64)), version="0.20.0").apply(["one"])
+
+
+def test_a_target_with_upstreams_own_fix_is_left_as_it_is(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
+    host, user = hosts
+    fixed, other = f"{host.__name__}:double", f"{host.__name__}:triple"
+    one = patch("one", fixed, other)
+    ended = dataclasses.replace(one.edits[0], fingerprints=("0" * 64,), until=one.edits[0].fingerprints)
+    reg = registry(
+        dataclasses.replace(one, edits=(ended, one.edits[1])), dataclasses.replace(one, name="two", edits=(ended,))
+    )
+    before, double = state(host, user), host.double
+    assert reg.apply(["one", "two"]) == ("one", "two")
+    assert reg.apply(["one", "two"]) == ()
+    reg.verify()
+    assert (host.double(1), host.triple(1), states(reg)) == (2, 103, {"one": "applied", "two": "applied"})
+    assert f"one applied to {other} (" in (printed := capsys.readouterr().err)
+    assert "two applied to no target" in printed
+    assert fixed not in printed
+    host.double = theirs = adding(1)(double)  # none of our business
+    assert set(reg.revert()) == {"one", "two"}
+    assert host.double is theirs
+    host.double = double
+    assert state(host, user) == before
+    endless = dataclasses.replace(one, name="two", edits=(dataclasses.replace(ended, until=()),))
+    assert reg.seal(["two"]) != registry(endless).seal(["two"])
+    unknown = dataclasses.replace(ended, until=("1" * 64,))
+    with raises(PatchError, ":double", code="not-applied"):
+        registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
 
 
 # --- others who change the same modules --------------------------------------------------------------------------------

@@ -272,7 +272,12 @@ class _Head:
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Each chunk's tokens and their logits [C, V], in a buffer that the next chunk overwrites."""
         tokens, vocab, scale = len(self.hidden_NH), self.weight_VH.shape[0], self.options.logit_scale
-        buffer_CV = self.hidden_NH.new_empty(self.chunk, -(-vocab // COLUMNS) * COLUMNS)[:, :vocab]
+        padded_CV = self.hidden_NH.new_empty(self.chunk, -(-vocab // COLUMNS) * COLUMNS)
+        if (
+            padded_CV.device.type == "cpu"
+        ):  # torch 2.14 multiplies what stands there by zero (bf16, odd vocabularies): no NaN
+            padded_CV[:, vocab:] = 0
+        buffer_CV = padded_CV[:, :vocab]
         for first in range(0, tokens, self.chunk):
             rows = slice(first, min(first + self.chunk, tokens))
             logit_CV = buffer_CV[: rows.stop - first]

@@ -227,7 +227,8 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     lowering.check_unused(sys.argv[1:])
     device, processes = "cpu" if cpu.is_active() else "cuda", torch.distributed.get_world_size()
     run = read(sys.argv[1:], device=device, processes=processes, model=model, settings=settings)
-    run = dataclasses.replace(run, layout=layout_of(config))  # which may come from a file or a checkpoint
+    # The layout may come from a file or a checkpoint; how it is carried out stays what the arguments say.
+    run = dataclasses.replace(run, layout=layout_of(config)).carried_out(dataclasses.asdict(run.execution))
     policy.check_memory(run)
     policy.announce(
         run,

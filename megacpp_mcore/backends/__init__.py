@@ -1,17 +1,17 @@
 """Backends of every op: candidates, requests, observed choices and their reasons.
 
-=====================  ===============================================================================================
-module                 content
-=====================  ===============================================================================================
-:mod:`~.support`       what a candidate supports, as data
-:mod:`~.vendors`       which other packages' kernels the configuration file allows
-:mod:`~.probes`        what works on this machine: Transformer Engine, Triton, Apex, each probed once per process
-:mod:`~.candidate`     one implementation of one op
-:mod:`~.dispatcher`    chooses among candidates and records the choices
-:mod:`~.candidates`    the implementations in this package, and those of the layers' linears, norms and experts
-:mod:`~.observed`      what patches actually ran instead of stock
-:mod:`~.table`         all of it as a table (``megacpp-mcore doctor --backends``)
-=====================  ===============================================================================================
+==========================  ==========================================================================================
+module                     content
+==========================  ==========================================================================================
+:mod:`~.support`           what a candidate supports, as data
+:mod:`~.vendor_switches`   which other packages' kernels the configuration file allows
+:mod:`~.probes`            what works on this machine: Transformer Engine, Triton, Apex, each probed once per process
+:mod:`~.candidate`         one implementation of one op
+:mod:`~.dispatcher`        chooses among candidates and records the choices
+:mod:`~.candidates`        the implementations in this package, and those of the layers' linears, norms and experts
+:mod:`~.observed`          what patches actually ran instead of stock
+:mod:`~.markdown`          all of it as a table (``megacpp-mcore doctor --backends``)
+==========================  ==========================================================================================
 
 None of these imports torch before something is probed or chosen.
 """

@@ -175,9 +175,11 @@ class Dispatcher:
         for candidate in self._candidates[op].values():
             if not candidate.auto or candidate.unproven(needs) or candidate.speed != Speed.KERNEL:
                 continue
-            with self._lock:
-                present = self._probe(candidate)
-            reason = candidate.support.lacking(needs) if present.ok else present.reason
+            reason = candidate.support.foreign(probes.arch()) if needs.get("device") == "cuda" else None
+            if reason is None:
+                with self._lock:
+                    present = self._probe(candidate)
+                reason = candidate.support.lacking(needs) if present.ok else present.reason
             if reason is None:
                 return None
             reasons.append(f"{candidate.name}: {reason}")

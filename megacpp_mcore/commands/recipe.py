@@ -213,7 +213,7 @@ def emit(args: argparse.Namespace) -> str:
     missing = [f"{name}={value}" for name, value in command.env.items() if given.get(name) != str(value)]
     if args.form == "args" and missing:
         lacking = f"the arguments alone lack the run's environment; set {' '.join(missing)}"
-        if not args.settings:  # without them the same words train something else
+        if plugin_config.VARIABLE in lacking and not args.settings:  # without it the same words train something else
             raise LaunchError(f"{lacking} first, or use --as cli")
         print(f"note: {lacking}", file=sys.stderr)
     return stock_command.as_slurm(command, slurm) if args.form == "slurm" else _FORMS[args.form](command)

@@ -78,7 +78,7 @@ def in_one_line(log: Path | None) -> Iterator[None]:
 
 def _refuse_words(stock: Callable[..., Any], parser: argparse.ArgumentParser, message: str) -> None:
     near = suggestion(message, parser._option_string_actions)
-    raise LaunchError(f"{message}; {near}`megacpp-mcore launch -- --help` lists Megatron's arguments")
+    raise LaunchError(f"{message}; {near}megatron/training/arguments.py has Megatron's arguments")
 
 
 def _explained(error: BaseException) -> str | None:

@@ -111,6 +111,8 @@ def describe(schedules: Schedules, one: Round, start: float) -> str:
 def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> str:
     """Choose the schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start's."""
     best = [one for one in rounds if one.loss <= rounds[0].loss * (1 + tolerance)][-1]
+    if len(rounds) == 1:
+        return "advised: the schedule as it is; no other was tried"
     if best is rounds[0]:
         return f"advised: the schedule as it is; every other raises the loss by more than {tolerance:.2%}"
     return f"advised: --schedule={schedules.text(best.full)}, {len(best.full)} of {len(rounds[0].full)} indexers"

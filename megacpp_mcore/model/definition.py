@@ -127,6 +127,7 @@ class Model:
     def __post_init__(self) -> None:
         positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
         positive(self, "norm_eps")
+        divides("hidden_size", self.hidden_size, "heads", self.heads)  # Megatron asserts it
         if self.rope_theta != int(self.rope_theta):
             raise ModelError(
                 f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"

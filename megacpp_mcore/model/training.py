@@ -107,6 +107,8 @@ class Training:
         for name in ("learning_rate", "weight_decay", "adam_beta2", "clip_grad"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ModelError(f"Training.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
+        if self.adam_beta2 >= 1:
+            raise ModelError(f"Training.adam_beta2 is {self.adam_beta2}; expected less than 1")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
         if self.plan.file is not None and self.transformer_impl != "transformer_engine":

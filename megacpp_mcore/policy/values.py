@@ -6,7 +6,6 @@ changed. Conditions that Megatron checks are those of megatron-core 0.19.2 and `
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -244,8 +243,9 @@ def check(run: Run, lookup: Lookup) -> None:
             would begin with the same experts.
         ModelError: the run uses FSDP2, and its layout cannot.
     """
-    sizes = {name: size for name in ("tensor", "pipeline", "context") if (size := getattr(run.layout, name)) > 1}
-    if run.training.processes % (least := math.prod(sizes.values())):
+    parts = ("tensor", "pipeline", "context", "expert")
+    sizes = {name: size for name in parts if (size := getattr(run.layout, name)) > 1}
+    if run.training.processes % (least := run.layout.processes):
         words = " × ".join(f"{name} {size}" for name, size in sizes.items())
         raise LaunchError(
             f"parallelism {words} takes {least} processes or a multiple, and there are {run.training.processes}: start as many "

@@ -231,6 +231,8 @@ def test_every_recipe_has_every_form_and_they_agree(
             "nam56r with pattern=AXE, depth=3 is no model.*'X' at position 2",
         ),
         (["nam56r", "--set", "train_iters=0"], "train_iters is 0; expected 1 or more"),
+        (["nam56r", "--set", "adam_beta2=1.5"], "adam_beta2 is 1.5; expected less than 1"),
+        (["nam56r", "--set", "heads=3"], r"hidden_size \(3584\) is not a multiple of heads \(3\)"),
         (["nam56r", "--set", f"seed={2**32}"], "seed is 4294967296; expected less than 2\\*\\*32"),
         (["nam56r", "--set", "seed=-1"], "seed is -1; expected 1 or more"),
         (["nam56r", "--set", "seed=0"], "seed is 0; expected 1 or more"),

@@ -64,6 +64,8 @@ def test_kernels_for_other_gpus_are_left_to_requests_by_name(monkeypatch: pytest
         monkeypatch.setattr(probes, "arch", lambda arch=arch: arch)
         made = Dispatcher(candidates=both).request("mla", device="cuda", head_dim=64)
         assert (made.observed, made.slower_than_best) == (expected, expected == "slow")
+        lacking = Dispatcher(candidates=both).without_kernel("mla", device="cuda", head_dim=64)
+        assert (lacking is None) == (expected == "fast")
     assert "its kernels are for sm_90, sm_100, and this GPU is sm_80" in made.reason
     assert Dispatcher({"mla": "fast"}, both).request("mla", device="cuda", head_dim=64).observed == "fast"
     (row, _) = markdown.rows(both)

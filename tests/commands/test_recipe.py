@@ -100,6 +100,8 @@ def test_printed_commands_are_what_stock_takes(
     environment = ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] if "--tensor" in options else []
     assert before == [*environment, "torchrun", "--nproc-per-node", str(processes), *LAUNCHED]
     assert words[words.index("--data-path") + 1] == "some where"
+    alone = recipe(capsys, "emit", name, "--impl", "local", "--data", "some where", *options, "--as", "args")
+    assert alone.splitlines() == words  # `launch` sets the variable by itself
     config = stock.model_config(words, processes)
     assert mismatches(preset(name), [config.transformer, config]) == []
 

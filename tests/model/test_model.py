@@ -159,7 +159,7 @@ def test_layouts_that_make_no_sense(values: dict[str, Any], says: str) -> None:
     ("overrides", "layout", "says"),
     [
         ({}, {"tensor": 3, "sequence_parallel": True}, r"attention heads \(56\) .* tensor parallelism \(3\)"),
-        ({"heads": 48}, {"tensor": 16, "sequence_parallel": True}, r"Mamba-3 groups \(8\)"),
+        ({"heads": 64}, {"tensor": 16, "sequence_parallel": True}, r"Mamba-3 groups \(8\)"),
         ({}, {"tensor": 8, "sequence_parallel": True}, r"M²RNN heads \(44\)"),
         ({"ffn_hidden_size": 18945}, {"tensor": 2, "sequence_parallel": True}, r"dense FFN width \(18945\)"),
         ({"moe": {"shared_ffn_hidden_size": 1023}}, {"tensor": 2, "sequence_parallel": True}, "shared expert width"),

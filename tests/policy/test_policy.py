@@ -530,6 +530,20 @@ def test_tf32_that_torch_was_set_to_is_named() -> None:
     assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
 
 
+def test_a_layout_of_more_processes_than_there_are_is_refused() -> None:
+    for flag in ("--expert-model-parallel-size", "--tensor-model-parallel-size"):
+        resolve(read(flag, "4", world_size=4), environment={})
+        with pytest.raises(LaunchError, match=r"(expert|tensor) 4 takes 4 processes"):
+            resolve(read(flag, "4", world_size=1), environment={})
+
+
+def test_a_layout_from_elsewhere_leaves_how_a_run_is_carried_out() -> None:
+    """As the spec does where a file or a checkpoint has another layout than the arguments."""
+    said = read("--spec", "megacpp_mcore", "nam56r", "--bf16", "--pipeline-model-parallel-size", "2", world_size=2)
+    run = dataclasses.replace(said, layout=Layout()).carried_out(dataclasses.asdict(said.execution))
+    assert (run.replicas, run.execution) == (2, said.execution)
+
+
 def test_equal_experts_on_all_ranks_are_refused() -> None:
     words = ("--use-cpu-initialization", "--expert-model-parallel-size", "4")
     with pytest.raises(LaunchError, match=r"parallelism 4: .*"):

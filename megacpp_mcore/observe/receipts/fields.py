@@ -251,7 +251,7 @@ FIELDS: tuple[Field, ...] = (
        "first step after", "seconds"),
     _S("card.matmul_tflops_per_s", POSITIVE, "the GPU's own rate before step 1: bf16 products of 8192³ for a second, "
        "the slowest rank", "card, TFLOP/s", "number"),
-    _S("card.copy_bytes_per_s", POSITIVE, "likewise of copies, bytes read and written", "card, copy a second", "bytes"),
+    _S("card.copy_bytes_per_s", POSITIVE, "likewise of copies, bytes read and written", "card, copies/s", "bytes"),
     _S("card.sm_clock_mhz", POSITIVE, "median in the window, the slowest rank", "SM clock, MHz", "number"),
     _S("card.power_w", POSITIVE, "likewise, rank 0", "power, W", "number"),
     _F("card.throttled", map_of(SHARE), "share of rank 0's samples in which the clock was held down, by NVML's reason"),

@@ -66,7 +66,7 @@ AT_THE_COMMAND_LINE = [
 ]
 BY_MEGATRON = [
     ("--global-batchsize 3", "did you mean '--global-batch-size'"),
-    ("--lr abc", "argument --lr: invalid float value: 'abc'; `megacpp-mcore launch -- --help` lists"),
+    ("--lr abc", "argument --lr: invalid float value: 'abc'; megatron/training/arguments.py has"),
     ("--lr", "argument --lr: expected one argument"),
     ("--global-batch-size 3 --micro-batch-size 2", "(3) must be divisible by eval_micro_batch_size (2)"),
     ("--seq-length 512", "max_position_embeddings (256) must be greater than or equal to seq_length (512)"),

@@ -5,7 +5,7 @@ Whether a patch fits is a question of the fingerprints that it holds: ``patch st
 
 PYTHON = ">=3.12"
 TORCH = ">=2.11,<2.12"
-"""With 2.14 and 2.15 a training on the CPU ends in its first step."""
+"""What all of this was run with; on Triton 3.8 and 3.9, which newer ones bring, kernels were not checked on a GPU."""
 MEGATRON_CORE = ">=0.19,<0.20"
 MEGATRON_CORE_DEMO = "0.19.2"
 """The release that the extra `demo` and the locked environments have."""

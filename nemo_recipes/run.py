@@ -81,6 +81,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
     overrides = [override for override in overrides if not is_ours(override)]
     for override in overrides:
         check_form(override)  # before the minute in which Bridge is imported
+    check_once(ours, overrides)
     chosen = changed(with_own_model(recipe(name), plugin_config.from_environment()), ours)
     settings = chosen.run.settings
     with contextlib.ExitStack() as stack:
@@ -335,9 +336,22 @@ def changed(chosen: Recipe, words: Sequence[str]) -> Recipe:
     if "processes" in changes.training:
         raise LaunchError("the number of processes is torchrun's --nnodes × --nproc-per-node; leave processes out")
     layout = dataclasses.replace(chosen.run.layout, **changes.layout)
-    processes = chosen.processes if layout == chosen.run.layout else int(os.environ.get("WORLD_SIZE", "1"))
+    processes = chosen.processes if layout == chosen.run.layout else layout.processes  # or a multiple: check_processes
     training = dataclasses.replace(chosen.run.training, processes=processes, **changes.training)
     return dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, layout=layout, training=training))
+
+
+def check_once(ours: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuse a setting that is given in our words and as a key of Bridge's.
+
+    Raises:
+        LaunchError: names both.
+    """
+    names = {word.partition("=")[0] for word in ours}
+    for key in (override.partition("=")[0] for override in overrides):
+        name = {**_LAYOUT, "optimizer.lr": "learning_rate"}.get(key, key.rpartition(".")[2])
+        if name in names:
+            raise LaunchError(f"{name} and {key} are the same setting; pass only one")
 
 
 def check_form(override: str) -> None:

@@ -110,7 +110,6 @@ def test_a_layout_is_the_recipes_with_what_the_overrides_say() -> None:
 
 
 def test_layout_and_training_plan_are_changed_in_the_words_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
     chosen = run.changed(RECIPES[TINY], ["expert=2", "train_iters=4", "learning_rate=0.5"])
     assert chosen.run.layout == Layout(expert=2)
     training = chosen.run.training
@@ -121,10 +120,18 @@ def test_layout_and_training_plan_are_changed_in_the_words_of_the_command(monkey
         run.changed(RECIPES[TINY], ["dsa.topk=4"])
     with raises(LaunchError, "processes"):
         run.changed(RECIPES[TINY], ["processes=4"])
-    with raises(ModelError, "2", "tensor 1", "expert parallelism 4"):
-        run.changed(RECIPES[TINY], ["expert=4"])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with raises(LaunchError, "2", "3", "--nproc-per-node 2"):
+        run.check_processes(chosen, chosen.run.layout)
     with raises(ModelError, "expert", "'two'"):
         run.run(TINY, ["expert=two"])
+    for ours, theirs in (
+        ("expert=2", "model.expert_model_parallel_size"),
+        ("learning_rate=1", "optimizer.lr"),
+        ("train_iters=3", "train.train_iters"),
+    ):
+        with raises(LaunchError, ours.partition("=")[0], theirs):
+            run.run(TINY, [ours, f"{theirs}=4"])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
         "WORLD_SIZE": str(tensor),
         "RANK": "0",
         "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(tensor),
+        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
     }

@@ -83,8 +83,8 @@ def mixer_of(layer: ModuleSpec) -> type | None:
 
 
 def nam56r_with_convolutions(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
-    """The layers of ``--spec megacpp_mcore nam56r``, with each R layer replaced."""
-    block = nam56r(config, vp_stage)
+    """The layers of ``--spec megacpp_mcore nam56r_tiny``, or of the file of MEGACPP_CONFIG, with each R layer replaced."""
+    block = nam56r(config, vp_stage, "nam56r_tiny")
     parts = parts_for(getattr(config, "transformer", config))
     block.layer_specs = [
         convolution_layer_spec(parts) if mixer_of(spec) is M2RNNMixer else spec for spec in block.layer_specs

@@ -11,4 +11,4 @@ megacpp-mcore data prepare "$(dirname "$0")/../README.md" --output "$folder/text
 megacpp-mcore recipe emit nam56r_tiny --as args --data "$folder/text" \
     --set train_iters=3 global_batch_size=2 > "$folder/words"
 mapfile -t words < "$folder/words"
-megacpp-mcore launch --device cpu -- pretrain_gpt.py "${words[@]}" --spec megacpp_mcore.nam56r
+megacpp-mcore launch --device cpu -- pretrain_gpt.py "${words[@]}" --spec megacpp_mcore.nam56r_tiny

@@ -1,4 +1,4 @@
-"""``--spec megacpp_mcore nam56r_hybrid``: an A/M/E/R model on Megatron's HybridModel, for an unmodified ``pretrain_hybrid.py``.
+"""``--spec megacpp_mcore nam56r_hybrid``, or another preset: an A/M/E/R model on HybridModel, for ``pretrain_hybrid.py``.
 
 The layers are those of the GPT host (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots assigned by
 :mod:`megacpp_mcore.model.hybrid`, and every parameter has the same name and place as there. So checkpoints of either host,
@@ -7,6 +7,7 @@ optimizer state included, load in the other without conversion.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +33,7 @@ from megacpp_mcore.layer_specs import nam56r as gpt_host
 from megacpp_mcore.layer_specs.mtp import RepeatedLayer, mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.layer_specs.regions import region_plan
-from megacpp_mcore.model import Model, hybrid
+from megacpp_mcore.model import DEFAULT, Model, hybrid
 from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.policy import ranks
 
@@ -61,6 +62,7 @@ class NAM56RStack(HybridStack):
         submodules: from :data:`nam56r_hybrid`; ignored, since the specs are built for the layers of this chunk.
         layer_type_list: the symbols of this chunk's layers.
         pp_layer_offset: how many layers come before it.
+        preset: the model, unless the file of ``MEGACPP_CONFIG`` or the provider names it.
 
     Raises:
         ArgumentMismatchError, ConfigFileError, ModelError: as the GPT host's callable; no layer has been built.
@@ -76,12 +78,13 @@ class NAM56RStack(HybridStack):
         pp_layer_offset: int = 0,
         post_layer_norm: bool = True,
         post_process: bool = True,
+        preset: str = DEFAULT,
         **arguments: Any,
     ) -> None:
         layers = range(pp_layer_offset + 1, pp_layer_offset + len(layer_type_list) + 1)
         super().__init__(
             config,
-            _slots(config, layers, "".join(layer_type_list)),
+            _slots(config, layers, "".join(layer_type_list), preset),
             layer_type_list=layer_type_list,
             pp_layer_offset=pp_layer_offset,
             post_layer_norm=False,
@@ -147,7 +150,12 @@ nam56r_hybrid = ModuleSpec(
         )
     ),
 )
-"""HybridModel's stack spec; the run's arguments and ``MEGACPP_CONFIG`` determine the model."""
+"""HybridModel's stack spec of :data:`~megacpp_mcore.model.DEFAULT`, or of the model of ``MEGACPP_CONFIG``."""
+
+
+def spec_of(preset: str) -> ModuleSpec:
+    """Return what ``--spec megacpp_mcore PRESET_hybrid`` names."""
+    return nam56r_hybrid if preset == DEFAULT else dataclasses.replace(nam56r_hybrid, params={"preset": preset})
 
 
 def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
@@ -160,12 +168,12 @@ def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
     return (config, hybrid_config_from_args(arguments, config)), arguments.hybrid_layer_pattern
 
 
-def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStackSubmodules:
+def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) -> HybridStackSubmodules:
     """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
     settings = plugin_config.from_environment()
     gpt_host.configure_engine(settings)
     sources, text = _described(config)
-    model = model_of(sources, settings, HYBRID)
+    model = model_of(sources, settings, preset, HYBRID)
     chunks = _chunks(model, config, text)
     if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in the GPT host
         ranks.compare(settings)

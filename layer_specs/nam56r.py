@@ -1,4 +1,4 @@
-"""``--spec megacpp_mcore nam56r``: assembles the layers of one pipeline or virtual stage of an A/M/E/R model.
+"""``--spec megacpp_mcore nam56r``, or another preset: assembles the layers of a pipeline or virtual stage of an A/M/E/R model.
 
 Megatron's GPTModel is the host: it calls the function below once per model chunk and gets that chunk's layer specs.
 """
@@ -6,6 +6,7 @@ Megatron's GPTModel is the host: it calls the function below once per model chun
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -48,7 +49,7 @@ from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, mixer_layer_spec, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent
 from megacpp_mcore.layer_specs.regions import region_plan
-from megacpp_mcore.model import Model
+from megacpp_mcore.model import DEFAULT, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.ops.indexer.cache import IndexCache
@@ -89,12 +90,13 @@ class HybridBlockSubmodules(TransformerBlockSubmodules):
     mtp: MultiTokenPredictionBlockSubmodules | None = None
 
 
-def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
+def nam56r(config: Any, vp_stage: int | None = None, preset: str = DEFAULT) -> HybridBlockSubmodules:
     """Return the layer specs of one model chunk.
 
     Args:
         config: Megatron's ``GPTModelConfig`` (stock scripts) or a provider that is itself the TransformerConfig (Bridge).
         vp_stage: virtual pipeline stage, None without virtual stages.
+        preset: the model, unless the file of ``MEGACPP_CONFIG`` or the provider names it.
 
     Raises:
         ArgumentMismatchError: the run's arguments contradict the model; nothing has been allocated.
@@ -108,7 +110,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     if not vp_stage:  # once: between chunks one stage may wait for a later chunk of another, as for tied embeddings
         ranks.compare(settings)
     configure_engine(settings)
-    model = model_of(sources, settings)
+    model = model_of(sources, settings, preset)
     check_layout(model, transformer, model_chunks(transformer), settings)
     start(model, transformer, settings)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
@@ -123,6 +125,11 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
         f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up",
     )
     return block_submodules(model, transformer, layers, vp_stage, dispatcher, settings)
+
+
+def spec_of(preset: str) -> Callable[..., HybridBlockSubmodules]:
+    """Return what ``--spec megacpp_mcore PRESET`` names: a function as :func:`nam56r`, of that preset."""
+    return nam56r if preset == DEFAULT else functools.partial(nam56r, preset=preset)
 
 
 def start(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

@@ -45,7 +45,7 @@ class NAM56RProvider(MLAModelProvider):
     heterogeneous_block_specs: bool = False
     is_hybrid_model: bool = False
     megacpp_preset: str | None = (
-        None  # the model's name, by which its definition is found; a file of MEGACPP_CONFIG counts more
+        None  # the model's name, by which its definition is found if no file of MEGACPP_CONFIG has it
     )
     # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
     te_precision_config_file: str | None = None

@@ -18,9 +18,7 @@ from typing import Any
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.arguments.read import model_of
-from megacpp_mcore.model import MLA, Model, flops
-from megacpp_mcore.model.training import GPT
+from megacpp_mcore.model import MLA, Model, flops, preset
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 logger = logging.getLogger(__name__)
@@ -212,17 +210,12 @@ def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Mode
 
 
 def _described_model(args: Any) -> Model | None:
-    """Return the model that ``args`` train through our spec, determined as the spec does; None for another spec or none."""
-    host = lowering.host_of(getattr(args, "spec", None))
-    if host is None:
+    """Return the model that ``args`` train through our spec, as the spec determines it; None for another spec or none."""
+    named = lowering.named_by(getattr(args, "spec", None))
+    if named is None:
         return None
     settings = plugin_config.from_environment()
-    if settings is not None:
-        return settings.model  # the spec has checked the arguments against it
-    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
-
-    config = gpt_config_from_args(args) if host == GPT else hybrid_config_from_args(args)
-    return model_of((config.transformer, config), None, host)
+    return preset(named.preset) if settings is None else settings.model  # the spec has checked the arguments against it
 
 
 def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import Model, hybrid, precision
+from megacpp_mcore.model import DEFAULT, PRESETS, Model, hybrid, precision
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Argument, absent, option, switch
@@ -20,15 +20,24 @@ from megacpp_mcore.model.run import words_of as field_words
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.util import flags
 
-SPEC = ("megacpp_mcore", "nam56r")
-HYBRID_SPEC = ("megacpp_mcore", "nam56r_hybrid")
-SPECS: Mapping[str, tuple[str, str]] = MappingProxyType({GPT: SPEC, HYBRID: HYBRID_SPEC})
-"""Host to the two words of ``--spec`` on an unmodified script."""
+
+class Named(NamedTuple):
+    """What a ``--spec`` of this package names: Megatron's model class, and the preset that is built without a file."""
+
+    host: str
+    preset: str
+
+
+_SUFFIX = {GPT: "", HYBRID: "_hybrid"}
+SPECS: Mapping[str, Named] = MappingProxyType(
+    {name + suffix: Named(host, name) for name in PRESETS for host, suffix in _SUFFIX.items()}
+)
+"""Second word of ``--spec megacpp_mcore NAME`` to what it names."""
 SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
 """Host to the stock script that builds it."""
 
-_MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid"}
-
+MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid"}
+"""Host to the module of its specs."""
 
 _UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
@@ -74,13 +83,22 @@ def check_unused(words: Sequence[str]) -> None:
         )
 
 
+def spec_of(model: str, host: str) -> tuple[str, str]:
+    """Return the two words of ``--spec`` for a model's name; a model that is no preset has to be in the settings file."""
+    return "megacpp_mcore", (model if model in PRESETS else DEFAULT) + _SUFFIX[host]
+
+
+def named_by(spec: Sequence[str] | None) -> Named | None:
+    """Return what a ``--spec`` value names; None for other specs."""
+    module, _, name = ".".join(spec or ()).rpartition(".")
+    named = SPECS.get(name)
+    return named if named and module in ("megacpp_mcore", MODULES[named.host]) else None
+
+
 def host_of(spec: Sequence[str] | None) -> str | None:
     """Return the host of a ``--spec`` value; None for other specs."""
-    word = ".".join(spec or ())
-    return next(
-        (host for host, (_, name) in SPECS.items() if word in (f"megacpp_mcore.{name}", f"{_MODULES[host]}.{name}")),
-        None,
-    )
+    named = named_by(spec)
+    return named and named.host
 
 
 def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
@@ -89,8 +107,8 @@ def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
     Raises:
         ModelError: unknown host.
     """
-    if host not in SPECS:
-        raise ModelError(f"the host is {host!r}; expected one of {', '.join(SPECS)}")
+    if host not in SCRIPTS:
+        raise ModelError(f"the host is {host!r}; expected one of {', '.join(SCRIPTS)}")
     arguments = _gpt_arguments(model)
     return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
 
@@ -217,7 +235,7 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
         words.append("--grad-reduce-in-bf16")
     if how.torch_fsdp and "--ckpt-format" not in training.extra:
         words += ["--ckpt-format", TORCH_FSDP_FORMAT]
-    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[run.host])
+    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *spec_of(model.name, run.host))
 
 
 _PADDING = 128  # Megatron's default
@@ -410,13 +428,22 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "", h
     """Refuse a run whose configuration contradicts ``model``, listing all contradictions at once, and ``origin``.
 
     Raises:
-        ArgumentMismatchError: one line per contradiction, with the argument that resolves it.
+        ArgumentMismatchError: one line per contradiction, with the argument that resolves it; the closest preset, if the
+            configuration is rather of another.
     """
     found = mismatches(model, sources, host)
     if found:
+        places = {
+            one.name: [line.partition(":")[0] for line in mismatches(one, sources, host)] for one in PRESETS.values()
+        }
+        closest = min(places, key=lambda name: len(places[name]))
+        advice = ""
+        if len(places[closest]) < len(found):
+            differs = ", ".join(places[closest]) or "nothing"
+            advice = f"\nThe closest preset is {closest}, --spec {' '.join(spec_of(closest, host))}; it differs in {differs}."
         raise ArgumentMismatchError(
             f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
             + "\n  ".join(found)
             + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == GPT else f' --host {host}'}` prints the whole "
-            "command."
+            f"command.{advice}"
         )

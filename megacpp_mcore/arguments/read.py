@@ -15,7 +15,7 @@ import yaml
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import LaunchError, ModelError
-from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset
+from megacpp_mcore.model import DEFAULT, Layout, Model, hybrid, preset
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.run import FIELDS, Run, given_in
@@ -76,8 +76,7 @@ def read(
         words: the arguments.
         device: ``cuda`` or ``cpu``.
         processes: number of processes.
-        model: what a spec of this package builds; None: that of ``settings``, or the preset that the arguments describe, if
-            they name such a spec.
+        model: what a spec of this package builds; None: that of ``settings``, or the preset that their ``--spec`` names.
         settings: the file of ``MEGACPP_CONFIG``; None without.
 
     Raises:
@@ -85,11 +84,12 @@ def read(
         ModelError: a combination that no run can have.
     """
     given = flags.read(words)
-    host = lowering.host_of(given.get("--spec"))
+    named = lowering.named_by(given.get("--spec"))
+    host = named and named.host
     if model is None and settings is not None:
         model = settings.model
-    if model is None and host is not None:
-        model = _described(given, host)
+    if model is None and named is not None:
+        model = preset(named.preset)
     layout = _layout(given, model, host)
     plan, file = _precision(given)
     impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
@@ -132,53 +132,30 @@ def layout_of(config: Any) -> Layout:
     )
 
 
-def model_of(sources: Sequence[object], settings: PluginConfig | None, host: str = GPT) -> Model:
-    """Return the model of a run: that of the settings' file, or that of its name, or the preset it describes; checked.
+def model_of(sources: Sequence[object], settings: PluginConfig | None, named: str = DEFAULT, host: str = GPT) -> Model:
+    """Return the model of a run: that of the settings' file, or the preset that the run names; checked.
 
     Args:
-        sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them; the name is
-            their ``megacpp_preset``, if one has it.
+        sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them.
         settings: the file of ``MEGACPP_CONFIG``; None without.
+        named: by the run's spec; a source's own ``megacpp_preset`` counts more.
         host: the model class that holds its layers.
 
     Raises:
-        ModelError: no preset has the name.
-        ArgumentMismatchError: the configuration contradicts the model, or no preset fits; lists the contradictions, of the
-            nearest preset.
+        ModelError: no preset has the name, or the file is about another model.
+        ArgumentMismatchError: the configuration contradicts the model; lists the contradictions, and the closest preset.
     """
-    named = next((name for source in sources if (name := getattr(source, "megacpp_preset", None))), None)
-    origin = ""
-    if settings is not None:
+    named = next((name for source in sources if (name := getattr(source, "megacpp_preset", None))), named)
+    if settings is None:
+        model, origin = preset(named), ""
+    elif named in (DEFAULT, settings.preset, settings.model.name):
         model, origin = settings.model, f" of {settings.path} (MEGACPP_CONFIG)"
-    elif named is not None:
-        model = preset(named)
     else:
-        model = min(PRESETS.values(), key=lambda one: len(lowering.mismatches(one, sources, host)))
+        raise ModelError(
+            f"the run names {named}, and {settings.path} (MEGACPP_CONFIG) is about {settings.preset}; leave one of them out"
+        )
     lowering.check_arguments(model, sources, origin, host=host)
     return model
-
-
-def _described(given: flags.Flags, host: str) -> Model | None:
-    """Find the preset with the width, heads, and depth or hybrid pattern, of the arguments; None if none has them.
-
-    Among several it is the one whose arguments are given most completely; whether all are is checked later, against Megatron's
-    configuration.
-    """
-
-    def has(name: str, value: object) -> bool:
-        return flags.first(given, name) == str(value)
-
-    def fits(model: Model) -> bool:
-        pattern = flags.first(given, "--hybrid-layer-pattern") or ""
-        deep = has("--num-layers", model.depth) if host == GPT else not hybrid.contradictions(model, pattern)
-        return deep and has("--hidden-size", model.hidden_size) and has("--num-attention-heads", model.heads)
-
-    def missing(model: Model) -> int:
-        return sum(
-            given.get(one.words[0]) != one.words[1:] for one in lowering.model_arguments(model, host) if one.words
-        )
-
-    return min(filter(fits, PRESETS.values()), key=missing, default=None)
 
 
 def _layout(given: flags.Flags, model: Model | None, host: str | None) -> Layout:

@@ -15,7 +15,7 @@ import yaml
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import overrides, stock_command
-from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower
+from megacpp_mcore.arguments.lowering import SCRIPTS, lower
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
@@ -55,7 +55,7 @@ _OF_LAYOUT: dict[str, Mapping[str, Any]] = {
 _OF_RUN: dict[str, Mapping[str, Any]] = {
     "settings": {"metavar": "FILE", "help": "write the changed model there, for MEGACPP_CONFIG; --set of a model needs it"},
     "overwrite": {"action": "store_true", "help": "replace the file of --settings, whatever it says"},
-    "host": {"choices": tuple(SPECS), "help": "gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py"},
+    "host": {"choices": tuple(SCRIPTS), "help": "gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py"},
     "via": {
         "choices": WAYS,
         "help": "launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "

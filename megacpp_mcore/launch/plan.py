@@ -15,7 +15,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import CheckoutError, LaunchError, SpecImportError
 from megacpp_mcore.launch import refusals
-from megacpp_mcore.model.training import HYBRID
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import spec_words
 from megacpp_mcore.util import flags
@@ -282,11 +282,11 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
             f"if you trust it, add --allow-spec-from {module.partition('.')[0]}",
             code="spec-not-allowed",
         )
-    host = lowering.host_of(spec)
-    if host is None:
+    named = lowering.named_by(spec)
+    if named is None:
         return
-    other = next(candidate for candidate in lowering.SPECS if candidate != host)
-    other_spec = ".".join(lowering.SPECS[other])
+    host, other = named.host, GPT if named.host == HYBRID else HYBRID
+    other_spec = ".".join(lowering.spec_of(named.preset, other))
     if script is not None and script.name == lowering.SCRIPTS[other]:
         raise SpecImportError(
             f"--spec {name} is for {lowering.SCRIPTS[host]}, and the script is {script.name}; name the other script, "

@@ -16,6 +16,7 @@
 """
 
 from megacpp_mcore.model.definition import (
+    DEFAULT,
     DSA,
     M2RNN,
     MLA,
@@ -31,6 +32,7 @@ from megacpp_mcore.model.definition import (
 from megacpp_mcore.model.families.attention import OWN, SERVED
 
 __all__ = [
+    "DEFAULT",
     "DSA",
     "M2RNN",
     "MLA",

@@ -293,6 +293,8 @@ _PRESETS = {
 }
 PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)
 """The models that this package defines, by name."""
+DEFAULT = _NAM56R.name
+"""The preset that nothing has to name."""
 
 
 def preset(name: str) -> Model:

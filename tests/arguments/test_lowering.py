@@ -23,10 +23,11 @@ from megacpp_mcore.arguments.lowering import (
 from megacpp_mcore.arguments.read import model_of, read
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
+from megacpp_mcore.model import DEFAULT, PRESETS, Layout, Model, preset, with_overrides
 from megacpp_mcore.model.run import BUCKET_ELEMENTS, FEATURES, FIELDS, TORCH_FSDP, Run, words_of
 from megacpp_mcore.model.training import Training
 from tests import stock
+from tests.errors import raises
 
 NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.txt"
 """Fields of MLATransformerConfig (0.19.1 and 0.19.2) about the machine, the run, precision, or parts NAM56R does not have."""
@@ -155,8 +156,12 @@ def test_all_contradictions_are_listed_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_run_that_names_no_model_gets_the_preset_it_describes(name: str) -> None:
-    assert model_of([matching(preset(name))], None) is preset(name)
+def test_a_run_gets_the_preset_that_it_names_and_is_told_of_the_one_it_describes(name: str) -> None:
+    """No guess selects what trains: it only ends the error."""
+    assert model_of([matching(preset(name))], None, name) is preset(name)
+    if name != DEFAULT:
+        with raises(ArgumentMismatchError, DEFAULT, f"--spec megacpp_mcore {name}"):
+            model_of([matching(preset(name))], None)
 
 
 @pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])
@@ -194,7 +199,7 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layo
     words = stock.words(model, device=device, layout=layout, transformer_impl="local")
     config = stock.model_config(words, size(layout))
     assert mismatches(model, [config.transformer, config]) == []
-    assert config.transformer_layer_spec.__name__ == "nam56r"
+    assert config.transformer_layer_spec.keywords == {"preset": "nam56r_tiny"}
     chunks = model_chunks(config.transformer)
     assert chunks == model.chunks(layout)
     nam56r.check_layout(model, config.transformer, chunks)

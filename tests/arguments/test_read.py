@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from megacpp_mcore.model import PRESETS, Layout, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import FIELDS, Execution, Run, usual_for
 from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.settings import load
 from tests.errors import raises
 
 DATA = ("--data-path", "corpus", "--split", "100,0,0")
 
 
 def described(run: Run) -> Run:
-    """``run`` as its command line describes it, which names a preset by its sizes."""
+    """``run`` as its command line describes it, which names a preset by its spec."""
     known = run.model if run.model not in PRESETS.values() else None
     return read(lower(run), device=run.device, processes=run.training.processes, model=known)
 
@@ -116,9 +118,13 @@ def test_what_the_words_cannot_say_is_refused_or_left_out() -> None:
         lower(alone)
 
 
-def test_a_model_travels_by_name_and_is_checked() -> None:
+def test_a_model_travels_by_name_and_is_checked(tmp_path: Path) -> None:
     class Source:
         megacpp_preset = "nam56r_tin"
 
     with raises(ModelError, "'nam56r_tin'", "'nam56r_tiny'"):
-        model_of([Source()], None)
+        model_of([Source()], None, "nam56r_tiny")
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: nam56r_tiny\noverrides: {name: mine}\n")
+    with raises(ModelError, "nam52", file, "nam56r_tiny"):
+        model_of([], load(file), "nam52")

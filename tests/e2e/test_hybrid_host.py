@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import HYBRID_SPEC
+from megacpp_mcore.arguments.lowering import spec_of
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
 from megacpp_mcore.model import Layout, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
@@ -183,8 +183,10 @@ def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
     """As ``--spec`` looks it up, which asks ``vars`` of the module; the launcher's import has stored it there."""
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
-    importlib.import_module(HYBRID_SPEC[0]).nam56r_hybrid  # noqa: B018
-    assert isinstance(import_module(HYBRID_SPEC), ModuleSpec)
+    importlib.import_module("megacpp_mcore").nam56r_tiny_hybrid  # noqa: B018
+    found = import_module(spec_of("nam56r_tiny", HYBRID))
+    assert isinstance(found, ModuleSpec)
+    assert found.params == {"preset": "nam56r_tiny"}
 
 
 # --- training (each host goes on with the other's checkpoint: tests/distributed/test_mixed_precision_optimizer.py) ------

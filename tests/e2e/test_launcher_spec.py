@@ -41,7 +41,7 @@ def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def wheel(data: Path) -> list[str]:
     """What the wheel's own loop trains."""
-    return _losses(data, [], ["megacpp_mcore", "nam56r"])
+    return _losses(data, [], ["megacpp_mcore", "nam56r_tiny"])
 
 
 @pytest.mark.checkout
@@ -50,8 +50,8 @@ def test_both_forms_of_spec_on_the_stock_script_train_what_the_wheel_trains(
     data: Path, wheel: list[str], megatron_lm: Path
 ) -> None:
     script = [str(megatron_lm / "pretrain_gpt.py")]
-    assert _losses(data, script, ["megacpp_mcore.nam56r"]) == wheel
-    assert _losses(data, script, ["megacpp_mcore", "nam56r"]) == wheel
+    assert _losses(data, script, ["megacpp_mcore.nam56r_tiny"]) == wheel
+    assert _losses(data, script, ["megacpp_mcore", "nam56r_tiny"]) == wheel
     assert "mtp_1 loss" in wheel[0]
     assert "indexer loss" in wheel[0]
 
@@ -71,7 +71,7 @@ def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
     assert git(checkout, "status", "--porcelain").splitlines() == [f" M {HOOKED}"]
 
     arguments = _words(data)
-    arguments[arguments.index("--spec") + 1 :] = ["megacpp_mcore.nam56r"]
+    arguments[arguments.index("--spec") + 1 :] = ["megacpp_mcore.nam56r_tiny"]
     done = python("-c", BARE, str(checkout / "pretrain_gpt.py"), *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "patch spec-import applied" in done.stdout + done.stderr

@@ -51,7 +51,7 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
     script.write_text(SCRIPT)
     layout = Layout(tensor=tensor, sequence_parallel=tensor > 1)
     words = lower(Run(preset("nam56r_tiny"), layout, Training(data=("--mock-data",))))
-    words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r")]
+    words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r_tiny")]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     environment |= {
         "WORLD_SIZE": str(tensor),

@@ -84,8 +84,8 @@ def test_both_hosts_get_the_same_words_but_for_what_the_pattern_says() -> None:
     assert flags[0] - flags[1] == {"--num-layers", "--moe-layer-freq", "--mtp-num-layers"}
     assert flags[1] - flags[0] == {"--hybrid-layer-pattern"}
     assert option(hybrid_, "--hybrid-layer-pattern") == "+EMEDEMEDEMG/+-"
-    assert hybrid_[-3:] == ("--spec", "megacpp_mcore", "nam56r_hybrid")
-    assert gpt[-3:] == ("--spec", "megacpp_mcore", "nam56r")
+    assert hybrid_[-3:] == ("--spec", "megacpp_mcore", "nam56r_tiny_hybrid")
+    assert gpt[-3:] == ("--spec", "megacpp_mcore", "nam56r_tiny")
     assert lower(Run(TINY, Layout(), CUDA)) == gpt
 
 
@@ -104,10 +104,10 @@ def described(model: Model) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_run_is_matched_to_its_preset(name: str) -> None:
+def test_a_run_is_of_the_preset_that_it_names(name: str) -> None:
     model = preset(name)
     assert mismatches(model, [described(model)], HYBRID) == []
-    assert model_of([described(model)], None, HYBRID) is model
+    assert model_of([described(model)], None, name, HYBRID) is model
 
 
 def test_every_mismatch_is_listed_at_once() -> None:
@@ -124,15 +124,17 @@ def test_every_mismatch_is_listed_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "host"),
+    ("words", "named"),
     [
-        (["megacpp_mcore", "nam56r"], GPT), (["megacpp_mcore.nam56r_hybrid"], HYBRID),
-        (["megacpp_mcore.layer_specs.hybrid", "nam56r_hybrid"], HYBRID), (None, None), ([], None), (["local"], None),
-        (["megacpp_mcore", "nam57"], None), (["megacpp_mcore.layer_specs.nam56r", "nam56r_hybrid"], None),
+        (["megacpp_mcore", "nam56r"], (GPT, "nam56r")), (["megacpp_mcore.nam56r_hybrid"], (HYBRID, "nam56r")),
+        (["megacpp_mcore", "nam56r_tiny_hybrid"], (HYBRID, "nam56r_tiny")), (["megacpp_mcore.nam52"], (GPT, "nam52")),
+        (["megacpp_mcore.layer_specs.hybrid", "nam56r_hybrid"], (HYBRID, "nam56r")), (None, None), ([], None),
+        (["local"], None), (["megacpp_mcore", "nam57"], None), (["megacpp_mcore.layer_specs.nam56r", "nam56r_hybrid"], None),
     ],
 )  # fmt: skip
-def test_whose_host_a_spec_is_for(words: list[str] | None, host: str | None) -> None:
-    assert lowering.host_of(words) == host
+def test_what_a_spec_names(words: list[str] | None, named: tuple[str, str] | None) -> None:
+    assert lowering.named_by(words) == named
+    assert lowering.host_of(words) == (named and named[0])
 
 
 # --- the launcher ------------------------------------------------------------------------------------------------------
@@ -166,5 +168,5 @@ def test_a_hybrid_launch_is_planned(script: str | None, tmp_path: Path) -> None:
         (tmp_path / script).touch()
         words.insert(0, str(tmp_path / script))
     found = launch_plan.plan(words, device="cpu", environment={})
-    assert found.spec == ("megacpp_mcore", "nam56r_hybrid")
+    assert found.spec == ("megacpp_mcore", "nam56r_tiny_hybrid")
     assert found.has_own_spec

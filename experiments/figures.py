@@ -139,7 +139,7 @@ def layouts() -> Iterator[Line]:
 
 
 def compiled() -> Iterator[Line]:
-    """CUDA graphs, recompute by family and regional compile."""
+    """CUDA graphs, and recompute by family."""
     yield "", "ms a step", "tokens/s", "first step after, s", "GB", "commit"
     for what, model, arm, commit in (
         ("`nam56r_quarter`", "nam56r_quarter", "auto", "e87fb55"),
@@ -153,13 +153,10 @@ def compiled() -> Iterator[Line]:
         row = one("nam56r_h200", arm=arm, commit="cbb992c")
         yield what, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
     names = {"none": "", "a": ", `recompute: [a]`", "m": ", `recompute: [m]`", "experts": ", `recompute: [experts]`"}
-    for file in ("recompute_h200", "regional_h200"):
-        for row in rows(file):
-            if row["recompute"] in names and row["tax"] == "none":
-                lane = {"quarter": "13 layers", "dense": "no E layer"}[row["lane"]]
-                how = names[row["recompute"]] + (", `compile: regional`" if row["compile"] == "regional" else "")
-                speed = number(row["median_step_ms"]), row["tokens_per_s"], number(row["first_step_s"])
-                yield f"reference ops, {lane}{how}", *speed, gigabytes(row), f"`{row['commit']}`"
+    for row in rows("recompute_h200"):
+        if row["recompute"] in names and row["tax"] == "none":
+            speed = number(row["median_step_ms"]), row["tokens_per_s"], number(row["first_step_s"])
+            yield f"reference ops, 13 layers{names[row['recompute']]}", *speed, gigabytes(row), f"`{row['commit']}`"
 
 
 def fp8() -> Iterator[Line]:

@@ -38,8 +38,8 @@ from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.experts import choose_experts, takes_tokens
+from megacpp_mcore.layer_specs.layer_plan import PlannedLayer, with_inner_layer
 from megacpp_mcore.layer_specs.parts import compute_device, implementation
-from megacpp_mcore.layer_specs.regions import RegionLayer, with_inner_layer
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.settings import PluginConfig
@@ -58,7 +58,7 @@ MTP = "MTP"
 """Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
 
 
-class GraphLayer(RegionLayer):
+class GraphLayer(PlannedLayer):
     """A layer captured only if its plan says so; stock would capture every layer with a mixer.
 
     Args:
@@ -130,7 +130,7 @@ class GraphPlan:
         return bool(self.letters)
 
     def spec(self, layer: ModuleSpec, key: int | str) -> ModuleSpec:
-        """Return the spec of layer ``key`` under this plan, or ``layer`` itself without graphs; regions stay as planned."""
+        """Return the spec of layer ``key`` under this plan, or ``layer`` itself without graphs."""
         if not self:
             return layer
         module = GraphExpertLayer if self.letters[key] == "E" else GraphLayer

@@ -30,9 +30,9 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
+from megacpp_mcore.layer_specs.layer_plan import layer_plan
 from megacpp_mcore.layer_specs.mtp import RepeatedLayer, mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
-from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import DEFAULT, Model, hybrid
 from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.policy import ranks
@@ -135,7 +135,7 @@ class SharedMTPLayer(RepeatedLayer):
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
         settings = getattr(config, RUN).settings  # HybridModel builds its decoder first
         dispatcher = Dispatcher(settings.backends if settings is not None else None)
-        (spec,) = region_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
+        (spec,) = layer_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
         super().__init__(
             config, spec.submodules, layer_number, vp_stage=vp_stage, pg_collection=pg_collection, name=name
         )

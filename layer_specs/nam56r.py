@@ -43,12 +43,12 @@ from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import choose_experts, expert_layer_spec
 from megacpp_mcore.layer_specs.graphs import check_graphs, graph_plan
 from megacpp_mcore.layer_specs.initial import set_start
+from megacpp_mcore.layer_specs.layer_plan import layer_plan
 from megacpp_mcore.layer_specs.mamba import mamba
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, mixer_layer_spec, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent
-from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import DEFAULT, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.run import Run
@@ -155,7 +155,7 @@ def block_submodules(
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
-    plan, graphs = region_plan(settings, config), graph_plan(model, config, dispatcher, settings)
+    plan, graphs = layer_plan(settings, config), graph_plan(model, config, dispatcher, settings)
     specs = []
     for number in layers:
         spec = layer_spec(model, config, number, parts, dispatcher, index_cache)

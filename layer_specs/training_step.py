@@ -6,8 +6,7 @@ under Megatron-Bridge our runner records it (:func:`count_from`) from the state 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron.training import global_vars
 from megacpp_mcore.errors import ModelError
 
 _of_bridge: int | None = None
-_assumed: int | None = None
 
 
 def ended(training: bool) -> int:
@@ -29,8 +27,6 @@ def ended(training: bool) -> int:
     Raises:
         ModelError: neither loop provides the step.
     """
-    if _assumed is not None:
-        return _assumed
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if arguments is not None:
         # curr_iteration is 0 until the run has loaded its checkpoint, whose step is `iteration`.
@@ -42,17 +38,6 @@ def ended(training: bool) -> int:
             "recipe with `python -m megacpp_mcore.nemo_recipes.run`"
         )
     return _of_bridge
-
-
-@contextlib.contextmanager
-def assumed(number: int) -> Iterator[None]:
-    """Context manager in which :func:`ended` returns ``number``, for code that runs a layer outside of training."""
-    global _assumed
-    before, _assumed = _assumed, number
-    try:
-        yield
-    finally:
-        _assumed = before
 
 
 def count_from(forward_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ Its keys::
       dsa: {schedule: "-FF"}
     backends:                     # op to backend name; other ops use "auto"
       mamba3: reference
-    compile: regional             # or off (the default); see megacpp_mcore.layer_specs.regions
     recompute: [experts, m]       # what the backward pass recomputes (see Recompute)
     max_documents: 512            # the most documents in a packed row; by default one per 16 tokens, at least 64
     speed_defaults: {expandable_segments: false}     # see SpeedDefaults
@@ -51,7 +50,6 @@ from megacpp_mcore.util.te_imports import Features
 VARIABLE = "MEGACPP_CONFIG"
 """The environment variable that names the file."""
 
-COMPILE_MODES = ("off", "regional")
 CONSOLES = ("progress", "stock")
 """Console output of a recorded run's steps."""
 
@@ -63,16 +61,11 @@ class SpeedDefaults:
     """Launch settings for speed; the defaults can be changed under ``speed_defaults``.
 
     Attributes:
-        compile_warmup: whether regions are compiled before step 1, if the compile policy allows it.
-        precompile_static: whether the regions of A, M and R layers are compiled before step 1 even if the policy skips the
-            warm-up because the model has E layers.
         expandable_segments: whether the CUDA allocator uses expandable segments, which reduce fragmentation.
         cache_root: folder for the caches of compiled kernels (subfolders ``triton`` and ``inductor``); None: their defaults.
         linear_cross_entropy: whether, on GPUs, the patch of that name replaces Megatron's output layer and loss.
     """
 
-    compile_warmup: bool = True
-    precompile_static: bool = False
     expandable_segments: bool = True
     cache_root: str | None = None
     linear_cross_entropy: bool = True
@@ -106,7 +99,7 @@ class Observability:
 
     Attributes:
         policy: format of the launch policy printed at the start, ``text`` or ``json`` (one line).
-        recompiles: whether torch logs why it recompiles a region.
+        recompiles: whether torch logs why it compiles a function again.
         enabled: whether a run that saves checkpoints is recorded next to them, unless the launch says otherwise.
         interval: steps between readings of the counters on the GPU.
         heartbeat_s: seconds between heartbeats of a recorded process, at most :data:`LONGEST_BEAT_S`.
@@ -160,19 +153,17 @@ class PluginConfig:
         preset: name of the preset that the model is based on.
         model: the preset with the overrides applied.
         backends: op name to requested backend name.
-        compile: one of :data:`COMPILE_MODES`.
         recompute: what is recomputed in the backward pass.
         max_documents: the most documents that a packed row may hold; None: a default from its length.
         speed_defaults, experimental_taxes, observability, transformer_engine, vendors, checkpoints, fp8: the groups of
             those names.
-        given: the options set in the file, as ``group.key``, or ``compile`` and ``recompute``.
+        given: the options set in the file, as ``group.key``, or ``recompute``.
     """
 
     path: Path
     preset: str
     model: Model
     backends: Mapping[str, str] = field(default_factory=dict)
-    compile: str = "off"
     recompute: Recompute = field(default_factory=Recompute)
     max_documents: int | None = None
     speed_defaults: SpeedDefaults = SpeedDefaults()
@@ -253,12 +244,12 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         Dispatcher(backends)  # refuses unknown ops and backends
     except (ModelError, PatternError, BackendError) as error:
         raise ConfigFileError(f"{file}: {error}") from error
+    _check_compile(file, content)
     return PluginConfig(
         path=file,
         preset=name,
         model=model,
         backends=MappingProxyType(dict(backends)),
-        compile=_compile_mode(file, content),
         recompute=_recompute(file, content),
         max_documents=_max_documents(file, content),
         **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
@@ -330,12 +321,11 @@ def _known(file: Path) -> Mapping[str, Any]:
     return content
 
 
-def _compile_mode(file: Path, content: Mapping[str, Any]) -> str:
+def _check_compile(file: Path, content: Mapping[str, Any]) -> None:
     mode = content.get("compile", "off")
-    mode = "off" if mode is False else mode  # YAML reads off as false
-    if mode not in COMPILE_MODES:
-        raise ConfigFileError(f"{file}: 'compile' is {mode!r}; expected {' or '.join(COMPILE_MODES)}")
-    return str(mode)
+    if mode not in ("off", False):  # YAML reads off as false
+        none = ", and there is nothing to compile: kernels replace the regions on GPUs" if mode == "regional" else ""
+        raise ConfigFileError(f"{file}: 'compile' is {mode!r}{none}; write off, or leave it out")
 
 
 def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
@@ -402,7 +392,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _given(content: Mapping[str, Any]) -> frozenset[str]:
-    names = {key for key in ("compile", "recompute") if key in content}
+    names = {"recompute"} & content.keys()
     names.update(f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ())
     return frozenset(names)
 

@@ -1,7 +1,7 @@
 """``python -m megacpp_mcore.nemo_recipes.run --recipe NAME [KEY=VALUE …]``: runs a recipe with Bridge's own ``pretrain``.
 
 Start it with torchrun for more than one process. Bridge itself is not changed; this module prepares the process as the
-launcher does (launch policy, CPU lane, patches, data verification, compile warm-up, recording of the run), and refuses, before
+launcher does (launch policy, CPU lane, patches, data verification, recording of the run), and refuses, before
 Megatron starts, whatever cannot work.
 """
 
@@ -115,7 +115,9 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.restore_autograd_threading())
         say(verify_data(config))
-        callbacks = _callbacks(config, launched.compile)
+        from megatron.bridge.training.callbacks import CallbackManager
+
+        callbacks = CallbackManager()
         asked = _observation(config, recording or launcher.Recording(), settings)
         for line in asked.describe():
             say(line)
@@ -140,17 +142,6 @@ def _observation(config: Any, recording: launcher.Recording, settings: PluginCon
     return chosen
 
 
-def _callbacks(config: Any, compile_policy: policy.CompilePolicy) -> Any:
-    """Bridge's callbacks; compiled regions are warmed up once the model is built and its checkpoint loaded."""
-    from megatron.bridge.training.callbacks import CallbackManager
-
-    callbacks = CallbackManager()
-    if compile_policy.mode == "regional":
-        # The only event between a loaded checkpoint and the first step, intended by Bridge for warm-ups.
-        callbacks.register("on_data_init_start", lambda context: _warm_up(context.model, config, compile_policy))
-    return callbacks
-
-
 def _train(config: Any, callbacks: Any) -> None:
     """Bridge's ``pretrain``."""
     from megatron.bridge.training.gpt_step import forward_step
@@ -159,15 +150,6 @@ def _train(config: Any, callbacks: Any) -> None:
     from megacpp_mcore.layer_specs import training_step
 
     pretrain(config, training_step.count_from(forward_step), callbacks=callbacks)
-
-
-def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompilePolicy) -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    rows = config.model.seq_length
-    if config.model.sequence_parallel:
-        rows //= config.model.tensor_model_parallel_size
-    regions.warm_up(models, compile_policy, say, rows=rows, batch=config.train.micro_batch_size)
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:

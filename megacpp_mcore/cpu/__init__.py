@@ -18,6 +18,6 @@ all of it. Nothing is replaced before :func:`install`, :attr:`CpuLane.messages` 
 restores every original. Checked with torch 2.11 and megatron-core 0.19.2.
 """
 
-from megacpp_mcore.cpu.lane import CpuLane, install, is_active, lane_suspended, missing_arguments
+from megacpp_mcore.cpu.lane import CpuLane, install, is_active, missing_arguments
 
-__all__ = ["CpuLane", "install", "is_active", "lane_suspended", "missing_arguments"]
+__all__ = ["CpuLane", "install", "is_active", "missing_arguments"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,7 @@ import torch
 
 from megacpp_mcore.cpu import torch_cuda
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.util import flags, host
+from megacpp_mcore.util import flags
 from megacpp_mcore.util.stand_in import environment
 
 REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
@@ -60,13 +59,11 @@ class CpuLane(contextlib.ExitStack):
     Attributes:
         messages: lines for the launcher to print, which name everything that was replaced: each by its own name, except some
             sixty functions of ``torch.cuda``, which are named by module.
-        dynamo_was_disabled: whether torch.compile was off before.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
-        self.dynamo_was_disabled = bool(host.compile_disabled_by(os.environ))
 
     def replace(self, message: str, owner: Any, **values: Any) -> None:
         """Set attributes of ``owner`` (a module or a class) while the lane is installed; ``message`` says what for."""
@@ -131,24 +128,3 @@ def _disable_dynamo(lane: CpuLane, values: Mapping[str, str]) -> None:
         lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
         settings += ", torch._dynamo.config.disable=True"
     lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
-
-
-@contextlib.contextmanager
-def lane_suspended() -> Iterator[None]:
-    """Context manager that suspends the parts of an installed lane that Dynamo cannot trace; for functions of CPU tensors only.
-
-    Does nothing without a lane, under another torch function mode, or if Dynamo was disabled before the lane.
-    """
-    if _installed is None or _installed.dynamo_was_disabled or not is_active():
-        yield
-        return
-    from torch._dynamo import config as dynamo
-
-    no_gpu = mock.patch.object(torch.cuda, "is_available", bool)  # bool() is False
-    with (
-        environment({"TORCHDYNAMO_DISABLE": None}),
-        no_gpu,
-        dynamo.patch(disable=False),
-        torch.overrides._pop_mode_temporarily(),
-    ):
-        yield

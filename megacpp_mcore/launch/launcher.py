@@ -207,11 +207,6 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
         stack.enter_context(process.restore_autograd_threading())
-        if launched.compile.mode == "regional":
-            # This imports Megatron, which has to come from the script's checkout.
-            from megacpp_mcore.layer_specs import regions
-
-            stack.enter_context(regions.before_training(launched.compile, say))
         stack.enter_context(observation.observed(observed, launched))
         if quiet and observed.folder is None:
             stack.enter_context(live.logged_steps())

@@ -1,17 +1,15 @@
 """The launch policy: the settings a run starts with, where each value came from, and what in the environment contradicts them.
 
 :func:`resolve` makes a :class:`LaunchPolicy` from a :class:`~megacpp_mcore.model.run.Run`, whose settings are the file that
-``MEGACPP_CONFIG`` names, and the environment. It combines the decisions of three modules: the values
-(:mod:`megacpp_mcore.policy.values`), the compile policy (:mod:`megacpp_mcore.policy.compile`) and the overlap contract
-(:mod:`megacpp_mcore.policy.overlap`).
+``MEGACPP_CONFIG`` names, and the environment. It combines the values (:mod:`megacpp_mcore.policy.values`) and the overlap
+contract (:mod:`megacpp_mcore.policy.overlap`).
 
 The launcher prints the policy once and sets :meth:`LaunchPolicy.environment`. A Megatron-Bridge recipe does the same, and its
 variables and arguments have the source ``recipe``. For a script that was started without the
 launcher, its spec prints the policy as it really is (:func:`announce`): with nothing set. No torch here.
 """
 
-from megacpp_mcore.policy.compile import EXPLICIT, REASONS, SKIPPED, CompilePolicy, compile_policy
-from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, announced, resolve
+from megacpp_mcore.policy.launch import CompilePolicy, LaunchPolicy, active, announce, announced, resolve
 from megacpp_mcore.policy.memory import check_memory
 from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value, tf32_products
@@ -20,10 +18,7 @@ __all__ = [
     "ALLOCATOR",
     "CONNECTIONS",
     "DEFAULT",
-    "EXPLICIT",
-    "REASONS",
     "RECIPE",
-    "SKIPPED",
     "USER",
     "CompilePolicy",
     "LaunchPolicy",
@@ -32,7 +27,6 @@ __all__ = [
     "announce",
     "announced",
     "check_memory",
-    "compile_policy",
     "overlap_contract",
     "resolve",
     "tf32_products",

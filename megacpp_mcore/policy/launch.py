@@ -11,11 +11,25 @@ from dataclasses import dataclass
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy import values as policy_values
-from megacpp_mcore.policy.compile import CompilePolicy, compile_policy
 from megacpp_mcore.policy.overlap import Overlap, overlap_contract
 from megacpp_mcore.policy.values import RECIPE, USER, Value
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfig, SpeedDefaults
 from megacpp_mcore.util.host import compile_disabled_by
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilePolicy:
+    """What is compiled before step 1, as receipts record it: nothing, with or without experts.
+
+    What a GPU run computes is Triton's or a vendor's kernels, which a graph of Inductor does not replace; so a file that asks
+    for ``regional`` is refused (:mod:`megacpp_mcore.settings`).
+    """
+
+    mode: str = "off"
+    warm_up: str = "skipped"
+    reason: str = "user-disabled"
+    why: str = "nothing is compiled"
+    precompile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +38,7 @@ class LaunchPolicy:
 
     Attributes:
         values: what is set or planned.
-        compile: what is compiled, and when.
+        compile: the compile policy.
         overlaps: which communication can be hidden.
         taxes: the experimental taxes that the file requests.
         launched: whether the launcher has started the script; otherwise nothing was set, and only the environment's taxes
@@ -32,10 +46,10 @@ class LaunchPolicy:
     """
 
     values: tuple[Value, ...]
-    compile: CompilePolicy
     overlaps: tuple[Overlap, ...]
     taxes: tuple[str, ...]
     launched: bool = True
+    compile: CompilePolicy = CompilePolicy()
 
     def environment(self) -> dict[str, str]:
         """Return the variables to set before torch and NCCL start: those with a value that the user has not set."""
@@ -68,10 +82,7 @@ class LaunchPolicy:
         for one in self.overlaps:
             lines.append(f"  {'overlap' if one.possible else 'no overlap'} of {one.name}: {one.reason}")
         chosen = self.compile
-        because = f" ({chosen.reason})" if chosen.reason else ""
-        lines.append(f"  compile = {chosen.mode}; warm-up {chosen.warm_up}{because}: {chosen.why}")
-        if chosen.precompile:
-            lines.append("  compile: the static regions of layers without experts are compiled before step 1")
+        lines.append(f"  compile = {chosen.mode}; warm-up {chosen.warm_up} ({chosen.reason}): {chosen.why}")
         unpaid = "" if self.launched or not self.taxes else " (asked for; only `megacpp-mcore launch` brings them)"
         lines.append(f"  experimental taxes = {', '.join(self.taxes) or 'none'}{unpaid}")
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
@@ -110,11 +121,9 @@ def resolve(
     taxes = settings.experimental_taxes if settings else ExperimentalTaxes()
     observability = settings.observability if settings else Observability()
     families = settings.recompute if settings else Recompute()
-    mode = settings.compile if settings else "off"
     given = settings.given if settings else frozenset()
     lookup = policy_values.Lookup(environment=environment, recipe=recipe or {}, launched=launched)
     policy_values.check(run, lookup)
-    disabled = compile_disabled_by(environment)
     connections = policy_values.connections(run, lookup)
     arguments = RECIPE if from_recipe else USER
     return LaunchPolicy(
@@ -124,23 +133,13 @@ def resolve(
             *policy_values.nccl(run, lookup),
             *policy_values.caches(run, lookup, speed),
             policy_values.blocking(lookup, taxes),
-            *policy_values.dynamo(mode, disabled),
+            *policy_values.dynamo(compile_disabled_by(environment)),
             *policy_values.logs(lookup, observability),
             policy_values.recompute(run, families, given="recompute" in given, arguments=arguments),
             policy_values.graphs(run, arguments),
             policy_values.precision(run, arguments),
             *policy_values.tf32(run, lookup, products=tf32_products),
             *policy_values.flags(run, arguments),
-        ),
-        compile=compile_policy(
-            mode=mode,
-            device=run.device,
-            has_moe=run.has_moe,
-            fsdp=run.execution.fsdp,
-            warm_up_asked=speed.compile_warmup,
-            precompile=speed.precompile_static,
-            launched=launched,
-            disabled=disabled,
         ),
         overlaps=overlap_contract(run, connections.value),
         taxes=taxes.on,

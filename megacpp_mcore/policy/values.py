@@ -174,7 +174,7 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
     makes (torch 2.11, ``_inductor/runtime/triton_heuristics.py``): every rank would compile all later ones again.
     """
     shared = triton_cache(lookup.asked("TRITON_HOME")) if run.device == "cuda" else None
-    in_temporary = "regions that Inductor has compiled; by default in the temporary folder"
+    in_temporary = "functions that Inductor has compiled; by default in the temporary folder"
     rows: tuple[tuple[str, str, str | None, str], ...] = (
         ("TRITON_CACHE_DIR", "triton", shared, "kernels that Triton has compiled, by all ranks of a host"),
         ("TORCHINDUCTOR_CACHE_DIR", "inductor", None, in_temporary),
@@ -205,11 +205,9 @@ def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
     return lookup.find(name, default=default, note="1 makes every launch wait", refused=refused)
 
 
-def dynamo(mode: str, disabled: tuple[str, ...]) -> tuple[Value, ...]:
-    """List the variables that turn torch.compile off; with regional compile, each is a contradiction."""
-    against = "compile: regional is asked for, but nothing will be compiled; unset it" if mode == "regional" else ""
-    note = "torch.compile does nothing"
-    return tuple(Value(name=name, value="1", source=USER, note=note, warning=against) for name in disabled)
+def dynamo(disabled: tuple[str, ...]) -> tuple[Value, ...]:
+    """List the variables that turn torch.compile off."""
+    return tuple(Value(name=name, value="1", source=USER, note="torch.compile does nothing") for name in disabled)
 
 
 def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:

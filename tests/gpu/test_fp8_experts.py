@@ -294,7 +294,7 @@ def test_padding_changes_no_row_and_an_expert_without_rows_has_no_gradient(pair:
 
 
 def test_recompute_repeats_what_the_forward_pass_did(pair: tuple[Any, Any]) -> None:
-    from megacpp_mcore.layer_specs.regions import recomputed
+    from megacpp_mcore.layer_specs.layer_plan import recomputed
 
     ours, _ = pair
     inputs = draw(ROWS)

@@ -241,14 +241,14 @@ def test_a_scope_has_the_errors_of_fp8_and_evaluation_and_zone_have_none(recipe:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: str) -> None:
-    from megacpp_mcore.layer_specs import regions
+    from megacpp_mcore.layer_specs.layer_plan import recompute
 
     found = []
     for recomputes in (False, True):
         torch.manual_seed(3)
         model, x = dense()
         if recomputes:
-            regions._recompute(model, "forward", by_engine=True)
+            recompute(model, by_engine=True)
         fp8_scopes.Scopes(fp8_scopes.FP8(recipe=recipe), depth=5).install(model, 3)
         for step in range(3):
             with torch.no_grad():
@@ -259,11 +259,11 @@ def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: s
 
 
 def test_another_owner_of_the_recompute_is_refused(process: None) -> None:
-    from megacpp_mcore.layer_specs import regions
+    from megacpp_mcore.layer_specs.layer_plan import recompute
 
     model, x = dense()
     fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5).install(model, 3)
-    regions._recompute(model, "forward")  # Megatron's, around the scope
+    recompute(model)  # Megatron's, around the scope
     with pytest.raises(ModelError, match="te_checkpoint"):
         gradients(model, x)
 

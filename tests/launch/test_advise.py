@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,9 +40,12 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 def test_a_checkpoint_of_the_dense_warm_up_is_refused(process: Path) -> None:
     overrides = {**OVERRIDES, "dsa": {"topk": 4, "schedule": "-FF", "warmup_steps": 2}}
     built = stock.build(overrides, preset("nam56r_tiny"), process)
-    with training_step.assumed(1), raises(ModelError, "layer 5", "2 steps", "dsa.warmup_steps"):
+    with (
+        mock.patch.object(training_step, "_of_bridge", 1),
+        raises(ModelError, "layer 5", "2 steps", "dsa.warmup_steps"),
+    ):
         Schedules(built)
-    with training_step.assumed(2):
+    with mock.patch.object(training_step, "_of_bridge", 2):
         assert Schedules(built).full == [5, 9]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,10 +95,10 @@ def test_what_a_context_cannot_be(given: Any, rows: int, values: list[object]) -
 def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
     tokens = draw_tokens(B, S - 1)
-    with training_step.assumed(2):
+    with mock.patch.object(training_step, "_of_bridge", 2):
         whole, found = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
     assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
-    with training_step.assumed(5):
+    with mock.patch.object(training_step, "_of_bridge", 5):
         assert not torch.allclose(logits(dense, tokens), whole, rtol=1e-2, atol=1e-3)
 
 

@@ -29,7 +29,7 @@ FULL, SHARED = 5, 9
 def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def build(dsa: dict[str, Any], *words: str, step: int = 0) -> Any:
         overrides = {"seq_length": S, "dsa": {"loss_coeff": 0.1, **dsa}, "mtp": {"depth": 0}}
-        monkeypatch.setattr(training_step, "_assumed", step)
+        monkeypatch.setattr(training_step, "_of_bridge", step)
         return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words), 0.1)
 
     return build
@@ -115,8 +115,6 @@ def test_the_step_is_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_step, "_of_bridge", None)
     with raises(ModelError, "dsa.warmup_steps", "megacpp_mcore.nemo_recipes.run"):
         training_step.ended(True)
-    with training_step.assumed(3):
-        assert training_step.ended(True) == 3
     forward_step = training_step.count_from(lambda state, *given: given)
     assert forward_step(SimpleNamespace(train_state=SimpleNamespace(step=11)), 1, 2) == (1, 2)
     assert training_step.ended(True) == 11

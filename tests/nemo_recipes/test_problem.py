@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -195,20 +194,6 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
     for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
         with pytest.raises(ModelError, match="experts"):
             run.check_stages(tiny, Layout(expert=3), overrides)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_warm_up_has_the_shapes_that_layers_will_see(
-    monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool
-) -> None:
-    from megacpp_mcore.layer_specs import regions  # brings Megatron
-
-    calls = mock.Mock()
-    monkeypatch.setattr(regions, "warm_up", calls)
-    model = SimpleNamespace(seq_length=64, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    models, chosen = [object()], policy.compile_policy(mode="regional", device="cuda", fsdp=False, has_moe=False)
-    run._warm_up(models, SimpleNamespace(model=model, train=SimpleNamespace(micro_batch_size=3)), chosen)
-    calls.assert_called_once_with(models, chosen, mock.ANY, rows=32 if sequence_parallel else 64, batch=3)
 
 
 def described(chosen: Recipe, **changes: Any) -> Any:

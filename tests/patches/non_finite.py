@@ -67,7 +67,7 @@ def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
     if module is not None and kind == "weight":
         next(module.parameters()).detach().view(-1)[0] = float(value)
 
-    from megacpp_mcore.layer_specs import regions
+    from megacpp_mcore.layer_specs import layer_plan
 
     def poisoned(tensor: torch.Tensor) -> torch.Tensor:
         poison = torch.zeros_like(tensor)
@@ -88,7 +88,7 @@ def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
         non_finite_origin.hold(layer, given, made)
 
     handle = module.register_forward_hook(hook) if module is not None else contextlib.nullcontext()
-    with handle, mock.patch.object(regions, "hold", hold):
+    with handle, mock.patch.object(layer_plan, "hold", hold):
         yield number
 
 

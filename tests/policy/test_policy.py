@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 from contextlib import nullcontext
@@ -26,11 +25,8 @@ from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.policy import (
     DEFAULT,
-    EXPLICIT,
     RECIPE,
-    SKIPPED,
     USER,
-    compile_policy,
     overlap_contract,
     resolve,
 )
@@ -184,37 +180,16 @@ def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
 # --- compile ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_combination_gives_the_first_reason() -> None:
-    seen, either = set(), (True, False)
-    for holds in itertools.product(either, repeat=len(policy.REASONS)):
-        disabled, not_launched, on_cpu, fsdp, moe = holds
-        reason = next((name for name, is_so in zip(policy.REASONS, holds, strict=True) if is_so), "")
-        what: dict[str, Any] = {"device": "cpu" if on_cpu else "cuda", "has_moe": moe, "fsdp": fsdp}
-        ways: list[dict[str, Any]] = (
-            [{"mode": "off"}, {"warm_up_asked": False}, {"disabled": ("X",)}] if disabled else [{}]
-        )
-        for way, ahead in itertools.product(ways, either):
-            found = compile_policy(**{"mode": "regional", **what, **way}, precompile=ahead, launched=not not_launched)
-            assert (found.reason, found.warm_up) == (reason, SKIPPED if reason else EXPLICIT)
-            assert found.precompile == (ahead and reason == "regional-moe")
-        seen.add(reason)
-    assert seen == {"", *policy.REASONS}
-
-
 @pytest.mark.parametrize("name", TURN_COMPILE_OFF)
-def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path, name: str) -> None:
+def test_who_disables_dynamo_is_listed(name: str) -> None:
     dense = but(dataclasses.replace(GPU, model=None), experts=False)
-    asked = settings(tmp_path, "compile: regional\n")
-    assert resolve(by(dense, asked), environment={}).compile.warm_up == EXPLICIT
-    disabled = resolve(by(dense, asked), environment={name: "1"})
-    assert (disabled.compile.warm_up, disabled.compile.reason) == (SKIPPED, "user-disabled")
-    assert f"{name}=1" in disabled.compile.why
-    assert disabled.warnings == (f"{name}: compile: regional is asked for, but nothing will be compiled; unset it",)
-    assert disabled.value(name).value == "1"
-    assert resolve(by(dense, asked), environment={name: "0"}).compile.warm_up == EXPLICIT
-    assert resolve(dense, environment={name: "1"}).warnings == ()
-    turned_off = settings(tmp_path, "compile: regional\nspeed_defaults: {compile_warmup: false}\n")
-    assert resolve(by(dense, turned_off), environment={}).compile.reason == "user-disabled"
+    assert resolve(dense, environment={name: "1"}).value(name).value == "1"
+    for run, environment in ((dense, {name: "0"}), (dense, {name: "1"}), (GPU, {})):
+        assert (
+            "compile = off; warm-up skipped (user-disabled): nothing"
+            in resolve(run, environment=environment).describe()
+        )
+        assert resolve(run, environment=environment).warnings == ()
 
 
 # --- sources and contradictions -----------------------------------------------------------------------------------------
@@ -448,7 +423,7 @@ def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: s
 
 
 def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -> None:
-    file = settings(tmp_path, "compile: regional\nexperimental_taxes: {anomaly_detection: true}\n")
+    file = settings(tmp_path, "experimental_taxes: {anomaly_detection: true}\n")
     run = but(ALL, overlap_moe_a2a=False, overlap_shared_expert=False)
     environment = {"NCCL_DEBUG": "INFO"}
     bare = resolve(by(run, file), environment=environment, launched=False)
@@ -459,7 +434,6 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
         "launch policy of a script that `megacpp-mcore launch` did not start, so that nothing was set for it:"
     )
     assert "  PYTORCH_CUDA_ALLOC_CONF = (unset) (default; the launcher would set expandable_segments:True; " in text
-    assert "warm-up skipped (not-launched)" in text
     assert "anomaly_detection (asked for; only `megacpp-mcore launch` brings them)" in text
     # What depends on a variable is judged by what it is, and not by what it would have been.
     assert "tensor-parallel" not in {one.name for one in bare.overlaps if one.possible}

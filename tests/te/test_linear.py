@@ -125,7 +125,7 @@ def test_the_local_layers_of_the_model(tmp_path: Path) -> None:
 
 
 def test_the_key_is_for_local_layers(tmp_path: Path) -> None:
-    from megacpp_mcore.layer_specs.regions import region_plan
+    from megacpp_mcore.layer_specs.layer_plan import layer_plan
     from megacpp_mcore.settings import load
 
     file = tmp_path / "megacpp.yaml"
@@ -133,10 +133,10 @@ def test_the_key_is_for_local_layers(tmp_path: Path) -> None:
     words = stock.words(preset("nam56r_tiny"))
     with stock.cpu_lane():
         config = stock.model_config(words).transformer
-        assert region_plan(load(file), config).linear
+        assert layer_plan(load(file), config).linear
         config.transformer_impl = "transformer_engine"
         with raises(ModelError, "linear: true", "--transformer-impl transformer_engine"):
-            region_plan(load(file), config)
+            layer_plan(load(file), config)
     file.write_text("model: nam56r_tiny\ntransformer_engine: {linear: 3}\n")
     with pytest.raises(ConfigFileError):
         load(file)

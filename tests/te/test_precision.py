@@ -18,7 +18,7 @@ import torch
 from torch.nn import Linear, Module, ModuleDict
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.layer_specs.regions import RegionPlan
+from megacpp_mcore.layer_specs.layer_plan import LayerPlan
 from megacpp_mcore.model import preset
 from megacpp_mcore.te import fp8_scopes
 from megacpp_mcore.te.fp8_scopes import FP8, Scopes
@@ -185,7 +185,7 @@ def test_no_op_takes_the_weights_of_modules_in_a_scope(number: int, latents: str
     mixer: Any = SimpleNamespace(latents_backend="the op")
     layer: Any = SimpleNamespace(layer_number=number, self_attention=mixer)
     with mock.patch.object(Scopes, "install"):
-        RegionPlan(fp8=scopes()).apply(layer, "A")
+        LayerPlan(fp8=scopes()).apply(layer, "A")
     assert mixer.latents_backend == latents
 
 
@@ -361,7 +361,7 @@ def test_blanket_is_an_option_of_its_own_and_marks_the_receipt() -> None:
 
 
 def test_the_run_of_a_stock_script_is_refused_before_a_layer_is_built(tmp_path: Path) -> None:
-    from megacpp_mcore.layer_specs.regions import region_plan
+    from megacpp_mcore.layer_specs.layer_plan import layer_plan
     from megacpp_mcore.settings import load
 
     file = tmp_path / "megacpp.yaml"
@@ -369,4 +369,4 @@ def test_the_run_of_a_stock_script_is_refused_before_a_layer_is_built(tmp_path: 
     with stock.cpu_lane():
         config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
         with raises(ModelError, "megacpp.yaml", "torch.float32"):
-            region_plan(load(file), config)
+            layer_plan(load(file), config)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.layer_specs import regions
+from megacpp_mcore.layer_specs.layer_plan import layer_plan
 from megacpp_mcore.observe.receipts import assemble
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.settings import load
@@ -73,7 +73,7 @@ def test_experts_in_fp8_are_watched_without_a_file_of_ours(monkeypatch: pytest.M
     watched: list[None] = []
     monkeypatch.setattr(quantized, "watch", lambda: watched.append(None))
     for recipe in (None, object()):
-        regions.region_plan(None, SimpleNamespace(quant_recipe=recipe))  # type: ignore[arg-type]
+        layer_plan(None, SimpleNamespace(quant_recipe=recipe))  # type: ignore[arg-type]
     assert len(watched) == 1
 
 

@@ -2,7 +2,7 @@
 
 Model FLOPs plus these are hardware FLOPs. Source: megatron-core 0.19.2 ``core/recompute.py`` (full),
 ``transformer/{attention,multi_latent_attention,transformer_layer,multi_token_prediction}.py``, ``transformer/moe`` and
-``experimental_attention_variant/absorbed_mla.py`` (selective); :mod:`megacpp_mcore.layer_specs.regions` (ours, by family).
+``experimental_attention_variant/absorbed_mla.py`` (selective); :mod:`megacpp_mcore.layer_specs.layer_plan` (ours, by family).
 Checked with ``torch.utils.flop_counter`` on models built by stock Megatron with each setting
 (tests/model/test_flops_recompute.py).
 """

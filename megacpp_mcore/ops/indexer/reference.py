@@ -102,7 +102,6 @@ def select(
     seq_idx_BS: torch.Tensor | None = None,
     *,
     query_chunk: int | None = None,
-    run_block: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Select the keys that each query attends to: the highest-scoring ones of its document up to itself.
 
@@ -114,7 +113,6 @@ def select(
         topk: keys to select; values over T act as T.
         seq_idx_BS: number of each row's document, int32, or None: one document a row of the batch.
         query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
-        run_block: replaces :func:`score_block`, for example by a compiled version; None: no replacement.
 
     Returns:
         index_BSN as of :func:`causal_topk`.
@@ -129,7 +127,7 @@ def select(
     selected = []
     for rows in query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, query_chunk):
         q_chunk, w_chunk = (tensor[rows.start : rows.stop] for tensor in (q_SBHD, w_SBH))
-        score_BRT = (run_block or score_block)(q_chunk, k_TBD, w_chunk)
+        score_BRT = score_block(q_chunk, k_TBD, w_chunk)
         selected.append(causal_topk(score_BRT, topk, seq_idx_BS, first_row=rows.start))
     return torch.cat(selected, dim=1)
 

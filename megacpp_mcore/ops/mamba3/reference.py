@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -313,7 +312,6 @@ def mamba3(
     return_final_state: bool = False,
     method: Method = "chunked",
     segment_size: int | None = 1024,
-    run_segment: Callable[..., tuple[torch.Tensor, ScanState]] | None = None,
 ) -> tuple[torch.Tensor, Mamba3State | None]:
     """Do everything between the input and the output projection of a Mamba-3 mixer.
 
@@ -353,7 +351,6 @@ def mamba3(
         method: ``chunked`` or ``sequential``.
         segment_size: None saves all activations for the backward pass; a number of tokens saves only the states between
             segments of that length and recomputes the rest, which divides the memory by about S / segment_size.
-        run_segment: replaces :func:`mix_segment`, for example by a compiled version; None: no replacement.
 
     Returns:
         ``(out_SBHP, final_state)``: the output, contiguous and in the dtype of ``x_SBHP``; the state, or None.
@@ -373,7 +370,6 @@ def mamba3(
     if segment_size is not None and segment_size < 1:
         raise ModelError(f"segment_size is {segment_size}; expected at least 1 token, or None to keep everything.")
 
-    segment = mix_segment if run_segment is None else run_segment
     dtype = compute_dtype(*tokens, b, c, dt_bias, *(weight for weight in weights if weight is not None))
     mixer = _Mixer(*weights, eps, method, chunk_size, dtype)
     state = None if initial_state is None else ScanState(*initial_state[:3])
@@ -385,12 +381,14 @@ def mamba3(
         theta = mamba3_angles(angles, dt, seq_idx, None if initial_state is None else initial_state.theta_BHA)
         rows = (x, z, b, c, adt, dt, trap, theta)
         if segment_size is None or sequence <= segment_size:
-            out_BSHP, state = segment(mixer, state, *rows)
+            out_BSHP, state = mix_segment(mixer, state, *rows)
         else:
             outputs = []
             for start in range(0, sequence, segment_size):
                 pieces = (t[:, start : start + segment_size] for t in rows)
-                out, state = checkpoint(segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
+                out, state = checkpoint(
+                    mix_segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False
+                )
                 outputs.append(out.to(x_SBHP.dtype))
             out_BSHP = torch.cat(outputs, dim=1)
     final_state = Mamba3State(*state, theta[:, -1]) if return_final_state and state is not None else None

@@ -1,4 +1,4 @@
-"""Regional compile and recompute change what is kept and how it is computed, never the losses or the gradients.
+"""Recompute by family changes what is kept, never the losses or the gradients.
 
 Shape legend: S sequence, B batch.
 """
@@ -6,18 +6,15 @@ Shape legend: S sequence, B batch.
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
@@ -31,27 +28,12 @@ S, B = 32, 2
 TINY = preset("nam56r_tiny")
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
 FAMILIES = ["a", "m", "experts", "r"]
-REGIONS = {"norm", "indexer score", "mamba3 segment"}
 
 
 @pytest.fixture(scope="module")
 def build(process: Path) -> Callable[..., Any]:
-    """Builds equal models; ``recompute`` and ``compile`` as in the file, ``backend`` what compiles."""
-
-    def make(
-        *words: str,
-        recompute: Sequence[str] = (),
-        compile: str = "off",
-        backend: Any = "aot_eager",
-        tiny: Any = OVERRIDES,
-    ) -> Any:
-        from megacpp_mcore.layer_specs import regions
-
-        asked = {"compile": compile, "recompute": list(recompute)}
-        with mock.patch.object(regions, "BACKEND", backend):
-            return stock.stirred(stock.build(tiny, TINY, process, *words, **asked))
-
-    return make
+    """Builds equal models; ``recompute`` as in the file."""
+    return lambda recompute=(): stock.stirred(stock.build(OVERRIDES, TINY, process, recompute=list(recompute)))
 
 
 def losses_BS(model: Any, seed: int) -> torch.Tensor:
@@ -87,56 +69,12 @@ def saved(model: Any) -> int:
     return saved_bytes(lambda: losses_BS(model, 1))
 
 
-class Graphs:
-    """A backend that counts what it is given and runs it as it is."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.count += 1
-        return graph.forward
-
-
 @pytest.fixture(scope="module")
 def plain(build: Callable[..., Any]) -> dict[str, Any]:
     """What the untreated model gives."""
     model = build()
     found = {"keys": list(model.state_dict()), "bytes": saved(model), "gradients": two_micro_batches(model)}
     return {**found, "losses": train(model)}
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive])]
-)
-def test_compiled_regions_train_as_the_plain_model(
-    build: Callable[..., Any], plain: dict[str, Any], backend: str
-) -> None:
-    if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("no C++ compiler for Inductor on this machine")
-    from megacpp_mcore.layer_specs import regions
-
-    model = build(compile="regional", backend=backend)
-    assert list(model.state_dict()) == plain["keys"]
-    found = train(model)
-    assert found == pytest.approx(plain["losses"], rel=1e-5)
-    assert found[2] < found[0]
-    assert {
-        name for (name, compiler, _), each in regions._REGIONS.items() if compiler == backend and each.graphs
-    } == REGIONS
-
-
-def test_one_graph_serves_all_layers_and_steps(build: Callable[..., Any]) -> None:
-    graphs = Graphs()
-    model = build(compile="regional", backend=graphs)
-    losses_BS(model, 1).mean().backward()
-    # norm: hidden size, latents of q, and of kv, which are a slice; one of segment and scores each.
-    norms = sum(type(module) is torch.nn.RMSNorm for module in model.modules())
-    assert norms > 20
-    assert graphs.count == 3 + 2
-    before = graphs.count
-    train(model, steps=2)
-    assert graphs.count == before
 
 
 @pytest.mark.exhaustive
@@ -150,10 +88,8 @@ def test_recompute_of_a_family_keeps_gradients_and_saves_memory(
     check_gradients(two_micro_batches(model), plain["gradients"])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["off", "regional"])
-def test_all_families_at_once(build: Callable[..., Any], plain: dict[str, Any], mode: str) -> None:
-    model = build(recompute=FAMILIES, compile=mode)
+def test_all_families_at_once(build: Callable[..., Any], plain: dict[str, Any]) -> None:
+    model = build(recompute=FAMILIES)
     check_gradients(two_micro_batches(model), plain["gradients"])
     assert train(model) == pytest.approx(plain["losses"], rel=1e-5)
 
@@ -178,20 +114,11 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
 def test_what_megatron_recomputes_already_is_refused(
     recompute: str, granularity: str, modules: list[str], values: list[str]
 ) -> None:
-    from megacpp_mcore.layer_specs.regions import region_plan
+    from megacpp_mcore.layer_specs.layer_plan import layer_plan
 
     config: Any = SimpleNamespace(recompute_granularity=granularity, recompute_modules=modules, quant_recipe=None)
     settings = PluginConfig(Path("run.yaml"), "nam56r_tiny", TINY, recompute=Recompute(**{recompute: True}))
     with raises(ModelError, *values):
-        region_plan(settings, config)
+        layer_plan(settings, config)
     if granularity == "selective":
-        assert region_plan(dataclasses.replace(settings, recompute=Recompute(r=True)), config).recompute.r
-
-
-# --- what it asks for ---------------------------------------------------------------------------------------------------
-
-
-def test_a_cpu_without_a_compiler_is_refused(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with raises(LaunchError, "no-such-compiler", "CXX"):
-        build(compile="regional", backend="inductor")
+        assert layer_plan(dataclasses.replace(settings, recompute=Recompute(r=True)), config).recompute.r

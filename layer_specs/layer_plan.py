@@ -71,8 +71,8 @@ def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Call
 
 def recompute(module: torch.nn.Module, *, by_engine: bool = False) -> None:
     """Replace the ``forward`` of ``module`` with its :func:`recomputed` version."""
-    forward = recomputed(module.forward.__func__, by_engine=by_engine)
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    method: Any = module.forward
+    module.forward = types.MethodType(recomputed(method.__func__, by_engine=by_engine), module)
 
 
 @dataclass(frozen=True, kw_only=True)

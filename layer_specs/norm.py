@@ -66,4 +66,4 @@ def _with_residual(norm: Any) -> Any:
         pair: tuple[torch.Tensor, torch.Tensor] = self.backend.fn(hidden, self.weight, self.eps)
         return pair
 
-    return type(norm.__name__, (norm,), {"forward": forward, "__module__": norm.__module__})
+    return type(norm.__name__, (norm,), {"forward": forward, "returns_residual": True, "__module__": norm.__module__})

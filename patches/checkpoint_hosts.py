@@ -98,7 +98,10 @@ PATCH = Patch(
     edits=(
         Edit.of(
             "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load",
-            "2347cabda1a1444532a6c896d02d91430ddb67097aa1fb203952df5a3b94846e",
+            (
+                "2347cabda1a1444532a6c896d02d91430ddb67097aa1fb203952df5a3b94846e",
+                "d187bd7c8872c4309d0ff00dfbee33d8d1d37f007747eadc7c91ce481ef68d9a",
+            ),
             _loads_as_it_is,
         ),
         Edit.of(

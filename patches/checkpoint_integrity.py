@@ -166,7 +166,10 @@ PATCH = Patch(
     edits=(
         Edit.of(
             "megatron.training.checkpointing:_load_base_checkpoint",
-            "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
+            (
+                "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
+                "9a3c6812a389c72c9d72d493bea4cf4450ee30b160d820f0e2095480544d82b2",
+            ),
             _checking,
         ),
         Edit.of(

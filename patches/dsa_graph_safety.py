@@ -14,8 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.symbols import by_name
 
 _DSA = "megatron.core.transformer.experimental_attention_variant"
+_ROTATION = "rotary_interleaved mla_rotary_interleaved mscale inverse mla_output_remove_interleaving"
+"""Parameters of the rotation of rows, which have their frequencies."""
 
 
 def capturing() -> bool:
@@ -90,23 +93,21 @@ def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
     Stock drops empty sequences by boolean indexing, which syncs with the GPU. The positions are the same, except for a batch
     without any token: stock returns none, this one per row.
     """
-    signature = inspect.signature(original)
+    bind = by_name(original, "cu_seqlens cp_size cp_rank device output_size cu_seqlens_cover_output")
 
     @functools.wraps(original)
     def positions(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = bound.arguments
-        if call["cp_size"] <= 1 or not call["output_size"] or not capturing():
+        call = bind(*args, **kwargs)
+        if call.cp_size <= 1 or not call.output_size or not capturing():
             return original(*args, **kwargs)
         from megacpp_mcore.ops.packed.positions import zigzag_positions
 
         return zigzag_positions(
-            call["cu_seqlens"].to(call["device"]),
-            cp_size=call["cp_size"],
-            cp_rank=call["cp_rank"],
-            num_rows=call["output_size"],
-            padded=not call["cu_seqlens_cover_output"],
+            call.cu_seqlens.to(call.device),
+            cp_size=call.cp_size,
+            cp_rank=call.cp_rank,
+            num_rows=call.output_size,
+            padded=not call.cu_seqlens_cover_output,
         )
 
     return positions
@@ -115,36 +116,31 @@ def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
 def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
 
-    Here each row's frequencies are gathered on the device, and the same rotation is applied to all rows at once.
+    Here each row's frequencies are gathered on the device, and the same rotation is applied to all rows at once. Upstream's
+    next version does so itself where ``max_seqlen`` is passed, which stock's DSA indexer does not.
     """
-    signature = inspect.signature(original)
+    bind = by_name(original, f"t cu_seqlens freqs cp_group multi_latent_attention max_seqlen {_ROTATION}")
 
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = bound.arguments
-        if call["cp_group"] is None or call["multi_latent_attention"] is not None or not capturing():
+        call = bind(*args, **kwargs)
+        by_itself = getattr(call, "max_seqlen", None) is not None
+        if by_itself or call.cp_group is None or call.multi_latent_attention is not None or not capturing():
             return original(*args, **kwargs)
         from megatron.core.models.common.embeddings import rope_utils
 
         from megacpp_mcore.ops.packed.positions import rotary_rows
 
         rows = rotary_rows(
-            call["cu_seqlens"],
-            num_rows=call["t"].shape[0],
-            num_frequencies=call["freqs"].shape[0],
-            cp_size=call["cp_group"].size(),
-            cp_rank=call["cp_group"].rank(),
+            call.cu_seqlens,
+            num_rows=call.t.shape[0],
+            num_frequencies=call.freqs.shape[0],
+            cp_size=call.cp_group.size(),
+            cp_rank=call.cp_group.rank(),
         )
-        rotated = rope_utils._apply_rotary_pos_emb_bshd(
-            call["t"].unsqueeze(1),
-            call["freqs"].index_select(0, rows),
-            rotary_interleaved=call["rotary_interleaved"],
-            mla_rotary_interleaved=call["mla_rotary_interleaved"],
-            mscale=call["mscale"],
-        )
-        return rotated.squeeze(1)
+        rotation = {name: value for name, value in vars(call).items() if name in _ROTATION.split()}
+        freqs = call.freqs.index_select(0, rows)
+        return rope_utils._apply_rotary_pos_emb_bshd(call.t.unsqueeze(1), freqs, **rotation).squeeze(1)
 
     return rotate
 
@@ -182,7 +178,10 @@ PATCH = Patch(
         ),
         Edit.of(
             "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
-            "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",
+            (
+                "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",
+                "28b2a965734bf099ab83c4fa550a73910073aa3bf015134558434d00aadb3d98",  # NVIDIA/Megatron-LM#5944
+            ),
             _rotary,
         ),
     ),

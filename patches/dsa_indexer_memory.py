@@ -12,13 +12,13 @@ Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_varia
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed, observed
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.symbols import by_name
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +28,21 @@ if TYPE_CHECKING:
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 
 
+_KNOWN = (
+    "q k weights mask varlen_starts varlen_ends key_positions use_relu index_topk query key topk topk_indices softmax_scale "
+    "loss_coeff sparse_loss pg_collection query_valid_rows calculate_per_token_loss grad_loss"
+)
+
+
 def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make replacements that call ``run`` with the arguments by name, and the original if it returns None."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        bind = by_name(original, _KNOWN)
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            result = run(SimpleNamespace(**bound.arguments))
+            result = run(bind(*args, **kwargs))
             if result is not None:
                 return result
             reason = "the call is outside of the scope of the patch dsa-indexer-memory"

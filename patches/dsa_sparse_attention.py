@@ -13,7 +13,6 @@ Shape legend: S queries, T keys, B batch, H heads, K query/key dim, V latent val
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megacpp_mcore.backends import Dispatcher, Resolution, Speed, observed
 from megacpp_mcore.patches.dsa_indexer_memory import key_rule, mask_fits
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.symbols import by_name
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``_unfused_absorbed_dsa_fn``: ``[S, B, H, V]``."""
-    signature = inspect.signature(original)
+    bind = by_name(
+        original, "query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions"
+    )
 
     @functools.wraps(original)
     def _unfused_absorbed_dsa_fn(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = SimpleNamespace(**bound.arguments)
+        call = bind(*args, **kwargs)
         if (obstacle := _obstacle(call)) is not None:
             _log_once(obstacle)
             observed.note("sparse_mla", "megatron", obstacle, speed=Speed.REFERENCE, slower_than_best=True)

@@ -333,7 +333,10 @@ PATCH = Patch(
     edits=(
         Edit.of(
             "megatron.training.training:num_floating_point_operations",
-            "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197",
+            (
+                "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197",
+                "a32d21cfdfc8617790a96c78c7c13a3cecdcb295f2a4cc057fd1120bf0f8318c",
+            ),
             _audited_count,
         ),
         Edit.of(

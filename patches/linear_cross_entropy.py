@@ -268,6 +268,8 @@ def _of_layer(layer: Any) -> str | None:
         return "defer_embedding_wgrad_compute keeps the gradient of the logits"
     if layer.disable_grad_reduce or layer.explicit_expert_comm:
         return "the output layer does not reduce the gradient of its input"
+    if getattr(layer, "output_dtype", None) is not None:
+        return f"the output layer computes {layer.output_dtype} logits (--output-logit-dtype)"
     return "the output layer does not add its bias" if layer.skip_bias_add and layer.bias is not None else None
 
 
@@ -356,12 +358,18 @@ PATCH = Patch(
         ),
         Edit.of(
             "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
-            "5115982845f77289edb8590befb8a00b023e5d2ff0a84ce8099029ffddbd4194",
+            (
+                "5115982845f77289edb8590befb8a00b023e5d2ff0a84ce8099029ffddbd4194",
+                "933b3efc2643550079d337aebe35ea60590d7fbada8f169700f67dda19de69dd",
+            ),
             _with_lazy_logits,
         ),
         Edit.of(
             "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
-            "dac5d6cfeaa44ba64dddce0408a797439050439c0010b5fa3d5d25e8eff43a08",
+            (
+                "dac5d6cfeaa44ba64dddce0408a797439050439c0010b5fa3d5d25e8eff43a08",
+                "43a9d792d308755dfccee347bdc400f3f519e41547a156e5968d9e32ee88611e",
+            ),
             _lazy_output,
         ),
         Edit.of(
@@ -371,7 +379,10 @@ PATCH = Patch(
         ),
         Edit.of(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",
-            "576f3fcb1c365bc92bcaea1d9253eb5014b6335f446c2a0f0b490587776ec426",
+            (
+                "576f3fcb1c365bc92bcaea1d9253eb5014b6335f446c2a0f0b490587776ec426",
+                "d5bb3daa0b6ece1d1d543884a76eb80aa2c1af4817a1070c03627513d62f2069",
+            ),
             _followed_roll,
         ),
     ),

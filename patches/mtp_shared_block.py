@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.symbols import by_name
 
 _MISSING = object()
 
@@ -62,28 +63,26 @@ def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> 
 
 
 def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)``.
+    """Replace ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group, return_sum)``.
 
     Without context parallelism stock rolls the sequences one by one and reads their bounds on the host: two GPU syncs per
     sequence, for tokens, positions, labels and mask of every depth. Here they are all rolled at once, on the device.
     """
-    signature = inspect.signature(original)
+    bind = by_name(original, "tensor shifts dims packed_seq_params cp_group return_sum")
 
     @functools.wraps(original)
     def roll(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        tensor, shifts, dims, packed_seq_params, cp_group = bound.arguments.values()
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        on_last = dims in (-1, tensor.dim() - 1)
-        if shifts != -1 or not on_last or cu_seqlens is None or (cp_group is not None and cp_group.size() > 1):
+        call = bind(*args, **kwargs)
+        tensor, cp_group, cu_seqlens = call.tensor, call.cp_group, call.packed_seq_params.cu_seqlens_q
+        on_last = call.dims in (-1, tensor.dim() - 1)
+        if call.shifts != -1 or not on_last or cu_seqlens is None or (cp_group is not None and cp_group.size() > 1):
             return original(*args, **kwargs)
         if cu_seqlens.device != tensor.device:  # bounds on the host, which stock reads without a wait
             return original(*args, **kwargs)
         from megacpp_mcore.ops.packed.documents import roll_left
 
         rolled = roll_left(tensor, cu_seqlens)
-        return rolled, rolled.sum()
+        return rolled, rolled.sum() if getattr(call, "return_sum", True) else None
 
     return roll
 
@@ -110,12 +109,18 @@ PATCH = Patch(
         ),
         Edit.of(
             "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
-            "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
+            (
+                "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
+                "918518880dbbacb7555c5ea0f112e11689e556881b091cc1e3ddffd419b71664",
+            ),
             _weighted_loss,
         ),
         Edit.of(
             "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
-            "5eadfe5528df9b5388f0ab3cad8a4484a06e8b18d7b013628849f2a3d7f36937",
+            (
+                "5eadfe5528df9b5388f0ab3cad8a4484a06e8b18d7b013628849f2a3d7f36937",
+                "55d373df84993ed5d1527b48411b75fab41aed8ff3185668827265cc568a0a1b",
+            ),
             _roll,
         ),
     ),

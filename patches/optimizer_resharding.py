@@ -346,7 +346,10 @@ PATCH = Patch(
     edits=(
         Edit.of(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
-            "6df6392a0ebb4c79b632fccd59d2703ac0021f0a73ef9e87eb32d0b3bdfb23b0",
+            (
+                "6df6392a0ebb4c79b632fccd59d2703ac0021f0a73ef9e87eb32d0b3bdfb23b0",
+                "9991f93a86e76fcedc262627d743bfaf58ecf1a0f006cf46a0c53153daf85c40",
+            ),
             _in_place,
         ),
         Edit.of(
@@ -366,7 +369,10 @@ PATCH = Patch(
         ),
         Edit.of(
             "megatron.training.checkpointing:load_checkpoint",
-            "4f03d48a79382b8c4c8f9b745b5dca700b2110a01426dd685219e8f4e958d55d",
+            (
+                "4f03d48a79382b8c4c8f9b745b5dca700b2110a01426dd685219e8f4e958d55d",
+                "06adc6c285a834dcc405e64b8a915059367a7f4ad4566ced8679ea7f2712ce5c",
+            ),
             _refused_together,
         ),
     ),

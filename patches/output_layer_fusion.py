@@ -59,12 +59,18 @@ PATCH = Patch(
     edits=(
         Edit.of(
             f"{_LAYERS}:ColumnParallelLinear.__init__",
-            "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
+            (
+                "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
+                "60d78260a5a9ba8fb9a68974fc65159401387f54fd36cc93c2e46161e04ba783",
+            ),
             _without_apex,
         ),
         Edit.of(
             f"{_LAYERS}:RowParallelLinear.__init__",
-            "18d5d22dd93914b264bc3fae97851d6c12a65b6e1768f59626a320926fb9638b",
+            (
+                "18d5d22dd93914b264bc3fae97851d6c12a65b6e1768f59626a320926fb9638b",
+                "5a5734bde5534544fa482940a1b900566bf85249027753b37c06742b4e5dd342",
+            ),
             _without_apex,
         ),
     ),

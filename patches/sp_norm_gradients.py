@@ -167,7 +167,7 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
     _COMPLETE.difference_update([_innermost(chunk) for chunk in summed])
 
 
-def _schedule(name: str, sha256: str) -> Edit:
+def _schedule(name: str, sha256: tuple[str, ...]) -> Edit:
     return Edit.of(f"{_SCHEDULES}:{name}", sha256, _complete_gradients)
 
 
@@ -182,14 +182,26 @@ PATCH = Patch(
         "megatron/core/distributed/finalize_model_grads.py"
     ),
     edits=(
-        _schedule("forward_backward_no_pipelining", "b52848b05720fd6189d615e7ae6d4253a3dc3a2497e8c4b60fc3f986c02461e5"),
+        _schedule(
+            "forward_backward_no_pipelining",
+            (
+                "b52848b05720fd6189d615e7ae6d4253a3dc3a2497e8c4b60fc3f986c02461e5",
+                "231430dc89b2e243511fc8fa4bba24f3b1a2a1cd5a19466d24c4e16c8ca2652d",
+            ),
+        ),
         _schedule(
             "forward_backward_pipelining_with_interleaving",
-            "091263d1c27eb4389812e94f4fe82f18f3ca15bf64311c66053c900256a8644a",
+            (
+                "091263d1c27eb4389812e94f4fe82f18f3ca15bf64311c66053c900256a8644a",
+                "f772f7d344effa684c520f9bc2d114e5c74679ebd9be90f3d2418b98d6621ddb",
+            ),
         ),
         _schedule(
             "forward_backward_pipelining_without_interleaving",
-            "772d6b7d81825e7ae4822c9ad4f6185a4755b3f666b43c280d9575f5e5a0c61e",
+            (
+                "772d6b7d81825e7ae4822c9ad4f6185a4755b3f666b43c280d9575f5e5a0c61e",
+                "b2582d25713c12dca77546e87ff56de7ce96031a5c532714dc98f3d30843797b",
+            ),
         ),
         Edit.of(
             f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",

@@ -69,7 +69,10 @@ PATCH = Patch(
     edits=(
         Edit.of(
             "megatron.core.transformer.spec_utils:import_module",
-            "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca",
+            (
+                "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca",
+                "1252ab9b9e1bd57524cdf6ccc91be943942bfa521a32696d459cdc422e013da2",
+            ),
             _strict_import,
         ),
     ),

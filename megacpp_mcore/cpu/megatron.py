@@ -1,4 +1,4 @@
-"""The functions of Megatron that the CPU lane replaces; importing this module imports Megatron (megatron-core 0.19)."""
+"""The functions of Megatron that the CPU lane replaces; importing this module imports Megatron."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from megatron.core.distributed import torch_fully_sharded_data_parallel
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import experts, moe_utils
 from megatron.training import initialize
 from torch.distributed import DeviceMesh
@@ -32,6 +33,8 @@ def install(lane: CpuLane) -> None:
     _seed_experts_by_global_index(lane)
     # With Transformer Engine installed, the fp32 router would call its GEMM, which supports only CUDA tensors.
     lane.replace("is None (the router multiplies with torch)", moe_utils, te_general_gemm=None)
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):  # without Transformer Engine it raises
+        lane.replace("is never true", multi_token_prediction, is_inference_column_parallel_linear=lambda module: False)
     of_cpus = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
     lane.replace("is of CPUs", torch_fully_sharded_data_parallel, DeviceMesh=of_cpus)
 

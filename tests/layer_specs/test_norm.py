@@ -50,6 +50,7 @@ def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> 
     keys = [{one.key for one in layer.sharded_state_dict().values()} for layer in (ours, theirs)]
     assert keys[0] == keys[1] >= {"input_layernorm.weight"}
     copied, x = copy.deepcopy(ours.input_layernorm), torch.randn(3, 1, 128)
+    assert copied.returns_residual  # as TransformerLayer asks since NVIDIA/Megatron-LM#4497
     with torch.no_grad():
         copied.weight.mul_(2)
         (doubled, residual), (normed, _) = copied(x), ours.input_layernorm(x)

@@ -6,6 +6,7 @@ No graph is captured here (tests/gpu does): ``torch.cuda.is_current_stream_captu
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.patches.dsa_graph_safety import PATCH
+from megacpp_mcore.patches.dsa_graph_safety import PATCH, _rotary
 from tests import micro_batch, stock
 from tests.dsa_layer import DSA, dsa, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.host_reads import host_reads
@@ -208,3 +209,24 @@ def test_packed_rotation_is_stocks(
     with captured():
         ours = [rotated(rank) for rank in range(cp_size)]
     assert_same(ours, theirs)
+
+
+def test_a_rotation_is_passed_on_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the parameters that NVIDIA/Megatron-LM#5944 added; where the longest length is passed, stock reads nothing."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def stocks(
+        t: Any, cu_seqlens: Any, freqs: Any, mscale: Any = 1.0, inverse: Any = False, cp_group: Any = None,
+        multi_latent_attention: Any = None, max_seqlen: Any = None,
+    ) -> str:  # fmt: skip
+        return "stock"
+
+    group, seen = SimpleNamespace(size=lambda: 1, rank=lambda: 0), []
+    monkeypatch.setattr(
+        rope_utils, "_apply_rotary_pos_emb_bshd", lambda t, freqs, **rotation: seen.append(rotation) or t
+    )
+    call = functools.partial(_rotary(stocks), torch.ones(4, 1, 8), torch.tensor([0, 4]), torch.ones(4, 1, 1, 8))
+    with captured():
+        assert call(inverse=True, cp_group=group).shape == (4, 1, 8)
+        assert call(inverse=True, cp_group=group, max_seqlen=4) == "stock"
+    assert seen == [{"mscale": 1.0, "inverse": True}]

@@ -458,6 +458,7 @@ OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
     "defer_embedding_wgrad_compute keeps": deferred,
     "does not reduce the gradient": of_layer(disable_grad_reduce=True),
     "does not reduce": of_layer(explicit_expert_comm=True),
+    "computes torch.float32 logits": of_layer(output_dtype=torch.float32),
     "does not add its bias": of_layer(skip_bias_add=True, bias=torch.nn.Parameter(torch.zeros(V))),
     "the output weight is a ShardedTensor": of_kind("ShardedTensor"),
     "Megatron-FSDP owns": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),

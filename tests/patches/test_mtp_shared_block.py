@@ -207,6 +207,19 @@ def test_bounds_on_the_host_are_left_to_stock() -> None:
     assert calls == ["meta"]
 
 
+def test_the_sum_of_what_was_rolled_is_left_out_where_stock_leaves_it_out() -> None:
+    """As MTP asks for its hidden states since NVIDIA/Megatron-LM#6566."""
+
+    def stocks(
+        tensor: Any, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None, return_sum: bool = True
+    ) -> Any:
+        raise AssertionError
+
+    bounds = SimpleNamespace(cu_seqlens_q=torch.tensor([0, S]))
+    for words, expected in (({}, S - 1), ({"return_sum": False}, None)):
+        assert _roll(stocks)(torch.ones(1, S), -1, -1, bounds, **words)[1] == expected
+
+
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:
     from megacpp_mcore.patches.mtp_shared_block import _block_spec
 

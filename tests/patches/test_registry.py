@@ -237,6 +237,23 @@ def test_a_target_with_upstreams_own_fix_is_left_as_it_is(hosts: Hosts, capsys: 
         registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
 
 
+def test_a_body_that_takes_arguments_by_name_refuses_those_that_it_would_ignore(hosts: Hosts) -> None:
+    host, _ = hosts
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        bind = symbols.by_name(original, "x y")
+        return lambda *args, **kwargs: bind(*args, **kwargs).x * 10
+
+    one = patch("one", f"{host.__name__}:double", make=make)
+    reg = registry(one)
+    reg.apply(["one"])
+    assert host.double(x=4) == 40
+    reg.revert()
+    unknown = dataclasses.replace(one.edits[0], make=lambda original: symbols.by_name(original, "y xx"))
+    with raises(PatchError, ":double", "would ignore: x", code="not-applied"):
+        registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
+
+
 # --- others who change the same modules --------------------------------------------------------------------------------
 
 

@@ -191,6 +191,18 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("indexer_inputs", _MLA_PROJECTION_TRITON, "mla_projection.triton:indexer_inputs"),
             )
         ),
+        *(
+            _candidate(
+                "mamba3",
+                f"{TRITON}_{keep}",
+                Speed.KERNEL,
+                dataclasses.replace(_MAMBA3_TRITON, archs=_ARCHS["mamba3"]),
+                f"{ops}.mamba3.triton:mamba3_{keep}",
+                _GPU_TRITON,
+                auto=False,  # for memory, which only the user knows to be free
+            )
+            for keep in ("keep_scan", "keep_all")
+        ),
         # Listed before the references of the same speed class, so that ``auto`` skips those. Stock's norm is a class of the
         # layer's parts and keeps its own function: the one named here only documents it.
         _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), f"{ops}.rms_norm.reference:rms_norm"),

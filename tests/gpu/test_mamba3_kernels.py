@@ -112,6 +112,15 @@ def test_rows_of_a_batch_go_back_alone_as_they_do_together(monkeypatch: pytest.M
             assert torch.equal(alone, together[name]), name
 
 
+@pytest.mark.parametrize("kept", [fused.mamba3_keep_scan, fused.mamba3_keep_all], ids=["scan", "all"])
+@pytest.mark.parametrize("name", ["aligned", "documents", "rank_2_state_128", "siso"])
+def test_what_is_kept_for_backward_changes_no_bit(name: str, kept: Callable[..., Any]) -> None:
+    tensors = make_tensors(CASES[name])
+    recomputed = with_gradients(fused.mamba3, CASES[name], tensors)
+    for key, tensor in with_gradients(kept, CASES[name], tensors).items():
+        assert torch.equal(tensor, recomputed[key]), key
+
+
 def test_the_same_inputs_give_the_same_bits() -> None:
     case = CASES["documents"]
     tensors = make_tensors(case, seed=1)
@@ -130,21 +139,22 @@ def test_nan_stays_nan() -> None:
         assert torch.equal(found, wanted), name
 
 
-def test_a_cuda_graph_holds_it() -> None:
+@pytest.mark.parametrize("op", [fused.mamba3, fused.mamba3_keep_all], ids=["recomputed", "kept"])
+def test_a_cuda_graph_holds_it(op: Callable[..., Any]) -> None:
     """Forward and backward capture, and replay with other inputs what an eager call gives."""
     case = Case(384)
     tensors, others = make_tensors(case), make_tensors(case, seed=2)
 
     def both() -> list[torch.Tensor]:
         leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
-        (out,) = run(fused.mamba3, case, leaves)
+        (out,) = run(op, case, leaves)
         return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
 
     assert_replays(both, list(tensors.values()), list(others.values()))
 
 
 def test_memory_of_the_main_shape() -> None:
-    """Less than 2 GiB above the inputs, gradients included, at 8192 tokens of NAM56R (1.44 GiB measured)."""
+    """Less than 3 GiB above the inputs, gradients included, at 8192 tokens of NAM56R."""
     case = Case(4096, H=112, G=8)
     tensors = make_tensors(case)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
@@ -154,4 +164,4 @@ def test_memory_of_the_main_shape() -> None:
         torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
 
     both()
-    assert peak(both) < 2 * 2**30
+    assert peak(both) < 3 * 2**30

@@ -450,7 +450,11 @@ def mamba3_mixer(tokens: int, **sizes: Any) -> None:
     truth = outcome(mamba3_reference.mamba3, case, double, method="sequential")
     plain = outcome(mamba3_reference.mamba3, case, tensors)
     recomputed = partial(checkpoint, mamba3.mamba3, use_reentrant=False)
-    assert_near(outcome(strided(recomputed), case, tensors), truth, plain, 5e-4)
+    found = outcome(strided(recomputed), case, tensors)
+    assert_near(found, truth, plain, 5e-4)
+    for kept in (mamba3.mamba3_keep_scan, mamba3.mamba3_keep_all) if case.R > 1 else ():
+        for key, tensor in outcome(kept, case, tensors).items():
+            assert torch.equal(tensor, found[key]), key
 
 
 def assert_near(

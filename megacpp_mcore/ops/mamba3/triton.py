@@ -5,8 +5,9 @@ Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank
 The sequence is cut into segments. A first pass rotates B and C and computes every segment's contribution to the state, a short
 second one carries the state from segment to segment, and a third computes all segments in parallel from the states before
 them. Backward does the same in reverse for the gradient of the state. Saved for it: the inputs, the states and, at rank 1, the
-tables and the gate's input; keys, queries and the gradient of the scan's output are recomputed, per head, in the dtype of
-``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
+tables and the gate's input; the rest is recomputed, per head, in the dtype of ``x``. :func:`mamba3_keep_scan` also saves those
+two at other ranks, :func:`mamba3_keep_all` keys and queries as well. No sum depends on the order in which programs run: the
+same inputs give the same bits, whatever is saved.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, reduce
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache, partial, reduce
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -51,7 +52,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SEGMENT = 128
 """Least tokens between two stored states with several ranks; no segment is shorter than a chunk."""
 
-SCRATCH_BYTES = 2**28
+SCRATCH_BYTES = 2**29
 """Most bytes of the keys in the backward pass, and of three more tensors each, unless one batch row needs more."""
 
 COLUMNS = 32
@@ -59,6 +60,10 @@ COLUMNS = 32
 
 HEADS = 16
 """Most heads of a group per program of ``rotate_bwd``."""
+
+
+Keep = Literal["inputs", "scan", "all"]
+"""What several ranks save for backward: the inputs and states; with ``scan`` the tables and the gate's input; or all of it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Plan:
     heavy: bool
     A_floor: float
     eps: float
+    keep: Keep = "inputs"
 
     @cached_property
     def chunk(self) -> int:
@@ -133,7 +139,12 @@ class Plan:
     @property
     def saves_tables(self) -> bool:
         """Whether the tables and the gate's input are saved for backward: at rank 1 they are no larger than the output."""
-        return self.R == 1
+        return self.R == 1 or self.keep != "inputs"
+
+    @property
+    def saves_rows(self) -> bool:
+        """Whether keys and queries are saved, too; at rank 1 backward recomputes them in a pass that it has anyway."""
+        return self.R > 1 and self.keep == "all"
 
     @property
     def batches(self) -> list[slice]:
@@ -252,6 +263,7 @@ def mamba3(
     seq_idx: torch.Tensor | None = None,
     initial_state: Mamba3State | None = None,
     return_final_state: bool = False,
+    keep: Keep = "inputs",
 ) -> tuple[torch.Tensor, Mamba3State | None]:
     """Compute as the reference's ``mamba3``, with its arguments and results; the kernels choose the chunk size.
 
@@ -274,7 +286,7 @@ def mamba3(
     A = angles_SBA.shape[-1]
     plan = _plan(
         S, B, H, P, G, R, N, A, mimo_x is not None, out_norm_weight is not None, seq_idx is not None,
-        activation == "heavy_tail", A_floor, eps,
+        activation == "heavy_tail", A_floor, eps, keep,
     )  # fmt: skip
     _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
     starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -296,6 +308,12 @@ def mamba3(
     pairing: Pairing = "half" if plan.mimo else "interleaved"
     rotated = mamba3_rotate(keys_BRHN.unsqueeze(1), theta_BHA.unsqueeze(1), pairing=pairing).squeeze(1)
     return out_SBHP, Mamba3State(_to_model(h_BHPN, plan), rotated, x_SBHP[-1].float(), theta_BHA)
+
+
+mamba3_keep_scan = partial(mamba3, keep="scan")
+"""As :func:`mamba3`; backward does not repeat the scan, for H·R·P more elements a token, and tables."""
+mamba3_keep_all = partial(mamba3, keep="all")
+"""As :func:`mamba3`; backward repeats nothing, for H·R·(P + 2·N) more elements a token, and tables."""
 
 
 def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
@@ -486,7 +504,7 @@ class _Scan(torch.autograd.Function):
             ctx.mark_non_differentiable(h, tables.theta_BHA)
         ctx.save_for_backward(
             x, z, b, c, *gates, dt_bias, b_norm, c_norm, *parameters, seq_idx, theta0, states,
-            *((*tables, ungated) if plan.saves_tables else ()),
+            *((*tables, ungated) if plan.saves_tables else ()), *((keys, queries) if plan.saves_rows else ()),
         )  # fmt: skip
         weights = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, out_norm)
         ctx.dtypes = [None if t is None else t.dtype for t in weights]
@@ -596,7 +614,7 @@ def _backward_of_rows(
     inputs: list[torch.Tensor],
     gradients: list[torch.Tensor],
     dout: torch.Tensor,
-    saved_tables: list[torch.Tensor],
+    saved: list[torch.Tensor],
     seq_idx: torch.Tensor | None,
     theta0: torch.Tensor | None,
     states: Any,
@@ -613,18 +631,21 @@ def _backward_of_rows(
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
     seq_idx, theta0, dh, dtheta = (None if t is None else t.contiguous() for t in (seq_idx, theta0, dh, dtheta))
-    if saved_tables:
-        tables, ungated = _Tables(*saved_tables[:-1]), saved_tables[-1]
+    rows = saved[7:] if saved else ()
+    if saved:
+        tables, ungated = _Tables(*saved[:6]), saved[6]
     else:
         tables = _tables(plan, b, c, gates, dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, dmimo_x, dmimo_z, dmimo_o, dout_norm = parts.split(plan.part_sizes, dim=1)
 
-    keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
-    if not saved_tables:
+    do = _empty_rows(plan, x, P)
+    keys, queries = rows or (_empty_rows(plan, x, N), _empty_rows(plan, x, N))
+    if R > 1 and not rows:
         plan.launch(
             kernels.rotate_fwd, plan.grid, *tables.normed, *parameters.biases, tables.cos_sin, keys, queries, SP
         )
+    if not saved:
         ungated = do  # a tile is read before its gradient is written
         _chunk_scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
     plan.launch(
@@ -634,7 +655,7 @@ def _backward_of_rows(
     )  # fmt: skip
     dstates = torch.empty_like(states)
     decays = torch.empty(B, H, segments, device=device)
-    if saved_tables:
+    if R == 1:
         by_token = do.view(B, H, SP, P).permute(2, 0, 1, 3)
         _chunk_state(plan, by_token, parameters, tables, keys, queries, dstates, decays, back=True)
     else:

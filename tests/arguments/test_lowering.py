@@ -72,9 +72,6 @@ def test_few_ranks_of_experts_gather_tokens(expert: int, training: dict[str, Any
     assert words[words.index("--moe-token-dispatcher-type") + 1] == by
 
 
-# --- the check, without Megatron ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_single_contradiction_is_the_one_that_is_listed(name: str) -> None:
     model = preset(name)
@@ -171,8 +168,6 @@ def test_training_plans_that_are_not_known(values: dict[str, str]) -> None:
     with pytest.raises(ModelError, match=r"CPU .*Transformer Engine"):
         Training(device="cpu")
 
-
-# --- the real parser ---------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "one": Layout(),
@@ -354,9 +349,6 @@ def test_contradictions_of_real_runs(process: Path, changes: list[str], fields: 
     assert {line.split(":")[0] for line in mismatches(model, [config.transformer, config])} == fields
 
 
-# --- stages ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pattern", "layout", "text"),
     [
@@ -419,9 +411,6 @@ def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> N
     config = stock.model_config(words, 3).transformer
     with pytest.raises(ModelError, match=r"layer 9\b.*'-FF'"):
         nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
-
-
-# --- the whole model on the meta device --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRESETS)

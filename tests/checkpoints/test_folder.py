@@ -290,9 +290,6 @@ def test_no_code_of_the_metadata_is_run(saved: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
-# --- Who saves in it ---------------------------------------------------------------------------------------------------
-
-
 HOLDER = """
 import os, sys, time
 from megacpp_mcore.checkpoints.folder import claim

@@ -120,7 +120,7 @@ class Laboratory:
 
     def main(self) -> Run:
         """The run that the others start from: one process from random weights."""
-        return self.run("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=1)
+        return self.run("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=RESUMED)
 
     def resumed(self) -> Run:
         """:meth:`main` once more from its checkpoint of step :data:`RESUMED`, in a new process."""

@@ -14,7 +14,7 @@ from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
 from tests.distributed.comparing import differing_scalars, differing_tensors
 from tests.distributed.runs import MAIN, ONE, RESUMED, Laboratory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # the refusal alone: tests/checkpoints/test_layout.py
 
 TOLERANCE = 1e-6
 SMALL = {"pattern": "AE", "depth": 2, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}, "seq_length": 64}
@@ -35,7 +35,6 @@ def laboratory(tmp_path: Path) -> Iterator[Experts]:
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("first", "then"), [(OWN_EXPERTS, STOCK), (STOCK, OWN_EXPERTS)])
 def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, then: str) -> None:
     """Losses, gradient norm, and every tensor of the last checkpoint; the norm alone is summed in another order."""
@@ -59,7 +58,6 @@ def test_state_in_the_order_of_the_others_experts_is_refused(laboratory: Experts
         laboratory.resumed()
 
 
-@pytest.mark.exhaustive
 def test_without_its_state_a_run_of_the_others_experts_is_loaded(laboratory: Experts) -> None:
     laboratory.choose(OWN_EXPERTS)
     laboratory.main()

@@ -52,14 +52,10 @@ def test_tokens_sent_to_their_experts_alone(laboratory: Laboratory, name: str) -
     assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [
-        # Of which each process is a replica of all but the experts.
-        pytest.param("EP 2", 1, marks=pytest.mark.exhaustive),
-        pytest.param("TP 2 with SP", 2, marks=pytest.mark.exhaustive),
-        pytest.param("PP 2 × VPP 2", 2, marks=pytest.mark.exhaustive),
-    ],
+    [("EP 2", 1), ("TP 2 with SP", 2), ("PP 2 × VPP 2", 2)],  # of EP 2 each process is a replica of all but the experts
 )
 def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
     """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
@@ -105,9 +101,7 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
     ("name", "optimizer"),
     [
         ("PP 2 × VPP 2", True),
-        pytest.param("EP 2", False, marks=pytest.mark.exhaustive),
-        pytest.param("TP 2 with SP", False, marks=pytest.mark.exhaustive),
-        pytest.param("TP 4 with SP", False, marks=pytest.mark.exhaustive),
+        *(pytest.param(name, False, marks=pytest.mark.exhaustive) for name in ("EP 2", "TP 2 with SP", "TP 4 with SP")),
     ],
 )
 def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory, name: str, optimizer: bool) -> None:
@@ -140,6 +134,7 @@ def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
     assert all(expected["indexer loss"][step] > 0 for step in range(1, COMPARED + 1))
 
 
+@pytest.mark.exhaustive  # test_damage.py resumes two processes in the default lane
 def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> None:
     whole, resumed = laboratory.main(), laboratory.resumed()
     assert {*SCALARS, "learning rate"} <= whole.scalars.keys()
@@ -150,10 +145,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> 
 
 @pytest.mark.exhaustive
 def test_no_two_experts_start_equal_and_each_is_the_same_in_both_layouts(laboratory: Laboratory) -> None:
-    untrained = laboratory.untrained("EP 2")
-    assert untrained.scalars["learning rate"] == {1: 0.0}
-    # The first step of the other run is of size zero, too: if it were not, its experts would differ from these.
-    one, two = laboratory.main().tensors(1), untrained.tensors(1)
+    untrained = [laboratory.untrained(name) for name in (ONE, "EP 2")]
+    assert [run.scalars["learning rate"] for run in untrained] == [{1: 0.0}] * 2
+    one, two = (run.tensors(1) for run in untrained)
     names = [name for name in two if ".experts.experts." in name]
     assert len(names) == 2 * len(MODEL.layer_numbers("E"))
     for matrix in ("linear_fc1", "linear_fc2"):

@@ -218,6 +218,7 @@ def test_state_goes_between_recipes(tmp_path: Path) -> None:
     assert sorted(answer.partition(":")[0] for answer in cells.values()).count(EXACT) == 3
 
 
+@pytest.mark.exhaustive
 def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
     """Of one bucket it is loaded, and Megatron loads ours; of several, it is another parameter's, and refused."""
     one, many = (Run("one process", kind, "bf16") for kind in ("one bucket", "many buckets"))

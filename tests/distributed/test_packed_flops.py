@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.runs import LAYOUTS, ONE, Laboratory
 from tests.distributed.test_documents import PACKED, texts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # in one process: tests/patches/test_hybrid_flops.py
 
 STEPS = 2
 
@@ -35,10 +35,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["PP 2 × VPP 2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("PP 2", "TP 2 with SP", "EP 2"))],
-)
+@pytest.mark.parametrize("name", ["PP 2 × VPP 2", "PP 2", "TP 2 with SP", "EP 2"])
 def test_packed_rows_are_the_same_work_in_every_layout(counted: Any, name: str) -> None:
     """Each virtual stage of a rank is told the documents of every micro-batch."""
     assert counted(name) == counted(ONE) > 0

@@ -100,7 +100,7 @@ def test_the_launcher_refuses_before_process_groups_are_made(data: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.checkout
+@pytest.mark.exhaustive
 def test_the_spec_refuses_under_a_stock_script(data: Path, megatron_lm: Path) -> None:
     output = refused(BARE, str(megatron_lm / "pretrain_gpt.py"), data)
     assert DIFFERENCE in output, output[-3000:]

@@ -57,9 +57,6 @@ CASES = {
 BROKEN = ("stock, bare", "stock, wrapped")
 
 
-# --- in a process of a run ---------------------------------------------------------------------------------------------
-
-
 def gpt_chunk(config: Any, vp_stage: int | None) -> Any:
     """A chunk of a stock GPT with QK norms and biases; its norms are ours, for lack of a stock one for CPU with SP."""
     from megatron.core import parallel_state
@@ -197,9 +194,6 @@ def main(folder: Path, tensor: int, virtual: int, names: Sequence[str]) -> None:
     torch.save(results, folder / f"{os.environ['RANK']}.pt")
 
 
-# --- the runs, and what is asked of them -------------------------------------------------------------------------------
-
-
 def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names: Sequence[str]) -> Any:
     """The gradients by case and parameter of a run with ``tensor × pipeline`` processes."""
     folder.mkdir()
@@ -214,8 +208,14 @@ def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(tmp_path_factory.mktemp("runs") / "one", tensor=1, names=["stock, bare", "patched, bare, twice"])
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """Of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+            patch.setenv(name, value)
+        folder = tmp_path_factory.mktemp("one")
+        main(folder, tensor=1, virtual=0, names=["stock, bare", "patched, bare, twice"])
+    return dict(torch.load(folder / "0.pt", weights_only=True))
 
 
 @pytest.fixture(scope="module")

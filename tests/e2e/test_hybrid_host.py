@@ -54,9 +54,6 @@ def losses_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
     return losses.detach(), micro_batch.gradients(model)
 
 
-# --- one model, two hosts ----------------------------------------------------------------------------------------------
-
-
 def test_both_hosts_build_the_same_parameters_from_one_seed(pair: tuple[Any, Any]) -> None:
     gpt, hybrid_ = (dict(model.named_parameters()) for model in pair)
     assert list(gpt) == list(hybrid_)  # in one order, too: the distributed optimizer's buffers go by it
@@ -133,9 +130,6 @@ def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[An
             model.load_state_dict(state)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def put(flag: str, value: str) -> Callable[[list[str]], None]:
     def change(command: list[str]) -> None:
         command[command.index(flag) + 1] = value
@@ -189,9 +183,6 @@ def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
     assert found.params == {"preset": "nam56r_tiny"}
 
 
-# --- training (each host goes on with the other's checkpoint: tests/distributed/test_mixed_precision_optimizer.py) ------
-
-
 def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: Path | None = None) -> Run:
     """Losses, gradient norms and checkpoints of both hosts, bit for bit; the run on the hybrid one, by ``script``."""
     gpt = laboratory.run(GPT, layout, 2, ("--lr-warmup-iters", "1"), host=GPT)
@@ -219,9 +210,6 @@ def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) ->
     """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
     laboratory = Laboratory(tmp_path, overrides={"dsa": {"schedule": "-FF"}})  # legal in four stages
     assert_both_train_the_same(laboratory, Layout(pipeline=2, virtual=2))
-
-
-# --- the patch checkpoint-hosts ----------------------------------------------------------------------------------------
 
 
 def saved(host: str, **changes: Any) -> SimpleNamespace:

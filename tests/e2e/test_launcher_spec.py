@@ -1,4 +1,4 @@
-"""The launcher: unmodified ``pretrain_gpt.py`` trains with either form of ``--spec`` what the wheel's loop trains."""
+"""The launcher: unmodified ``pretrain_gpt.py`` with the one word of ``--spec`` trains what the wheel's loop does with two."""
 
 import shutil
 import subprocess
@@ -46,7 +46,7 @@ def wheel(data: Path) -> list[str]:
 
 @pytest.mark.checkout
 @pytest.mark.slow
-def test_both_forms_of_spec_on_the_stock_script_train_what_the_wheel_trains(
+def test_the_one_word_on_the_stock_script_trains_what_two_on_the_wheel_do(
     data: Path, wheel: list[str], megatron_lm: Path
 ) -> None:
     script = [str(megatron_lm / "pretrain_gpt.py")]

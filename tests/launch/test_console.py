@@ -15,6 +15,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import process
 from megacpp_mcore.util import console
 from tests import stock, tiny_run
+from tests.lanes import exhaustive_but
 
 STEPS = 3
 STEP = r"step \d/3  loss \d\.\d{4}"
@@ -22,7 +23,7 @@ PACE = r"  [0-9.]+ s/step  0:00:\d\d left"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("observed", [True, False])
+@pytest.mark.parametrize("observed", exhaustive_but([True, False], True))
 def test_a_launch_prints_few_lines_then_one_a_step(observed: bool, tmp_path: Path) -> None:
     """And the same losses as Megatron's own lines in the file; a failure shows the end of that file."""
     (tmp_path / "a.txt").write_text("A text.\n" * 400)

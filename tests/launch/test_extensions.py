@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from torch.utils.file_baton import FileBaton
 
 from megacpp_mcore import cpu
 from megacpp_mcore.launch import extensions, launcher
-from tests.conftest import forget_the_killed
 
 HOLDER = """
 import sys
@@ -122,13 +120,6 @@ def test_it_is_in_place_in_a_launch(lock: Path, tmp_path: Path) -> None:
     assert not FileBaton(str(lock)).try_acquire()  # as before
 
 
-def test_the_tests_have_a_folder_of_their_own() -> None:
-    from torch.utils import cpp_extension
-
-    root = Path(__file__).parents[2]
-    assert Path(cpp_extension._get_build_directory("some_extension", verbose=False)).is_relative_to(root / "build")
-
-
 def test_a_lock_of_another_program_is_named_and_stays(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whether its process has ended cannot be known: it may be of another host or container."""
     lock.touch()
@@ -144,16 +135,3 @@ def test_a_file_system_without_locks(lock: Path, monkeypatch: pytest.MonkeyPatch
         assert FileBaton(str(lock)).try_acquire()
         assert not FileBaton(str(lock)).try_acquire()
     assert lock.read_bytes() == b""
-
-
-def test_the_suite_starts_beside_a_lock_of_a_killed_run_and_of_a_living_one(tmp_path: Path) -> None:
-    dead, held = (tmp_path / name / "lock" for name in ("dead", "held"))
-    for lock in (dead, held):
-        lock.parent.mkdir()
-        lock.touch()
-    with held.open("rb") as living:
-        fcntl.flock(living, fcntl.LOCK_EX)
-        forget_the_killed(tmp_path)
-        assert (dead.exists(), held.exists()) == (False, True)
-    forget_the_killed(tmp_path)
-    assert not held.exists()

@@ -14,6 +14,7 @@ from megacpp_mcore.launch import process
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests import tiny_run
+from tests.lanes import exhaustive_but
 from tests.leftovers import END_S, started
 
 
@@ -23,7 +24,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sent", exhaustive_but([signal.SIGKILL, signal.SIGTERM], signal.SIGTERM))
 def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Signals) -> None:
     saved = tmp_path / "saved"
     words = tiny_run.words(data, 1000, "--save", str(saved), "--save-interval", "2")

@@ -121,9 +121,6 @@ def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
         assert not torch.allclose(found[0], losses(gpt, tokens), atol=1e-4)
 
 
-# --- what it costs -----------------------------------------------------------------------------------------------------
-
-
 def reset_by(script: bool | None) -> Any:
     """A stock script with or without ``--reset-attention-mask``; None: no stock script runs."""
     arguments = None if script is None else SimpleNamespace(reset_attention_mask=script)
@@ -219,8 +216,6 @@ class TestMultiTokenPrediction:
         no_end = tokens.clamp(max=255)
         assert losses(predicting, no_end, **masked(no_end)).isfinite().all()  # a causal mask says nothing of documents
 
-
-# --- refusals ----------------------------------------------------------------------------------------------------------
 
 BAD_PACKS: list[tuple[dict[str, Any], str]] = [
     ({"qkv_format": "sbhd"}, "qkv_format 'sbhd'"),

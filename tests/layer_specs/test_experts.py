@@ -142,9 +142,6 @@ def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, f
         assert fused or torch.equal(weight.grad, gradient)
 
 
-# --- who is chosen ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def config(process: Path) -> Any:
     return stock.model_config(stock.words(preset("nam56r_tiny"))).transformer

@@ -23,8 +23,6 @@ from megacpp_mcore.util import te_imports
 from tests import stock
 from tests.errors import raises
 
-# --- The experts' module ----------------------------------------------------------------------------------------------
-
 
 class GroupedLinear(torch.nn.Module):
     """What FP8Experts asks of Megatron's grouped linear layer, in plain PyTorch, with the rows of every call."""

@@ -105,9 +105,6 @@ def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
     return {slot.part.name: rows[slot.start : slot.start + slot.rows] for slot in projection.slots}
 
 
-# --- what the mixers compute -------------------------------------------------------------------------------------------
-
-
 def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: Model) -> None:
     """Which rows and parameters the op gets; that it is the formula: tests/ops/test_mamba3.py."""
     from megacpp_mcore.ops.mamba3.reference import mamba3
@@ -261,9 +258,6 @@ def test_expert_layer_is_the_weighted_sum_of_its_experts(still: Any, definition:
     close(found.flatten(0, 1), truth, 1e-5)
 
 
-# --- causality ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("changed", [1, 17, S - 1])
 def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
@@ -284,9 +278,6 @@ def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
     assert not torch.equal(before[changed], after[changed])
     sees_the_past = not torch.allclose(before[changed + 1 :], after[changed + 1 :], rtol=1e-4)
     assert sees_the_past is (kind != "E" and changed < S - 1)
-
-
-# --- index cache -------------------------------------------------------------------------------------------------------
 
 
 def recorded(core: Any) -> list[torch.Tensor]:
@@ -324,9 +315,6 @@ def test_a_shared_layer_without_its_full_layer_raises(still: Any, tokens: torch.
         shared(hidden_states=x_SBD, attention_mask=MASK)
 
 
-# --- the stack ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_layer_adds_what_its_mixer_makes_of_the_normed_input(still: Any, kind: str) -> None:
     block = layer(still, FAMILIES[kind])
@@ -352,9 +340,6 @@ def test_the_stack_is_its_layers_in_order_and_a_final_norm(still: Any) -> None:
         for block in still.decoder.layers:
             expected, _ = block(expected, attention_mask=MASK)
     close(found, rms_norm(expected, still.decoder.final_layernorm.weight))
-
-
-# --- what trains the indexer (its gradient is in test_distillation.py) ---------------------------------------------------
 
 
 def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, torch.Tensor]:
@@ -383,9 +368,6 @@ def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Ten
         run(model, tokens)
     run(model.eval(), tokens).mean().backward()
     assert torch.count_nonzero(DSAIndexerLossLoggingHelper.tracker["values"]) == 0
-
-
-# --- micro-batches -----------------------------------------------------------------------------------------------------
 
 
 RECOMPUTE = {
@@ -492,10 +474,22 @@ def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(ma
     patches.verify()
 
 
-def test_a_build_keeps_backward_passes_in_the_callers_thread(make: Callable[..., Any]) -> None:
-    with torch.autograd.set_multithreading_enabled(True):
+def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save_folder(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    from megacpp_mcore.layer_specs import nam56r
+
+    with torch.autograd.set_multithreading_enabled(True), mock.patch.object(nam56r, "claim_save_folder") as claimed:
         make()
         assert not torch._C._is_multithreading_enabled()
+    assert claimed.call_count == 1
+    given = {"save": str(tmp_path), "load": None, "ckpt_step": 3, "finetune": False}
+    with mock.patch.object(nam56r.checkpoint_folder, "claim") as claim:
+        for skipped in (True, False):
+            arguments = SimpleNamespace(**given, skip_train=skipped)
+            with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
+                nam56r.claim_save_folder(None)
+    assert claim.mock_calls == [mock.call(str(tmp_path), None, 3, finetune=False)]
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cuda", False), ("cpu", True)])
@@ -513,8 +507,6 @@ def test_the_loss_has_our_patch_on_gpus_unless_told_not_to(
     assert applied - set(nam56r.PATCHES) == ({"linear-cross-entropy"} if device == "cuda" and wanted else set())
     patches.revert()
 
-
-# --- fp32 parameters ---------------------------------------------------------------------------------------------------
 
 FP32 = {"M": {"dt_bias", "D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"}, "R": {"W", "A_log", "dt_bias", "D"}}
 
@@ -597,8 +589,6 @@ def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
     assert abs(float(built.embedding.word_embeddings.weight.std()) - 1) < 0.05
 
 
-# --- weight decay ------------------------------------------------------------------------------------------------------
-
 PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
 
@@ -621,9 +611,6 @@ def test_weight_decay_is_as_the_page_says(built: Any) -> None:
         del said["in_proj.replicated_weight"]  # in a process of its own all parts are in one weight
         mixer = layer(built, FAMILIES[kind]).self_attention
         assert {name: id(parameter) in decayed for name, parameter in mixer.named_parameters()} == said
-
-
-# --- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path) -> None:

@@ -39,9 +39,6 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
 
 
-# --- pairs -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sequence", [1, 2, 7, 32])
 @pytest.mark.parametrize("topk", [1, 3, 7, 40])
 def test_pairs_are_those_of_the_mask_and_of_the_selection(sequence: int, topk: int) -> None:
@@ -50,8 +47,6 @@ def test_pairs_are_those_of_the_mask_and_of_the_selection(sequence: int, topk: i
     index = causal_topk(torch.randn(1, sequence, sequence), topk)
     assert flops.selected_pairs(sequence, topk) == int((index >= 0).sum())
 
-
-# --- a model that stock Megatron built ---------------------------------------------------------------------------------
 
 OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
 SMALL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
@@ -187,9 +182,6 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     expected += scores.forward + selected.backward
     found = measured["training"]["Global"]
     assert found["aten.bmm"] + found["aten.baddbmm_"] == expected
-
-
-# --- the count of a whole step -----------------------------------------------------------------------------------------
 
 
 def test_families_add_up_and_the_batch_is_a_factor() -> None:

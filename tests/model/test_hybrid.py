@@ -41,9 +41,6 @@ def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
     assert counts["+"] + counts["D"] == model.layers.count("A")
 
 
-# --- the plan ----------------------------------------------------------------------------------------------------------
-
-
 def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
     assert plan(model, Layout(pipeline=2)).text == "+EMEDE|MEDEMG/+-"
@@ -69,9 +66,6 @@ def test_a_contradiction_is_said_with_the_pattern_to_give(text: str | None) -> N
 
 def test_stages_are_no_contradiction() -> None:
     assert contradictions(TINY, "+EMEDEMEDEMG/+-") == contradictions(TINY, "+EME|DEMEDEMG/+-") == []
-
-
-# --- words -------------------------------------------------------------------------------------------------------------
 
 
 def option(words: tuple[str, ...], flag: str) -> str:
@@ -135,9 +129,6 @@ def test_every_mismatch_is_listed_at_once() -> None:
 def test_what_a_spec_names(words: list[str] | None, named: tuple[str, str] | None) -> None:
     assert lowering.named_by(words) == named
     assert lowering.host_of(words) == (named and named[0])
-
-
-# --- the launcher ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,6 @@ def test_the_figures_of_the_documentation() -> None:
     assert [f"| {name} | {size} |" for name, size in rows.items() if f"| {name} | {size} |" not in page] == []
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the GPU that torch sees."""

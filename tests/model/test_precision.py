@@ -85,9 +85,6 @@ def test_the_last_layer_stays_in_bf16(name: str, first_and_last: str, how_many: 
     assert model.depth not in layers
 
 
-# --- The file ---------------------------------------------------------------------------------------------------------
-
-
 def test_stock_reads_block_scaling_from_the_file() -> None:
     from megatron.core.enums import Fp8Recipe
     from megatron.core.extensions.transformer_engine import TEQuantizationParams
@@ -117,9 +114,6 @@ def test_the_file_names_no_other_module_of_a_model(process: Path, tmp_path: Path
     )
     assert any(name.startswith("mtp.") and name.endswith("mlp.linear_fc1") for name in names)
     assert [name for name in names if get_quant_config_or_none(name, recipe) is not None] == []
-
-
-# --- What is refused in a run -----------------------------------------------------------------------------------------
 
 
 def test_a_run_of_the_recipe_is_what_the_model_wants(process: Path, tmp_path: Path) -> None:
@@ -183,9 +177,6 @@ def test_a_model_without_experts_between_first_and_last_has_nothing_to_put_into_
     config = config_of([*words_of(model, "bf16"), *FILE])
     (found,) = mismatches(model, [config.transformer, config])
     assert found.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
-
-
-# --- The page ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_has_the_files_own_words() -> None:

@@ -238,9 +238,6 @@ def test_wrong_words_are_the_user_s_error(
         compare(receipt(**MOCK), receipt(), varies, declared, noise)
 
 
-# --- Noise, and what is beside the claim --------------------------------------------------------------------------------
-
-
 def test_steps_of_a_wide_spread_tell_less_than_one_run_each() -> None:
     """30 steps, a tenth of them twice the median: a standard deviation of 78 %, a standard error of the median of 17.85 %."""
     wide: Changes = {"step_time__n": 30, "step_time__p90_s": 4.0}
@@ -293,9 +290,6 @@ def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
         "backends: A has mamba3 reference, B has mamba3 kernel",
         "profile: A has steps 8 to 10, B has none",
     ]
-
-
-# --- The command -------------------------------------------------------------------------------------------------------
 
 
 MEASURED: Changes = {

@@ -154,9 +154,6 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
     assert caplog.text.count(f"{log.path}: ") == caplog.text.count(why) == 1
 
 
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -204,13 +201,11 @@ def test_the_processes_of_a_start_are_those_that_were_there_together(tmp_path: P
     assert events.overlaps(events.read(tmp_path)[1]) == []
 
 
-# --- Files that are replaced ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["pipe", "folder", "file/below", "nowhere/file"])
+@pytest.mark.parametrize("name", ["pipe", "folder", "file/below", "nowhere/file", "link"])
 def test_what_cannot_be_written_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "link")
     (tmp_path / "file").write_text("as it was")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=str(tmp_path / name)):

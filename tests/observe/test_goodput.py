@@ -166,9 +166,6 @@ def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None
     assert [ranks[rank].share for rank in (0, 1, 4, 10)] == [1.0, 0.8, 0.0, 0.9]
 
 
-# --- Against a model of the classes -----------------------------------------------------------------------------------
-
-
 class Model:
     """Lives through starts second by second, and looks at every one of them when all is known."""
 

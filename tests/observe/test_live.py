@@ -22,9 +22,6 @@ from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
 from tests.observe.recorded import SECOND, a_step, at, stepped, with_loss, write_start
 
-# --- Piece by piece ---------------------------------------------------------------------------------------------------
-
-
 FACTS: tuple[dict[str, Any], dict[str, str]] = ({}, {})
 
 

@@ -105,9 +105,6 @@ def check_self_contained(text: str) -> Reader:
     return found
 
 
-# --- Real runs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_page_of_a_killed_run_with_a_fall_back(killed: Path) -> None:
@@ -129,9 +126,6 @@ def test_a_receipt_alone_has_what_needs_no_folder_and_backends_that_deviate_firs
     first, *others = [row for row in found.rows if row.part == "backends" and row.cells]
     assert (first.off, first.cells) == (True, ["mla", slow["layers"], "sdpa", "≠ reference", "why"])
     assert not [row for row in others if row.off or row.cells[3].startswith(("≠", "slower"))]
-
-
-# --- In a browser -----------------------------------------------------------------------------------------------------
 
 
 LOOKS = """({
@@ -159,9 +153,6 @@ def test_every_part_is_painted(killed: Path, tmp_path: Path, width: int, dark: b
         assert 0 <= left < right <= width, name
         assert min(right - left, bottom - top) >= (60 if name.startswith("by-step") else 18), (name, left, top)
         assert len(picture.crop((left, top, right, bottom)).getcolors(1 << 24) or ()) >= 4, (name, "is blank")
-
-
-# --- What files say ---------------------------------------------------------------------------------------------------
 
 
 NASTY = "</style><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -200,9 +191,6 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     assert NASTY in found.text
 
 
-# --- What is left of a run -----------------------------------------------------------------------------------------------
-
-
 def run_of(run: Path) -> Path:
     """A run's folder, as small as it can be: five seconds of a start, three of them a step."""
     began = 1_700_000_000  # 2023-11-14, 22:13:20 UTC
@@ -226,9 +214,6 @@ def test_a_restart_is_marked(tmp_path: Path) -> None:
     write_start(tmp_path, 1, 0, *steps, at(10))
     write_start(tmp_path, 2, 0, with_loss(stepped(24, 3, resumed_at=2)), at(25, {}, how="ValueError"), began=20)
     assert {"resumed at 2", "restarted from step 2"} <= set(Reader(page.html(tmp_path)).text.split("\n"))
-
-
-# --- Charts -----------------------------------------------------------------------------------------------------------
 
 
 def drawn(points: list[tuple[float, float]], **more: Any) -> str:

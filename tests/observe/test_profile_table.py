@@ -47,9 +47,6 @@ def test_a_cover_counts_every_instant_once(one: list[tuple[int, int]], other: li
         assert cover.within(start, end) == len(left & set(range(start, end)))
 
 
-# --- where an event belongs ---------------------------------------------------------------------------------------------
-
-
 class Host:
     """Writes events of a host thread as nested calls, a nanosecond each between begin, calls, and end."""
 
@@ -181,8 +178,6 @@ def test_self_time_leaves_out_what_an_operator_calls_and_the_rest_is_in_no_opera
     assert found["no_operator_ns"] == found["window_ns"] - found["total_ns"]
     assert (found["host_bound_share"], found["busy_ns"]) == (None, None)
 
-
-# --- kernels ------------------------------------------------------------------------------------------------------------
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"

@@ -55,9 +55,6 @@ def table(folder: Path, window: str = "2-3") -> dict[str, Any]:
     return found
 
 
-# --- the program --------------------------------------------------------------------------------------------------------
-
-
 def _main(folder: str, slow: str, *arguments: str) -> int:
     """Give ``arguments`` to the command line; what the profiler must not change is noted in ``hooks.json``."""
     from megacpp_mcore.commands import cli
@@ -124,9 +121,6 @@ def _slow_down(module: Any) -> None:
         return stock(hidden, *args, **kwargs)
 
     module.forward = forward
-
-
-# --- the tests ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

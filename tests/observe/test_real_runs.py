@@ -60,6 +60,7 @@ def finished(data: Path) -> tuple[Path, str]:
     return run, start(run, data, STEPS, *evaluation, fate="fault writers").finish()
 
 
+@pytest.mark.exhaustive
 def test_flops_of_packed_documents_are_those_of_their_pairs(tmp_path: Path) -> None:
     """Documents of up to some fifty tokens, several in a row of 64: fewer pairs than in whole rows, and the rest as there."""
     (tmp_path / "texts").mkdir()
@@ -215,9 +216,6 @@ def _check_scalars(run: Path, recorded: dict[int, Step]) -> None:
             assert {step for name, step in written if name == tag} == set(recorded), (writer, tag)
 
 
-# --- Backends that are not what was asked for -------------------------------------------------------------------------
-
-
 def of_op(receipt: dict[str, Any], op: str) -> list[dict[str, Any]]:
     return [one for one in receipt["backends"] if one["op"] == op]
 
@@ -266,9 +264,6 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     refusals = claims.compare(found, found, declared=["fall-back"]).refusals
     assert "A has not finished: its status is ArithmeticError" in refusals
     assert not any("fall-back" in refusal for refusal in refusals)
-
-
-# --- Other runs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive

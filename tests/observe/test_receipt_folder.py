@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import receipts, routing
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import FINISHED, Log
@@ -189,8 +188,6 @@ def test_starts_that_overlap_disqualify_the_receipt(run: Path) -> None:
     assert found.startswith("start_3, start_4 of rank 1 were recorded at the same time")
 
 
-# --- Routing ----------------------------------------------------------------------------------------------------------
-
 COUNTED: dict[str, Any] = {"layers": {"2": routing.Load((3, 5), 8).record()}, "failed": None}
 OF_ROUTING = ("routing.layers", "routing.entropy", "routing.max_over_mean", "routing.dropped_tokens")
 
@@ -221,19 +218,6 @@ def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
     assert [flatten(found)[path] is None for path in OF_ROUTING] == [reason is not None] * len(OF_ROUTING)
     if reason is None:
         assert found["routing"]["layers"]["2"]["asked"] == 16
-
-
-# --- Nothing that can be read -----------------------------------------------------------------------------------------
-
-
-def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path) -> None:
-    file = tmp_path / "receipt.json"
-    file.write_text('{"schema": 1,\n "fam')
-    with pytest.raises(DataError, match=f"{file}: .*line 2"):
-        receipts.read(file)
-
-
-# --- The writer -------------------------------------------------------------------------------------------------------
 
 
 class Core:
@@ -345,9 +329,6 @@ def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(
     assert not receipts.writer._has_ended(other)
     append(other, at(2, recorded=True), at(3))
     assert receipts.writer._has_ended(other)
-
-
-# --- Data -------------------------------------------------------------------------------------------------------------
 
 
 def data_facts(**given: Any) -> dict[str, Any]:

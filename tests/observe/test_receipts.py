@@ -43,9 +43,6 @@ def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return fresh
 
 
-# --- A folder's files, written by hand --------------------------------------------------------------------------------
-
-
 def window_of(run: Path, number: int, left_out: int, profiled: tuple[tuple[int, int], ...] = ()) -> Window:
     starts = [one for rank in events.read(run).values() for one in rank if one.number == number]
     return together([measure(one, left_out, profiled) for one in starts])
@@ -143,9 +140,6 @@ def test_the_commit_is_the_checkout_s_or_the_variable_s(monkeypatch: pytest.Monk
     assert "lies in no git checkout" in facts.unknown["commit"]
 
 
-# --- Schema -----------------------------------------------------------------------------------------------------------
-
-
 NAMED = {
     "op": "mla", "layers": "4", "requested": "kernel", "observed": "reference", "speed": "reference",
     "slower_than_best": False, "reason": "disabled",
@@ -227,8 +221,6 @@ def test_the_documented_fields_that_are_never_null_are_the_schema_s() -> None:
     }
     assert set(re.findall(r"`([\w.]+)`", re.findall(r"All but (.*?) may be null", page, re.DOTALL)[0])) == never
 
-
-# --- Disqualifiers ----------------------------------------------------------------------------------------------------
 
 GOOD: dict[str, Any] = {
     "data.kind": "real", "moe_enabled": True, "routing.forced_balance": False, "routing.dropped_tokens": 0,

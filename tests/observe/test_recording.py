@@ -158,6 +158,7 @@ def test_the_user_s_interrupt_is_no_failure_of_a_listener() -> None:
     [
         ("RerunDataIterator.__next__", Phase.STEP, Phase.DATA),
         ("RerunDataIterator.__next__", Phase.EVALUATION, Phase.EVALUATION),
+        ("load_checkpoint", Phase.STARTUP, Phase.LOAD),
         ("save_checkpoint_and_time", Phase.IDLE, Phase.SAVE),
         ("evaluate_and_print_results", Phase.IDLE, Phase.EVALUATION),
     ],

@@ -90,9 +90,6 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkout, "_import_problems", lambda self: [])
 
 
-# --- in and out --------------------------------------------------------------------------------------------------------
-
-
 def test_apply_twice_is_once_and_revert_is_identity(root: Path) -> None:
     before = snapshot(root)
     assert Checkout(root).unfit() == []
@@ -168,9 +165,6 @@ def test_export_is_what_apply_does(lm: Checkout) -> None:
         assert lm.file.read_bytes() == result
     with raises(PatchError, code="nothing-to-export"):
         lm.export()
-
-
-# --- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout) -> None:
@@ -440,9 +434,6 @@ def test_whether_the_package_can_be_imported_is_told(lm: Checkout, monkeypatch: 
         lm.verify()
     other.unlink()
     assert lm.verify() == ("identity",)
-
-
-# --- deaths and company ------------------------------------------------------------------------------------------------
 
 
 def in_child(work: Callable[[], object]) -> int:

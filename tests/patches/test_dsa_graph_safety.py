@@ -48,9 +48,6 @@ def assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
         assert torch.equal(have, want)
 
 
-# --- a whole stock layer -----------------------------------------------------------------------------------------------
-
-
 def packed(cu_seqlens: list[int]) -> Any:
     """A packed row with some rows that only fill up."""
     params = micro_batch.packed([end - start for start, end in itertools.pairwise(cu_seqlens)])
@@ -117,9 +114,6 @@ def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
     assert gradients(torch.tensor(0.25), captured()) == ([[1.0] * 3, 0.25], True)
     with stock.patched(PATCH):
         assert gradients(None, contextlib.nullcontext()) == ([[1.0] * 3, 1.0], True)
-
-
-# --- context parallelism and packed sequences --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
-from tests.dsa_layer import HIDDEN, dsa_config
+from tests.dsa_layer import HIDDEN, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.errors import raises
 
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
@@ -521,30 +521,28 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
     assert logged["indexer loss"].item() == pytest.approx(6.0)
 
 
+def stages(
+    pipeline: int, virtual: int | None = None, ends: tuple[int | None, int | None] = (None, None)
+) -> dict[str, Any]:
+    """Fields of a pipeline; ``ends``: layers of its first and of its last stage."""
+    cut = {"pipeline_model_parallel_size": pipeline, "virtual_pipeline_model_parallel_size": virtual}
+    return cut | {
+        f"num_layers_in_{which}_pipeline_stage": end for which, end in zip(("first", "last"), ends, strict=True)
+    }
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "changes", "words"),
     [
         (
             None,
-            {**PERIODIC, "pipeline_model_parallel_size": 3},
+            PERIODIC | stages(3),
             ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}", "--dsa-indexer-topk-freq 3"],
         ),
-        (
-            None,
-            {**PERIODIC, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
-            ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"],
-        ),
-        ("{schedule: FSSSFS}", {"pipeline_model_parallel_size": 2}, ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
-        (
-            "{schedule: FSS}",
-            {
-                "pipeline_model_parallel_size": 3,
-                "num_layers_in_first_pipeline_stage": 1,
-                "num_layers_in_last_pipeline_stage": 3,
-            },
-            ["1–1, 2–3, 4–6", "layer 2.", "{schedule: FFSFSS}"],
-        ),
+        (None, PERIODIC | stages(2, virtual=3), ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"]),
+        ("{schedule: FSSSFS}", stages(2), ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
+        ("{schedule: FSS}", stages(3, ends=(1, 3)), ["1–1, 2–3, 4–6", "layer 2.", "{schedule: FFSFSS}"]),
         ("{schedule: FSSFSSF}", {}, ["names 7 layers, the model has 6"]),
         ("{schedule: FSSSSSF}", {}, ["(FSSSSSF)", "names 7 layers, the model has 6"]),
         ("{schedule: FSS}", PERIODIC, ["'FSS'", "--dsa-indexer-topk-freq 3", "leave one of them out"]),
@@ -573,16 +571,6 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises((ModelError, ConfigFileError)) as of_block:
         TransformerBlock(config, spec, vp_stage=stage)
     assert all(word in str(of_block.value) for word in words), str(of_block.value)
-
-
-@pytest.mark.exhaustive
-def test_a_split_that_fits_is_checked_by_stock_all_the_same(patched: Registry) -> None:
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-
-    config = transformer_config(**PERIODIC, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
-    specs._validate_dsa_index_share_pipeline_split(config, range(LAYERS // 2))
-    with pytest.raises(RuntimeError, match="pipeline split is invalid"):
-        specs._validate_dsa_index_share_pipeline_split(config, [1, 2])
 
 
 @pytest.mark.exhaustive
@@ -633,3 +621,51 @@ def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
     assert isinstance(function, Recomputed)
     assert function(*args) == 3
     assert kept is module
+
+
+def shared_outside_of_gpt() -> list[torch.Tensor]:
+    """Of a Full layer and of its Shared one, and the gradients of their queries."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config, found = dsa_config(num_layers=2, dsa_indexer_topk_freq=2), []
+    for number in (1, 2):
+        attention, inputs = dsa_attention(config, number), layer_inputs(24, 2, seed=number)
+        assert (attention.indexer is None, attention.source_layer) == (number == 2, 1)
+        found.append(run_layer(attention, inputs))
+        found.append(torch.autograd.grad(found[-1].sum(), inputs["query"])[0])
+    return found
+
+
+def test_layers_share_as_in_stock(process: Path) -> None:
+    expected = shared_outside_of_gpt()
+    with stock.patched(PATCH):
+        assert all(map(torch.equal, shared_outside_of_gpt(), expected))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_indices_are_where_stock_keeps_them(process: Path, packed: bool) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    with stock.patched(PATCH):
+        attention = dsa_attention(dsa_config(num_layers=2, dsa_indexer_topk_freq=2), 2)
+        mask, documents = torch.empty(1), PackedSeqParams(qkv_format="thd")
+        given = (documents if packed else None, mask)
+        for holder, name in (
+            (attention._get_index_share_topk_holder(*given), attention._HOLDER_ATTR),
+            (attention._get_index_share_topk_length_holder(*given), attention._LENGTH_HOLDER_ATTR),
+        ):
+            assert holder is getattr(documents if packed else mask, name)
+
+
+def test_a_configuration_of_what_stock_reads_is_checked_by_stock(process: Path) -> None:
+    """It has no ``num_layers``."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+    config = SimpleNamespace(
+        experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=1
+    )
+    with stock.patched(PATCH):
+        specs._validate_dsa_index_share_pipeline_split(config, [0, 1, 2, 3])
+        with pytest.raises(RuntimeError, match="pipeline split is invalid"):
+            specs._validate_dsa_index_share_pipeline_split(config, [1, 2, 3, 4])

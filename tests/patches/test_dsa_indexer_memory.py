@@ -132,9 +132,6 @@ def assert_same_selection(ours: torch.Tensor, theirs: torch.Tensor, score_BST: t
     assert torch.allclose(score_BST[odd], worst[odd], rtol=1e-5, atol=1e-6)
 
 
-# --- equal to stock ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
 @pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (37, 37, 5), (37, 37, 37), (23, 41, 64), (41, 23, 7)])
@@ -263,8 +260,6 @@ def test_tensor_parallel_ranks_sum_their_targets() -> None:
         assert_parity(ours, theirs, rms=3e-4)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
-
 BLOCK = 2**14
 
 
@@ -330,9 +325,6 @@ def test_notes_say_what_computed_a_call() -> None:
     observed.forget()
 
 
-# --- what is left to stock ---------------------------------------------------------------------------------------------
-
-
 def test_what_is_out_of_scope_is_left_to_stock() -> None:
     """The inputs, keys to select, whether gradients are wanted; and who answers, or stock's own error."""
     q, ones, bounds = case(11, 11).q, torch.ones(11, 11), selection("bounds", 11, 11)
@@ -373,9 +365,6 @@ def test_a_loss_out_of_scope_is_left_to_stock() -> None:
     assert torch.equal(ours[1], theirs[1])
     with patched(), pytest.raises(ValueError, match="query_valid_rows length mismatch"):
         loss_and_gradients(inputs, 3, True, query_valid_rows=torch.ones(4))
-
-
-# --- a stock layer -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sparse", exhaustive_but([True, False], True))

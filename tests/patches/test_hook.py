@@ -51,9 +51,6 @@ def load(*names: str) -> list[int]:
     return [importlib.import_module(name).f(1) for name in names]
 
 
-# --- when it applies ---------------------------------------------------------------------------------------------------
-
-
 def test_each_edit_is_applied_when_its_module_has_run(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, user, other = modules(a=ONE, b=ONE, user=USER, other="x = 1\n")
     reg, install = hook_of(patch("both", f"{a}:f", f"{b}:f"))
@@ -112,9 +109,6 @@ def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
     reg.revert()
 
 
-# --- when it refuses ---------------------------------------------------------------------------------------------------
-
-
 def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: Modules) -> None:
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(
@@ -155,9 +149,6 @@ def test_a_file_that_changed_since_fails_its_import_and_takes_back_what_is_the_h
     reg.revert()
 
 
-# --- a target in the files ----------------------------------------------------------------------------------------------
-
-
 def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "thing.py").write_bytes(
         b"try:\r\n    import nothing\r\nexcept ImportError:\r\n    @str\r\n    def f():\r\n        return 1\r\nelse:\r\n"
@@ -177,9 +168,6 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> Non
         with pytest.raises(Refusal, match=re.escape(value)) as caught:
             tree.texts(target)
         assert caught.value.state == state
-
-
-# --- real trees, hooked, in a Python of their own ----------------------------------------------------------------------
 
 
 def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:

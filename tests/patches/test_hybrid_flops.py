@@ -79,9 +79,6 @@ INDEXER = flops.indexer(TOKENS, CAUSAL, SELECTED, hidden=32, q_lora_rank=12, hea
 EH_PROJ = flops.product(TOKENS * 2 * 32 * 32).training
 
 
-# --- stock hybrids -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pattern", "changes", "lacking"),
     [
@@ -124,9 +121,6 @@ def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) 
     assert sparse - untrained == flops.indexer(TOKENS, CAUSAL, SELECTED, **sizes).backward > 0
 
 
-# --- packed sequences --------------------------------------------------------------------------------------------------
-
-
 def test_packed_sequences(counts: tuple[Count, Count], caplog: pytest.LogCaptureFixture) -> None:
     """Three sequences of 40, 24 and 64 tokens: exact for ``+``; for ``D`` upstream's figure, with one warning."""
     upstream, ours = counts
@@ -163,9 +157,6 @@ def test_what_upstream_counts_with_fewer_arguments_it_counts_still(
     lines = [line for line in caplog.messages if "cannot be counted" in line]
     assert len(lines) == 1
     assert "has no attribute 'dsa_indexer_topk_freq'); the figure is upstream's" in lines[0]
-
-
-# --- stock GPT ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,9 +203,6 @@ def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
         assert ours(args, BATCH) == periodic
     finally:
         patches.revert(["dsa-index-cache"])
-
-
-# --- our spec ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -55,22 +55,14 @@ def patched() -> contextlib.AbstractContextManager[Registry]:
     return stock.patched(PATCH)
 
 
-# --- models ------------------------------------------------------------------------------------------------------------
-
-
 def config_of(**settings: Any) -> Any:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(1)
-    off = (
-        "gradient_accumulation_fusion",
-        "bias_dropout_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "apply_rope_fusion",
-    )
+    off = ["gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"]
+    off += ["persist_layer_norm", "apply_rope_fusion"]
     sizes = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 4, "mtp_num_layers": 2, "init_method_std": 0.3}
     fixed = {**dict.fromkeys(off, False), **sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return TransformerConfig(**{**fixed, "use_cpu_initialization": True, **settings})
@@ -183,8 +175,6 @@ def counted_losses(masks: list[torch.Tensor | None] | None = None) -> Iterator[l
     with mock.patch.object(LazyLogits, "losses", losses):
         yield made
 
-
-# --- the same numbers --------------------------------------------------------------------------------------------------
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -315,8 +305,6 @@ def stock_script(runs: bool) -> contextlib.AbstractContextManager[Any]:
     return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if runs else None)
 
 
-# --- tensor parallelism ------------------------------------------------------------------------------------------------
-
 TWO_RANKS: tuple[Mapping[str, Any], ...] = (
     {},
     {"sequence_parallel": True},
@@ -348,9 +336,6 @@ def main(store: str) -> None:
         torch.distributed.barrier()
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [gpt, hybrid])
 def test_no_tensor_of_tokens_times_vocabulary(process: Path, build: Callable[..., Any]) -> None:
@@ -362,9 +347,6 @@ def test_no_tensor_of_tokens_times_vocabulary(process: Path, build: Callable[...
         outcome(model)
     assert elements(before.largest) == B * S * V
     assert elements(after.largest) == V * H
-
-
-# --- gradients in main_grad --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
@@ -403,9 +385,6 @@ def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, f
         assert ours.shape == of_stock.shape == (V, H)
     else:
         assert ours is of_stock is None
-
-
-# --- what stays stock --------------------------------------------------------------------------------------------------
 
 
 def of_layer(**settings: Any) -> Callable[[Any], None]:
@@ -526,30 +505,16 @@ def test_other_layers_and_other_models_are_stock(process: Path) -> None:
         assert forward(model).shape[0] == 3 * S  # hidden states of the trunk and both depths
 
 
-# --- lazy logits -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lazy(process: Path) -> LazyLogits:
-    layer = gpt(mtp_num_layers=None).output_layer
-    return LazyLogits(layer, torch.randn(S, B, H), layer.weight)
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda lazy: torch.softmax(lazy, dim=-1),
-        lambda lazy: torch.argmax(lazy),
-        lambda lazy: torch.argmax(lazy, dim=0),
-        lambda lazy: lazy.max(dim=-1),
-        lambda lazy: lazy.max(dim=0),
-        lambda lazy: lazy * torch.ones(V),
-    ],
-)
-def test_lazy_logits_refuse_what_nobody_foresaw(lazy: LazyLogits, use: Callable[[LazyLogits], Any]) -> None:
-    with raises(PatchError, "linear-cross-entropy"):
-        use(lazy)
+def test_lazy_logits_refuse_what_nobody_foresaw(process: Path) -> None:
+    layer = gpt(mtp_num_layers=None).output_layer
+    lazy = LazyLogits(layer, torch.randn(S, B, H), layer.weight)
+    for use in (
+        lambda: torch.softmax(lazy, dim=-1), lambda: torch.argmax(lazy), lambda: torch.argmax(lazy, dim=0),
+        lambda: lazy.max(dim=-1), lambda: lazy.max(dim=0), lambda: lazy * torch.ones(V),
+    ):  # fmt: skip
+        with raises(PatchError, "linear-cross-entropy"):
+            use()
 
 
 if __name__ == "__main__":

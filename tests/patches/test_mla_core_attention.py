@@ -38,7 +38,7 @@ from tests.host_reads import host_reads
 from tests.micro_batch import packed
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128
-MATH = SDPBackend.MATH
+MATH, ON_A_CPU = SDPBackend.MATH, sdpa.FUSED
 THD = types.SimpleNamespace(qkv_format="sbhd")
 WORDS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --position-embedding-type rope
@@ -72,9 +72,6 @@ def said() -> Iterator[list[str]]:
         yield lines
 
 
-# --- inputs ------------------------------------------------------------------------------------------------------------
-
-
 def draw(queries: int = S, keys: int = S, dtype: torch.dtype = torch.float64, width: int = K) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((queries, B, H, width), (keys, B, H, width), (keys, B, H, V))
@@ -90,9 +87,6 @@ def some_mask(*shape: int) -> torch.Tensor:
     masked = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.4
     masked[..., 0] = False
     return masked
-
-
-# --- the local implementation ------------------------------------------------------------------------------------------
 
 
 def gpt(*extra: str, **changes: Any) -> Any:
@@ -275,9 +269,6 @@ def test_widths_of_dot_product_attention(patched: None) -> None:
         DotProductAttention(*words, k_channels=12)
 
 
-# --- Transformer Engine ------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class AttentionParams:
     """A part of Transformer Engine's, as another version might have it."""
@@ -331,6 +322,7 @@ def engine(patched: None, monkeypatch: pytest.MonkeyPatch) -> Engine:
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")
     monkeypatch.setattr(extension, "TEDotProductAttention", TEDotProductAttention)
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     found.kind = TEDotProductAttention
     return found
 
@@ -351,13 +343,10 @@ FLASH_4 = "selects FlashAttention 4, which takes its causal window for an empty 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
 @pytest.mark.parametrize(("choice", "why"), [("unfused", "is unfused"), ("flash 4", FLASH_4)])
-def test_unfused_goes_to_sdpa(
-    engine: Engine, choice: str, why: str, mask_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfused_goes_to_sdpa(engine: Engine, choice: str, why: str, mask_type: str) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     engine.choice = choice
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer, inputs = te_attention(engine), draw(dtype=torch.float32)
     with said() as lines:
         # Transformer Engine ignores a mask under these two types.
@@ -387,8 +376,9 @@ def test_unfused_goes_to_sdpa(
     ],
 )
 def test_stock_stays_where_it_is_fused_and_where_sdpa_has_nothing(
-    engine: Engine, choice: str, level: int, reason: str
+    engine: Engine, choice: str, level: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sdpa, "FUSED", ON_A_CPU)
     engine.choice = choice
     layer = te_attention(engine)
     with mock.patch.object(mla_core_attention, "_log_once") as say:
@@ -431,54 +421,65 @@ LAYERS: list[tuple[Callable[[Any], Any], str]] = [
     (core_with(softmax_scale=None), "this Transformer Engine does not tell its softmax scale"),
     (lambda layer: layer.core_attention.register_forward_pre_hook(lambda *_: None), "it has hooks"),
 ]
-CALLS: list[tuple[Callable[..., list[Any]], str]] = [
-    (lambda q, k, v: [q, k, k], "the widths 12/12 are equal, which Transformer Engine fuses"),
-    (lambda q, k, v: [q, k.bfloat16(), v], "query, key and value have several dtypes, or autocast is on"),
-    (
-        lambda q, k, v: [q, k[:, :, :2], v[:, :, :2]],
-        "query, key and value do not have the same batch, heads and widths",
-    ),
-    (lambda q, k, v: [q, k, None], "query, key and value are not plain tensors of 4 axes"),
-    (lambda q, k, v: [q[:5], k[:9], v[:9]], "causal attention has different numbers of queries and keys"),
+CALLS: list[tuple[Callable[..., list[Any]], dict[str, Any], str]] = [
+    (lambda q, k, v: [q, k, k], {}, "the widths 12/12 are equal, which Transformer Engine fuses"),
+    (lambda q, k, v: [q, k.bfloat16(), v], {}, "query, key and value have several dtypes, or autocast is on"),
+    (lambda q, k, v: [q, k[:, :, :2], v[:, :, :2]], {}, "query, key and value do not have the same batch, heads and"),
+    (lambda q, k, v: [q, k, None], {}, "query, key and value are not plain tensors of 4 axes"),
+    (lambda q, k, v: [q[:5], k[:9], v[:9]], {}, "causal attention has different numbers of queries and keys"),
+    (lambda *qkv: [*qkv], {"attn_mask_type": "padding"}, "the mask is of type padding"),
+    (lambda *qkv: [*qkv], {"packed_seq_params": THD}, "the sequences are packed as sbhd, or also have a mask"),
+]
+STARTS = torch.tensor([0, 5, S], dtype=torch.int32)
+PACKS_OUT_OF_SCOPE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"cu_seqlens_kv": STARTS.clone()}, {}, "cu_seqlens_kv differs"),
+    ({"cu_seqlens_q_padded": STARTS, "cu_seqlens_kv_padded": STARTS}, {}, "there is padding between packed sequences"),
+    ({"pad_between_seqs": True}, {}, "there is padding between packed sequences"),
+    ({"local_cp_size": 1}, {}, "context parallelism is on"),
+    ({"cp_group": object()}, {}, "context parallelism is on"),
+    ({}, {"mask": torch.zeros(1, 1, S, S, dtype=torch.bool)}, "the sequences are packed as thd, or also have a mask"),
+    ({}, {"attn_mask_type": "no_mask"}, "packed sequences have a mask of type no_mask"),
+    ({}, {"attn_mask_type": "padding"}, "packed sequences have a mask of type padding"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("change", "call", "reason"),
-    [(change, lambda *qkv: [*qkv], reason) for change, reason in LAYERS]
-    + [(lambda _: None, call, reason) for call, reason in CALLS],
+    ("change", "call", "pack", "options", "reason"),
+    [(change, lambda *qkv: [*qkv], None, {}, reason) for change, reason in LAYERS]
+    + [(lambda _: None, call, None, options, reason) for call, options, reason in CALLS]
+    + [(lambda _: None, None, *row) for row in PACKS_OUT_OF_SCOPE],
 )
 def test_transformer_engine_runs_what_is_out_of_scope(
-    engine: Engine, change: Callable[[Any], Any], call: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, change: Callable[[Any], Any], call: Any, pack: Any, options: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
-    layer = te_attention(engine)
-    change(layer)
-    with said() as lines:
-        assert run(layer, call(*draw(dtype=torch.float32))) == "stock"
-    assert len(lines) == 1
-    assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason}")
-    assert engine.asked == []
-
-
-def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    layer, given = te_attention(engine), dict(options)
+    change(layer)
+    if "attn_mask_type" in given:
+        given["attn_mask_type"] = AttnMaskType[given["attn_mask_type"]]
+    if pack is not None:
+        given["packed_seq_params"] = packed([5, 32], **pack)
+    with said() as lines:
+        run(layer, draw_packed() if call is None else call(*draw(dtype=torch.float32)), **given)
+    assert (engine.ran, engine.asked, len(lines)) == (1, [], 1)
+    assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason}")
+
+
+def test_surroundings_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, inputs = te_attention(engine), draw(dtype=torch.float32)
     with said() as lines:
-        assert run(layer, inputs, attn_mask_type=AttnMaskType.padding) == "stock"
-        assert run(layer, inputs, packed_seq_params=THD) == "stock"
         with torch.autocast("cpu"):
             assert run(layer, inputs) == "stock"
         monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
         assert run(layer, inputs) == "stock"
+        with pytest.raises(AssertionError, match="tensors must be 3D"):
+            run(layer, inputs, packed_seq_params=packed([5, 32]))
     assert engine.asked == []
     assert [line.partition("as stock: ")[2] for line in lines] == [
-        "the mask is of type padding",
-        "the sequences are packed as sbhd, or also have a mask",
         "query, key and value have several dtypes, or autocast is on",
         "the run requests a backend (--attention-backend, NVTE_FUSED_ATTN)",
+        "query, key and value are not plain tensors of 3 axes",
     ]
 
 
@@ -494,8 +495,6 @@ def test_a_transformer_engine_that_cannot_be_asked(engine: Engine, monkeypatch: 
         assert run(layer, inputs) == "stock"
     assert "this Transformer Engine cannot be asked for its backend" in lines[0]
 
-
-# --- packed sequences --------------------------------------------------------------------------------------------------
 
 PACKS = {
     "documents": [5, 1, 14, 17],
@@ -530,11 +529,9 @@ def draw_packed(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 def test_packed_sequences_attend_to_themselves(
     engine: Engine, pack: str, core: str, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    layer, scale = (attention(), K**-0.5) if core == "local" else (te_attention(engine), 0.37)
     if core == "local":
-        layer, scale = attention(), K**-0.5
-    else:
-        monkeypatch.setattr(sdpa, "FUSED", (MATH,))
-        layer, scale = te_attention(engine), 0.37
+        monkeypatch.setattr(sdpa, "FUSED", ON_A_CPU)
     layer.train(training)
     inputs, parameters = draw_packed(), packed(PACKS[pack])
     found = run(layer, inputs, packed_seq_params=parameters)
@@ -546,11 +543,8 @@ def test_packed_sequences_attend_to_themselves(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_of_packed_sequences_is_stocks(
-    engine: Engine, recompute: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_of_packed_sequences_is_stocks(engine: Engine, recompute: bool) -> None:
     """Around the core attention stock pads values, cuts the output, and gives it another shape."""
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     words = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn") if recompute else ()
     layer, hidden = te_attention(engine, *words), torch.randn(S, 1, 32, requires_grad=True)
 
@@ -594,65 +588,21 @@ def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: 
     assert read.call_count == 2
 
 
-STARTS = torch.tensor([0, 5, S], dtype=torch.int32)
-PACKED_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
-    "cu_seqlens_kv differs": {"cu_seqlens_kv": STARTS.clone()},
-    "there is padding between packed sequences": {"cu_seqlens_q_padded": STARTS, "cu_seqlens_kv_padded": STARTS},
-    "there is padding between packed sequences ": {"pad_between_seqs": True},
-    "context parallelism is on": {"local_cp_size": 1},
-    "context parallelism is on ": {"cp_group": object()},
-}
-
-
-@pytest.mark.parametrize("reason", PACKED_OUT_OF_SCOPE)
-def test_transformer_engine_runs_packed_sequences_out_of_scope(
-    engine: Engine, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
-    with said() as lines:
-        run(te_attention(engine), draw_packed(), packed_seq_params=packed([5, 32], **PACKED_OUT_OF_SCOPE[reason]))
-    assert engine.ran == 1
-    assert len(lines) == 1
-    assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason.strip()}")
-
-
-def test_masks_of_packed_sequences(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_padding_and_no_other_mask_stays_in_scope(engine: Engine) -> None:
+    """Padded numbers that are the same, as pretrain_gpt.py has them; one who packs and says that there is none."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
-    layer, inputs, told = te_attention(engine), draw_packed(), {"packed_seq_params": packed([5, 32])}
-    with said() as lines:
-        run(layer, inputs, some_mask(1, 1, S, S), **told)
-        run(layer, inputs, attn_mask_type=AttnMaskType.no_mask, **told)
-        run(layer, inputs, attn_mask_type=AttnMaskType.padding, **told)
-        with pytest.raises(AssertionError, match="tensors must be 3D"):
-            run(layer, [tensor[:, None] for tensor in inputs], **told)
-    assert engine.ran == 4
-    assert [line.partition("as stock: ")[2] for line in lines] == [
-        "the sequences are packed as thd, or also have a mask",
-        "packed sequences have a mask of type no_mask",
-        "packed sequences have a mask of type padding",
-        "query, key and value are not plain tensors of 3 axes",
-    ]
-    run(layer, inputs, attn_mask_type=AttnMaskType.padding_causal, **told)
-    assert engine.ran == 4
-
-
-def test_padded_numbers_that_are_the_same_are_no_padding(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So has pretrain_gpt.py them; or the one who packs says that there is none."""
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer, inputs, parameters = te_attention(engine), draw_packed(), packed([5, 32])
     parameters.cu_seqlens_q_padded = parameters.cu_seqlens_kv_padded = parameters.cu_seqlens_q
     without = packed([5, 32], cu_seqlens_q_padded=STARTS, cu_seqlens_kv_padded=STARTS, pad_between_seqs=False)
-    found = [run(layer, inputs, packed_seq_params=each) for each in (packed([5, 32]), parameters, without)]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    expected = run(layer, inputs, packed_seq_params=packed([5, 32]), attn_mask_type=AttnMaskType.padding_causal)
+    for each in (packed([5, 32]), parameters, without):
+        assert torch.equal(run(layer, inputs, packed_seq_params=each), expected)
     assert engine.ran == 0
 
 
-def test_what_transformer_engine_is_asked_of_packed_sequences(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformer_engine_is_asked_of_packed_sequences(engine: Engine) -> None:
     """As stock calls it, with values of the width of keys; but the same of batches of about as many sequences."""
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer, inputs = te_attention(engine), draw_packed(torch.float32)
     with said() as lines:
         for lengths in ([5, 1, 14, 17], [5, 4, 28]):
@@ -662,21 +612,18 @@ def test_what_transformer_engine_is_asked_of_packed_sequences(engine: Engine, mo
         torch.float32, "thd_thd_thd", 32, K, K, "padding_causal", (-1, 0), True, False, 4, num_tokens_q=64
     )
     assert engine.asked == [asked, dataclasses.replace(asked, max_seqlen_q=64, batch_size=1)]
-    assert lines == [
-        "mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6, packed, Transformer Engine is unfused"
-    ]
-
-
-def test_stock_keeps_packed_sequences_that_it_fuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    begin = "mla-core-attention: TEDotProductAttention runs"
+    assert lines == [f"{begin} sdpa MATH: at widths 12/6, packed, Transformer Engine is unfused"]
+    mla_core_attention._te_selection.cache_clear()
     engine.choice = "fused"
-    run(te_attention(engine), draw_packed(), packed_seq_params=packed([5, 32]))
+    run(layer, inputs, packed_seq_params=packed([5, 32]))
     assert engine.ran == 1
 
 
 def test_flash_attention_4_runs_by_the_op_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands for its kernels, which no CPU has."""
     monkeypatch.delenv("NVTE_FLASH_ATTN_V4", raising=False)
+    monkeypatch.setattr(sdpa, "FUSED", ON_A_CPU)
     monkeypatch.setattr(
         mla_core_attention, "_flash4", lambda *sizes: mla_attention if sizes == (K, V, torch.float64) else None
     )
@@ -685,6 +632,5 @@ def test_flash_attention_4_runs_by_the_op_alone(engine: Engine, monkeypatch: pyt
         found = run(layer, inputs, packed_seq_params=parameters)
     assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
     assert_parity(found, by_sequence(*inputs, parameters.cu_seqlens_q, 0.37).reshape(found.shape), rms=1e-12)
-    assert lines == [
-        "mla-core-attention: TEDotProductAttention runs flash4: at widths 12/6, packed, Transformer Engine is unfused"
-    ]
+    begin = "mla-core-attention: TEDotProductAttention runs"
+    assert lines == [f"{begin} flash4: at widths 12/6, packed, Transformer Engine is unfused"]

@@ -63,9 +63,6 @@ def recorded(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     assert len(found) == K + 1
 
 
-# --- what a depth sees and predicts ------------------------------------------------------------------------------------
-
-
 def test_depth_k_predicts_the_token_at_t_plus_k_plus_1(model: Any, tokens: torch.Tensor) -> None:
     """And what is logged of it is a plain mean."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -94,9 +91,6 @@ def test_no_depth_sees_the_token_it_predicts(model: Any, tokens: torch.Tensor, c
         difference = (before[index][1] - after[index][1]).abs()
         assert float(difference[:, :first].max()) < 1e-5
         assert float(difference[:, first].min()) > 1e-4
-
-
-# --- what it trains ----------------------------------------------------------------------------------------------------
 
 
 def test_the_trunk_and_the_one_block_get_gradients_from_mtp_alone(model: Any, tokens: torch.Tensor) -> None:
@@ -141,9 +135,6 @@ def test_each_depth_weighs_by_the_decay(model: Any, tokens: torch.Tensor, masked
         per_token = shifted / shifted.sum()
         assert torch.allclose(decayed[k - 1], weights[k - 1] * per_token, rtol=1e-5, atol=0)
         assert torch.allclose(equal[k - 1], 0.3 / K * per_token, rtol=1e-5, atol=0)
-
-
-# --- the patch itself --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", [GPT, HYBRID])

@@ -123,14 +123,15 @@ def test_pipeline_stages_tell_whose_value_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
-    words = (
+    words = [
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
         "--overlap-param-gather",
         "--ddp-bucket-size",
         "100000",
-    )
+    ]
     status, output, found = train(
         tmp_path, "first E, gradient, inf", *words, "--bf16", processes=2, layout=Layout(expert=2)
     )
@@ -140,6 +141,7 @@ def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["recomputed", "HybridModel"])
 def test_recompute_and_the_other_host(tmp_path: Path, how: str) -> None:
     words, host = (stock.full_recompute(), GPT) if how == "recomputed" else ((), HYBRID)
@@ -150,7 +152,7 @@ def test_recompute_and_the_other_host(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.checkout
+@pytest.mark.exhaustive
 def test_the_stock_script_of_a_checkout(tmp_path: Path, megatron_lm: Path) -> None:
     status, output, found = train(tmp_path, "first M, activation, nan", path=str(megatron_lm))
     assert status != 0

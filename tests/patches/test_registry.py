@@ -87,9 +87,6 @@ def hosts(modules: Modules) -> Iterator[Hosts]:
     assert state(host, user) == before
 
 
-# --- in and out --------------------------------------------------------------------------------------------------------
-
-
 def test_function_is_replaced_everywhere_once_and_restored(hosts: Hosts) -> None:
     host, user = hosts
     original = host.double
@@ -156,9 +153,6 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     assert (row["state"], row["megatron_core"], row["hook"], row["waits_for"]) == ("applied", VERSION, None, [])
     assert row["fingerprints"] == {target: known.edits[0].fingerprints[0]}
     assert (row["cost"], row["gain"]) == ("not measured", "not measured")
-
-
-# --- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,9 +248,6 @@ def test_a_body_that_takes_arguments_by_name_refuses_those_that_it_would_ignore(
         registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
 
 
-# --- others who change the same modules --------------------------------------------------------------------------------
-
-
 def test_foreign_wrappers_are_refused(hosts: Hosts) -> None:
     host, _ = hosts
     target, original = f"{host.__name__}:double", host.double
@@ -306,9 +297,6 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
         patch("one", f"{a}:f", f"{a}:g"),
     ]
     assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 4
-
-
-# --- interrupted and forked ----------------------------------------------------------------------------------------------
 
 
 def interrupted(call: Callable[[], object], number: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from megacpp_mcore.patches.machinery.registry import default
 from tests import stock
+from tests.lanes import exhaustive_but
 
 NAMES = [patch.name for patch in default().patches]
 
@@ -58,9 +60,9 @@ SUBSETS = {
 }
 
 
-@pytest.mark.parametrize("tree", ["wheel", "checkout"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "subsets", ["together", pytest.param("alone and all but one", marks=[pytest.mark.exhaustive, pytest.mark.slow])]
+    ("tree", "subsets"), exhaustive_but(itertools.product(("wheel", "checkout"), SUBSETS), ("wheel", "together"))
 )
 def test_every_patch_goes_in_and_out(tree: str, subsets: str, request: pytest.FixtureRequest) -> None:
     """In a Python of its own, which imports that tree."""

@@ -36,9 +36,6 @@ def applied() -> Iterator[Callable[[Any], Any]]:
         yield lambda module: stack.enter_context(stock.patched(module.PATCH))
 
 
-# --- spec-import -------------------------------------------------------------------------------------------------------
-
-
 def upstream_import(words: Any) -> Any:
     return importlib.import_module("megatron.core.transformer.spec_utils").import_module(words)
 
@@ -85,9 +82,6 @@ def test_what_cannot_be_imported_ends_the_run(
             upstream_import(words)
         if words in (["broken_spec", "block"], ["angry_spec.block"]):
             assert isinstance(raised.value.__cause__, ModuleNotFoundError | RuntimeError)
-
-
-# --- dataset-helpers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -175,9 +169,6 @@ def test_every_rank_has_the_helper_before_it_is_needed(
             applied(dataset_helpers)
         initialize._compile_dependencies()
     assert reached == [False, True]
-
-
-# --- sp-norm-gradients: what it refuses and leaves alone (its sums: tests/distributed) ----------------------------------
 
 
 class Chunk:

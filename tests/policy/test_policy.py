@@ -65,9 +65,6 @@ def settings(folder: Path, text: str) -> plugin_config.PluginConfig:
     return plugin_config.load(file)
 
 
-# --- the run ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_is_read_from_megatrons_arguments() -> None:
     model = preset("nam56r")
     layout = Layout(tensor=2, pipeline=1, expert=2, sequence_parallel=True)
@@ -177,9 +174,6 @@ def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
     assert memory.process_parameters(Run()) is None
 
 
-# --- compile ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TURN_COMPILE_OFF)
 def test_who_disables_dynamo_is_listed(name: str) -> None:
     dense = but(dataclasses.replace(GPU, model=None), experts=False)
@@ -190,9 +184,6 @@ def test_who_disables_dynamo_is_listed(name: str) -> None:
             in resolve(run, environment=environment).describe()
         )
         assert resolve(run, environment=environment).warnings == ()
-
-
-# --- sources and contradictions -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -353,8 +344,6 @@ def test_taxes_are_paid_for_the_duration(tmp_path: Path) -> None:
     assert not torch._logging._internal.log_state.is_artifact_enabled("recompiles")
 
 
-# --- overlap ------------------------------------------------------------------------------------------------------------
-
 ALL = but(
     GPU,
     with_overrides(preset("nam56r"), {"mtp": {"depth": 1}}),
@@ -419,9 +408,6 @@ def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: s
     assert reason in reasons(but(ALL, **changes), "1")[name]
 
 
-# --- the text, the file, the launch -------------------------------------------------------------------------------------
-
-
 def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -> None:
     file = settings(tmp_path, "experimental_taxes: {anomaly_detection: true}\n")
     run = but(ALL, overlap_moe_a2a=False, overlap_shared_expert=False)
@@ -453,9 +439,6 @@ def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         policy.announce(by(GPU, as_json), environment={}, say=lines.append)
     (line,) = lines
     assert json.loads(line.removeprefix("launch policy: "))["launched"] is False
-
-
-# --- flags of speed, TF32, initial weights -------------------------------------------------------------------------------
 
 
 def flag_lines(*words: str, world_size: int = 2) -> dict[str, policy.Value]:

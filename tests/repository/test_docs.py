@@ -177,9 +177,6 @@ def test_the_python_of_the_api_page_runs() -> None:
     assert done.stdout == "torch.Size([64, 2, 4, 64])\n"
 
 
-# --- what the pages say, beside their commands ---------------------------------------------------------------------------
-
-
 def test_the_model_card_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     """After a change of a model: megacpp-mcore recipe list --markdown > docs/model-card.md"""
     assert cli.main(["recipe", "list", "--markdown"]) == 0

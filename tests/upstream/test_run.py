@@ -103,6 +103,7 @@ def test_outcomes_of_ranks_with_and_without_a_patch(tree: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hanging_arm_ends_and_what_it_has_not_reached_is_unfinished(tree: Path) -> None:
     found = carry_out("stock", 2, tree, "test_hangs.py", timeout=30)
     assert found.ended == "timed out after 30 s"
@@ -137,7 +138,7 @@ def test_the_table_names_lost_and_gained_and_unsteady(tmp_path: Path) -> None:
     assert not rows(*stock, run("all", "a", "b", ended="status -9"))[0]
 
 
-@pytest.mark.checkout
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_with_all_patches_no_test_that_needs_no_gpu_is_lost(megatron_lm: Path, tmp_path: Path) -> None:
     """Of the files that can be imported without Transformer Engine and pytest-mock."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tests import tiny_run
 
@@ -37,3 +38,12 @@ def started(words: Sequence[str], until: str, **environment: str) -> Iterator[su
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
         program.communicate()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; one that nobody has reaped yet runs no more."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

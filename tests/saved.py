@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 COMMON = "common_state/shard_0_1"
+
+
+class Code:
+    """What a pickle can do: make the folder ``made``."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.made),)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -124,11 +124,7 @@ def test_what_is_wrong_is_named_with_the_file(file: Path, text: str, names: list
 
 @pytest.mark.parametrize(
     ("value", "layers", "roles"),
-    [
-        ("{schedule: FSSFSS}", 6, "FSSFSS"),
-        ("{schedule: FSS}", 7, "FSSFSSF"),
-        ("{schedule: F}", 3, "FFF"),
-    ],
+    [("{schedule: FSSFSS}", 6, "FSSFSS"), ("{schedule: FSS}", 7, "FSSFSSF"), ("{schedule: F}", 3, "FFF")],
 )
 def test_a_schedule_of_the_index_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch, value: str, layers: int, roles: str

@@ -12,14 +12,7 @@ from unittest import mock
 import pytest
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.arguments.lowering import (
-    GPT,
-    HYBRID,
-    check_arguments,
-    lower,
-    mismatches,
-    model_arguments,
-)
+from megacpp_mcore.arguments.lowering import GPT, HYBRID, check_arguments, lower, mismatches, model_arguments
 from megacpp_mcore.arguments.read import model_of, read
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError

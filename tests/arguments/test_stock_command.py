@@ -108,10 +108,7 @@ MEETING = ["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "nam56r", "--
         ({"via": BARE}, ["--nproc-per-node", "2", "/m n/pretrain_gpt.py"]),
         ({"nodes": 3}, [*MEETING, "--nproc-per-node", "2", *LAUNCHED, "cuda", "--", "pretrain_gpt.py"]),
         ({"nodes": 3, "via": BARE}, [*MEETING, "--nproc-per-node", "2", "/m n/pretrain_gpt.py"]),
-        (
-            {"nodes": 3, "device": "cpu"},
-            [*MEETING, "--nproc-per-node", "2", *LAUNCHED, "cpu", "--", "pretrain_gpt.py"],
-        ),
+        ({"nodes": 3, "device": "cpu"}, [*MEETING, "--nproc-per-node", "2", *LAUNCHED, "cpu", "--", "pretrain_gpt.py"]),
     ],
 )
 def test_a_shell_hands_the_command_over_word_by_word(values: dict[str, Any], head: list[str], tmp_path: Path) -> None:

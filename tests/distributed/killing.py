@@ -34,7 +34,7 @@ class Job:
     def __init__(self, folder: Path, name: str, words: Sequence[str], device: str, **environment: str) -> None:
         self.record, self.saved = folder / f"{name} observe", folder / name
         self._output = folder / f"{name} output"
-        self._words = [
+        command = [
             "-m",
             "megacpp_mcore",
             "launch",
@@ -44,8 +44,8 @@ class Job:
             "--observe",
             str(self.record),
             "--",
-            *words,
         ]
+        self._words = [*command, *words]
         self._words += [*WORDS, "--save", str(self.saved), "--load", str(self.saved)]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"} | environment

@@ -11,12 +11,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megacpp_mcore.observe.steps import Step, read_steps
+from tests.leftovers import is_running
 from tests.observe.recorded import write_start
+from tests.observe.test_page import check_self_contained
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "demo.py"
@@ -50,21 +51,13 @@ def trainer(plan: object, *, steps: int, pause: float, status: int = 0) -> list[
     return [sys.executable, "-c", TRAINER, str(path), str(pids), str(steps), str(pause), str(status)]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # a zombie that its new parent has not reaped yet runs no more
-
-
 def assert_all_gone(folder: Path) -> None:
     pids = [int(word) for word in (folder / "pids").read_text().split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert [pid for pid in pids if is_alive(pid)] == []
+    assert [pid for pid in pids if is_running(pid)] == []
 
 
 @pytest.fixture
@@ -90,17 +83,12 @@ def test_training_is_killed_with_all_that_it_started(plan: object, capsys: pytes
     assert "step   1/20  loss 1.000" in capsys.readouterr().out
 
 
-def test_a_leg_that_somebody_else_kills_is_no_kill_of_ours(plan: object) -> None:
-    suicide = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    with pytest.raises(demo.DemoError, match=r"\(status 137\)") as failure:
-        demo.train(plan, suicide, kill_after=3)
-    assert failure.value.status == 137
-
-
-def test_a_leg_that_ends_leaves_nothing_either(plan: object) -> None:
-    found = demo.train(plan, trainer(plan, steps=5, pause=0))
-    assert [step.step for step in found] == [1, 2, 3, 4, 5]
-    assert_all_gone(plan.folder)
+@pytest.mark.parametrize(("number", "kill_after"), [(signal.SIGKILL, 3), (signal.SIGSEGV, 0)])
+def test_a_leg_that_another_signal_ends_has_the_shells_number(plan: object, number: int, kill_after: int) -> None:
+    suicide = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"]
+    with pytest.raises(demo.DemoError) as failure:
+        demo.train(plan, suicide, kill_after=kill_after)
+    assert failure.value.status == 128 + number
 
 
 @pytest.mark.parametrize(("status", "kill_after", "expected"), [(7, 0, 7), (7, 4, 7), (0, 4, 1)])
@@ -120,13 +108,6 @@ def test_training_that_fails_or_ends_early(
     assert "the reason is here" in shown
     assert "demo FAILED" in shown
     assert_all_gone(plan.folder)
-
-
-def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> None:
-    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
-    with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command)
-    assert failure.value.status == 139
 
 
 DRIVER = """
@@ -219,18 +200,14 @@ def test_the_score_has_to_be_good_enough(reached: float, holds: bool, capsys: py
             demo.report(found)
 
 
-def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
-    made = [demo.new_folder(tmp_path / "demo") for _ in range(3)]
-    assert [folder.name for folder in made] == ["run-1", "run-2", "run-3"]
-
-
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_and_a_folder_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         demo.parse(["--steps", "3"])
     assert ended.value.code == 2
     assert "--steps is 3; expected 4 or more" in capsys.readouterr().err
-    assert demo.parse([]).output == ROOT / "runs" / "demo"
-    assert demo.parse([]).steps == 120
+    assert (demo.parse([]).output, demo.parse([]).steps) == (ROOT / "runs" / "demo", 120)
+    made = [demo.new_folder(tmp_path / "demo") for _ in range(3)]
+    assert [folder.name for folder in made] == ["run-1", "run-2", "run-3"]
 
 
 STEPS, SAVED = 16, 8
@@ -259,13 +236,13 @@ def test_the_whole_demo_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "held-out bits per byte" in done.stdout
     assert "demo FAILED: the score is" in done.stderr
     assert "Warning" not in done.stdout + done.stderr
-    check_against_megatrons_log(output / "run-1" / "log.txt", first)
 
     score = json.loads((output / "run-1" / "score.json").read_text())
     assert (score["step"], score["tokens"]) == (STEPS, 1999)
-    page = (output / "index.html").read_text(encoding="utf-8")
+    found = check_self_contained(page := (output / "index.html").read_text(encoding="utf-8")).text
     assert page == (output / "run-1" / "index.html").read_text(encoding="utf-8")
-    check_page(page, score, first[-1].step)
+    for word in (f"{score['bits_per_byte']:.3f}", "EQUAL", f"{sum(demo.MODEL.parameters().values()):,}"):
+        assert word in found, word
 
     prefixes = demo.make_corpus(output / "corpus")
     files = [Path(prefix + ".bin") for prefix in prefixes]
@@ -276,32 +253,3 @@ def test_the_whole_demo_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[s
     times = [file.stat().st_mtime_ns for file in files]
     assert demo.make_corpus(output / "corpus") == prefixes
     assert [file.stat().st_mtime_ns for file in files] == times
-
-
-def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:
-    """It is self-contained, and says what the run came to, what was killed, and what the model is."""
-    for word in ("http:", "https:", "<script", "src=", "href=", "url("):
-        assert word not in page, word
-    parameters = demo.MODEL.parameters()
-    for expected in (
-        f"<b>{score['bits_per_byte']:.3f}</b>bits per byte, held out",
-        f"<b>{score['unigram_bits_per_byte']:.3f}</b>unigram entropy of the same {score['bytes']:,} bytes",
-        f"Killed after step {killed_after}, resumed from the checkpoint of step {SAVED}. EQUAL: steps {SAVED + 1} to",
-        *(f"{parameters[letter]:,}" for letter in "AEMR"),
-        f"{sum(parameters.values()):,}",
-    ):
-        assert expected in page, expected
-
-
-def check_against_megatrons_log(log: Path, first: list[Step]) -> None:
-    """What was recorded is what Megatron printed, to its seven digits (its second line averages steps 1 and 2)."""
-    losses = {step.step: step.losses["lm loss"] for step in first}
-    losses[2] = (losses[1] + losses[2]) / 2
-    printed = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        if " iteration " in line and "lm loss: " in line:
-            step = int(line.partition(" iteration ")[2].partition("/")[0])
-            printed.setdefault(step, float(line.partition("lm loss: ")[2].split()[0]))
-    assert {1, 2, 3, 4} <= set(printed)
-    for step in (1, 2, 3, 4):
-        assert printed[step] == pytest.approx(losses[step], rel=1e-6)

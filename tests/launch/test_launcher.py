@@ -34,6 +34,7 @@ from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events
 from tests import forks
 from tests.errors import raises
+from tests.leftovers import is_running
 
 CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
@@ -178,12 +179,7 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         (["train"], {}, "", ["'train'", "*.py"]),
         ([], {"device": "tpu"}, "", ["'tpu'", "auto, cpu, cuda"]),
         ([], {"nproc": 0}, "", ["--nproc is 0"]),
-        (
-            [],
-            {"nproc": 2, "environment": RANKS},
-            "",
-            ["--nproc 2", "torchrun"],
-        ),
+        ([], {"nproc": 2, "environment": RANKS}, "", ["--nproc 2", "torchrun"]),
         (
             [],
             {"environment": {"WORLD_SIZE": "4"}},
@@ -418,7 +414,7 @@ def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_tha
     assert time.monotonic() - started < 50
     assert "rank 1 failed first, with exit status 7" in capfd.readouterr().err
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["['1', '2', True]"] * 2
-    assert [pid for pid in (int((tmp_path / f"pid{rank}").read_text()) for rank in "01") if _runs(pid)] == []
+    assert [pid for pid in (int((tmp_path / f"pid{rank}").read_text()) for rank in "01") if is_running(pid)] == []
     assert list((tmp_path / "temporary").glob("*torchelastic*")) == []
     assert list((tmp_path / "temporary").glob("megacpp-mcore-*")) == []
 
@@ -450,17 +446,9 @@ def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> N
     os.kill(parent.pid, sent)
     assert parent.wait(60) == (128 + signal.SIGINT if sent == signal.SIGINT else -signal.SIGKILL)
     left = [int(file.read_text()) for file in files]
-    while any(map(_runs, left)) and time.monotonic() < deadline:
+    while any(map(is_running, left)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert [pid for pid in left if _runs(pid)] == []
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # a zombie that its new parent has not reaped yet runs no more
+    assert [pid for pid in left if is_running(pid)] == []
 
 
 def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

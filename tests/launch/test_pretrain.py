@@ -31,30 +31,14 @@ fim_folder = test_data_arguments.fim_folder
 
 ITERATIONS = 5
 
-MODEL = {
-    "--num-layers": 2,
-    "--hidden-size": 32,
-    "--num-attention-heads": 2,
-    "--seq-length": 32,
-    "--max-position-embeddings": 32,
-    "--position-embedding-type": "rope",
-    "--rope-type": "rope",
-    "--tokenizer-type": "NullTokenizer",
-    "--vocab-size": 127,
-}
-TRAINING = {
-    "--micro-batch-size": 1,
-    "--global-batch-size": 4,
-    "--train-iters": ITERATIONS,
-    "--lr": 1e-2,
-    "--log-interval": 1,
-    "--eval-iters": 1,
-    "--eval-interval": 100,
-}
+BASE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --rope-type rope --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 "
+    f"--global-batch-size 4 --train-iters {ITERATIONS} --lr 1e-2 --log-interval 1 --eval-iters 1 --eval-interval 100"
+).split()
 # Stock's local experts know neither the fused GELU nor, on one rank, a bias.
 MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
 MOE += ["--no-bias-gelu-fusion", "--disable-bias-linear"]
-BASE = [str(word) for pair in {**MODEL, **TRAINING}.items() for word in pair]
 CPU = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
 

@@ -26,30 +26,22 @@ LAUNCH = "launch --device cpu -- {words}"
 
 AT_THE_COMMAND_LINE = [
     ("recpie list", "did you mean 'recipe'?"),
-    ("recipe emmit nam56r", "did you mean 'emit'?"),
-    ("recipe emit NAM56R", "did you mean 'nam56r'"),
     ("recipe emit nam56r_tyni", "did you mean 'nam56r_tiny'"),
     (f"{EMIT} --tokenizer nope", "tokenizer folder nope has no tokenizer.json"),
     (f"{EMIT} --global-batchsize 4", "did you mean '--global-batch-size'"),
     (f"{EMIT} --lr abc", "invalid float value: 'abc'"),
     (f"{EMIT} --set hidden_siz=64", "did you mean 'hidden_size'"),
     (f"{EMIT} --set hidden_size", "KEY=VALUE"),
-    (f"{EMIT} --set dsa.topk=abc", "'abc' is not a whole number"),
     (f"{EMIT} --set hidden_size=64", "add --settings FILE"),
     (f"{EMIT} --set hidden_size=64 --settings afile", "choose another file, or add --overwrite"),
     (f"{EMIT} --global-batch-size 3 --micro-batch-size 2", "change --global-batch-size or --micro-batch-size"),
     (f"{EMIT} --tensor 3", "the nearest divisor is 4"),
-    (f"{EMIT} --pipeline 5", "choose stages that divide 12"),
     (f"{EMIT} --nodes 0", "expected 1 or more"),
     (f"MEGACPP_CONFIG=nope.yaml {EMIT}", "has to name a YAML file"),
     (f"MEGACPP_CONFIG=key.yaml {EMIT}", "did you mean 'model'"),
-    (f"MEGACPP_CONFIG=broken.yaml {EMIT}", "not valid YAML"),
-    (f"MEGACPP_CONFIG=backend.yaml {EMIT}", "known: auto, triton, stock, reference"),
     ("data prepare nope.txt --output x/y", "No such file or directory"),
     ("data prepare afile --output y --tokenizer nope", "pass the folder that holds tokenizer.json"),
     ("report compare nope nope2", "expected the folder of a run that was observed, or a receipt"),
-    ("bench run nope", "did you mean"),
-    ("patch applly", "did you mean 'apply'?"),
     ("launch --device cpu {words}", "before --: "),
     ("launch --device cpu -- latest {words}", "neither a script (*.py) nor an argument"),
     ("launch --device cpu -- pretrian_gpt.py {words}", "pretrian_gpt.py was not found"),
@@ -60,7 +52,6 @@ AT_THE_COMMAND_LINE = [
     (f"{LAUNCH} --load latest", "--load latest does not exist; expected the folder that --save named"),
     (f"{LAUNCH} --load saved/iter_0000003", "--load saved --ckpt-step 3"),
     (f"{LAUNCH} --save saved", "add --save-interval N"),
-    (f"{LAUNCH} --save saved --save-interval 0", "expected a whole number, 1 or more"),
     (f"{LAUNCH} --train-iters 0", "expected a whole number, 1 or more"),
     (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.nam56r"),
 ]
@@ -86,8 +77,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "afile").write_text("a: 1\n")
     (tmp_path / "key.yaml").write_text("modle: nam56r_tiny\n")
-    (tmp_path / "broken.yaml").write_text("model: [\n")
-    (tmp_path / "backend.yaml").write_text("model: nam56r_tiny\nbackends: {rms_norm: fastest}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEGATRON_LM", raising=False)
     return tmp_path
@@ -158,10 +147,7 @@ def test_a_disk_that_is_full_at_a_save_is_named(said: Exception, tmp_path: Path)
     saving = tmp_path / "checkpointing.py"
     saving.write_text("raise said\n")
     with mock.patch.object(sys, "argv", ["x.py", "--save", str(tmp_path)]):
-        with (
-            raises(LaunchError, f"--save {tmp_path}", "GB"),
-            refusals.in_one_line(None),
-        ):
+        with raises(LaunchError, f"--save {tmp_path}", "GB"), refusals.in_one_line(None):
             runpy.run_path(str(saving), init_globals={"said": said})
         with pytest.raises(type(said)) as raised, refusals.in_one_line(None):  # a cache on another disk, say
             raise said.with_traceback(None)
@@ -172,10 +158,7 @@ def test_another_length_of_training_names_the_way_on() -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     scheduler = mock.Mock(override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
-    with (
-        raises(LaunchError, "iterations 12", 16, "--override-opt_param-scheduler"),
-        refusals.in_one_line(None),
-    ):
+    with raises(LaunchError, "iterations 12", 16, "--override-opt_param-scheduler"), refusals.in_one_line(None):
         OptimizerParamScheduler._check_and_set(scheduler, 16, 12, "total number of iterations")
 
 

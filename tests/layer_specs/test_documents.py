@@ -295,11 +295,7 @@ BALANCED = "--sequence-parallel balances experts"
 @pytest.mark.parametrize(
     ("configured", "value", "right"),
     [
-        (
-            {"pipeline_model_parallel_size": 2},
-            "from stage to stage",
-            {"variable_seq_lengths": True},
-        ),
+        ({"pipeline_model_parallel_size": 2}, "from stage to stage", {"variable_seq_lengths": True}),
         (CUT, BALANCED, {"sequence_parallel": False}),
         (CUT, BALANCED, {"num_moe_experts": None}),
         (CUT | {BALANCING: ["aux_loss", "seq_aux_loss"]}, BALANCED, {BALANCING: "aux_loss"}),

@@ -209,11 +209,7 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
             "grouped_mlp",
             ["routed_mlp", "--moe-token-dispatcher-type alltoall"],
         ),
-        (
-            {"moe_shared_expert_overlap": True, "expert_model_parallel_size": 2},
-            "routed_mlp",
-            ["name grouped_mlp"],
-        ),
+        ({"moe_shared_expert_overlap": True, "expert_model_parallel_size": 2}, "routed_mlp", ["name grouped_mlp"]),
         ({}, "grouped_mlp", ["name routed_mlp"]),
         ({"use_transformer_engine_op_fuser": True}, "routed_mlp", ["--use-transformer-engine-op-fuser"]),
     ],

@@ -634,11 +634,7 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
         ({}, {"context_parallel_size": 2}, ["context parallelism is 2"]),
         ({}, {"tensor_model_parallel_size": 3}, ["attention heads (4)", "parallelism (3)"]),
         # Latents that local layers cannot cut; Transformer Engine's can.
-        (
-            {"mla": {"q_lora_rank": 33}},
-            {"tensor_model_parallel_size": 2},
-            ["q_lora_rank (33)", "parallelism (2)"],
-        ),
+        ({"mla": {"q_lora_rank": 33}}, {"tensor_model_parallel_size": 2}, ["q_lora_rank (33)", "parallelism (2)"]),
     ],
 )
 def test_what_no_test_covers_yet_is_refused(

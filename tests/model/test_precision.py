@@ -59,10 +59,7 @@ def test_where_there_is_no_transformer_engine(device: str) -> None:
     [
         ({"pattern": "AAMA", "depth": 4}, "has no E layer between its first and last"),
         ({"pattern": "AAME", "depth": 4}, "has no E layer between its first and last"),
-        (
-            {"moe": {"ffn_hidden_size": 120}},
-            "moe.ffn_hidden_size of nam56r_tiny is 120.*multiple of 16",
-        ),
+        ({"moe": {"ffn_hidden_size": 120}}, "moe.ffn_hidden_size of nam56r_tiny is 120.*multiple of 16"),
     ],
 )
 def test_models_that_cannot(overrides: dict[str, Any], says: str) -> None:

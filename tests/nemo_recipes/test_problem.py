@@ -198,37 +198,20 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
 
 def described(chosen: Recipe, **changes: Any) -> Any:
     """What :func:`read` reads of Bridge's configuration, as the recipe has it but for ``changes`` of the model."""
-    model = {
-        "tensor_model_parallel_size": chosen.run.layout.tensor,
-        "pipeline_model_parallel_size": chosen.run.layout.pipeline,
-        "virtual_pipeline_model_parallel_size": None,
-        "pipeline_model_parallel_layout": None,
-        "expert_model_parallel_size": chosen.run.layout.expert,
-        "context_parallel_size": 1,
-        "sequence_parallel": False,
-        "gradient_accumulation_fusion": True,
-        "moe_permute_fusion": True,
-        "use_cpu_initialization": False,
-        "transformer_impl": "transformer_engine",
-        "moe_token_dispatcher_type": "alltoall",
-        "te_precision_config_file": chosen.run.training.plan.file,
-        "overlap_moe_expert_parallel_comm": False,
-        "moe_shared_expert_overlap": False,
-        "tp_comm_overlap": False,
-        "cuda_graph_impl": "none",
-        "cuda_graph_modules": "full",
-        "recompute_granularity": None,
-        "recompute_modules": None,
-        **{"bf16": False, "fp16": False, "fp8": None},
-    }
+    layout, off = chosen.run.layout, ("sequence_parallel", "use_cpu_initialization", "tp_comm_overlap", "bf16", "fp16")
+    off += ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
+    unset = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "recompute_granularity")
+    model = dict.fromkeys(off, False) | dict.fromkeys((*unset, "recompute_modules", "fp8"))
+    model |= {f"{name}_model_parallel_size": getattr(layout, name) for name in ("tensor", "pipeline", "expert")}
+    model |= {
+        "context_parallel_size": 1, "gradient_accumulation_fusion": True, "moe_permute_fusion": True,
+        "transformer_impl": "transformer_engine", "moe_token_dispatcher_type": "alltoall",
+        "te_precision_config_file": chosen.run.training.plan.file, "cuda_graph_impl": "none", "cuda_graph_modules": "full",
+    }  # fmt: skip
     ddp = {
-        "use_distributed_optimizer": False,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": False,
-        "bucket_size": None,
-        "num_buckets": None,
-        "grad_reduce_in_fp32": True,
-    }
+        "use_distributed_optimizer": False, "overlap_grad_reduce": True, "overlap_param_gather": False,
+        "bucket_size": None, "num_buckets": None, "grad_reduce_in_fp32": True,
+    }  # fmt: skip
     return SimpleNamespace(
         model=SimpleNamespace(**model | changes),
         ddp=SimpleNamespace(**ddp),

@@ -84,41 +84,6 @@ def test_the_age_of_a_process_is_known_to_the_kernel_s_tick() -> None:
     assert before - 0.05 < began < before + 0.5  # psutil's own time of its start may be off by half a second
 
 
-def seconds_of(found: goodput.Goodput) -> dict[str, float]:
-    return {name: spent / SECOND for name, spent in found.nanoseconds.items() if spent}
-
-
-def test_a_death_and_a_restart(tmp_path: Path) -> None:
-    """Begun at 100 s; 4 steps, a checkpoint after the second; killed at 116.5 in the fifth; at 120 it goes on from step 2."""
-    write_start(
-        tmp_path, 1, 0,
-        at(105, {"startup": 5}),
-        stepped(107, 1, 2),
-        stepped(109, 2, 1, data=1),
-        stepped(112, 3, 2, checkpoint_save=1),
-        stepped(114, 4, 2),
-        at(116.5),
-        began=100,
-    )  # fmt: skip
-    write_start(
-        tmp_path, 2, 0,
-        at(123, {"startup": 2, "checkpoint_load": 1}),
-        stepped(125, 3, 2, resumed_at=2),
-        stepped(127.5, 4, 2, resumed_at=2, idle=0.5),
-        at(128, {"idle": 0.25, "step": 0.25}, how="ValueError"),
-        at(131, facts={}),
-        began=120,
-    )  # fmt: skip
-    found = goodput.of_rank(events.read(tmp_path)[0])
-    assert seconds_of(found) == {
-        "startup": 5, PRODUCTIVE: 2 + 1 + 2 + 2, "data": 1, "checkpoint_save": 1, LOST: 2 + 2 + 2.5 + 0.25, DOWN: 3.5,
-        RECOVERY: 2, "checkpoint_load": 1, "idle": 0.75,
-    }  # fmt: skip
-    assert found.wall_ns == 28 * SECOND
-    assert (found.starts, found.steps, found.steps_lost) == (2, 4, 2)
-    assert found.share == 7 / 28
-
-
 def record(
     run: Path, time: Time, steps: int, resumed_at: int = 0, how: BaseException | str | None = None
 ) -> goodput.Goodput | None:

@@ -18,7 +18,6 @@ import pytest
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.observe import goodput, page, receipts
-from megacpp_mcore.observe.receipts import fields
 from tests import browser, tiny_run
 from tests.observe import real_run
 from tests.observe.recorded import append, at, file_of, stepped, with_loss, write_start
@@ -110,7 +109,6 @@ def check_self_contained(text: str) -> Reader:
 def test_the_page_of_a_killed_run_with_a_fall_back(killed: Path) -> None:
     found = check_self_contained(page.html(killed))
     assert set(PARTS) | {"disqualifiers", "receipts"} <= found.parts()
-    assert {"resumed at 3", "restarted from step 3"} <= set(found.text.split("\n"))
     shown = [name for name in goodput.CLASSES if f"[{name}]" in found.text]
     assert set(shown) >= {*goodput.CLASSES} - {"down", "evaluation"}
 
@@ -207,13 +205,8 @@ def test_a_page_of_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = check_self_contained(output.read_text(encoding="utf-8"))
     assert "2023-11-14T22:13:20+00:00" in found.text
     assert {"loss-plot", "time-plot", "goodput-bar"} <= found.parts()
-
-
-def test_a_restart_is_marked(tmp_path: Path) -> None:
-    steps = [with_loss(stepped(4, 2, resumed_at=1)), with_loss(stepped(7, 3, resumed_at=1))]
-    write_start(tmp_path, 1, 0, *steps, at(10))
-    write_start(tmp_path, 2, 0, with_loss(stepped(24, 3, resumed_at=2)), at(25, {}, how="ValueError"), began=20)
-    assert {"resumed at 2", "restarted from step 2"} <= set(Reader(page.html(tmp_path)).text.split("\n"))
+    write_start(tmp_path, 2, 0, with_loss(stepped(1_700_000_024, 2, resumed_at=1)), began=1_700_000_020)
+    assert {"resumed at 1", "restarted from step 1"} <= set(Reader(page.html(tmp_path)).text.split("\n"))
 
 
 def drawn(points: list[tuple[float, float]], **more: Any) -> str:
@@ -227,13 +220,6 @@ def test_a_long_curve_keeps_its_extremes_and_is_short() -> None:
     assert {min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])} <= set(thin)
     assert thin == sorted(thin)
     assert len(drawn(points)) < 90_000
-
-
-def test_one_spike_does_not_flatten_a_curve() -> None:
-    logarithmic = drawn([(1.0, 4.0), (2.0, 3.0), (3.0, 2.0), (4.0, 1e5)])
-    labels = Reader(logarithmic).text.split()
-    assert {"10", "100", "1000", "10k", "100k"} <= set(labels)
-    assert "20k" not in labels
 
 
 def test_charts_are_of_the_page_and_of_whole_steps() -> None:
@@ -258,8 +244,3 @@ def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pyt
 def test_every_class_of_time_has_a_colour_and_a_word() -> None:
     template = Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
     assert all(f"--{name}: #" in template and f'"{name}": "' in template for name in goodput.CLASSES)
-
-
-def test_short_numbers() -> None:
-    assert [page.short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
-    assert [fields.size(1.5e9), page.clock(3700), page.clock(61.0)] == ["1.5 GB", "1 h 01 min", "61.0 s"]

@@ -21,7 +21,7 @@ from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches import checkpoint_integrity as patch
 from tests import stock
 from tests.errors import raises
-from tests.saved import write
+from tests.saved import Code, write
 
 TRACKER = checkpoint_folder.TRACKER
 
@@ -59,16 +59,6 @@ def saved(folder: Path, *iterations: int, common: Any = None, rng: Any = None) -
         integrity.write_manifest(made)
         (folder / TRACKER).write_text(str(iteration))
     return folder
-
-
-class Code:
-    """What a pickle can do."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.made),)
 
 
 def load(checkpointing: ModuleType, folder: Path, args: Namespace) -> Any:
@@ -138,10 +128,7 @@ def test_variables_that_a_load_sets_stay(checkpointing: ModuleType, tmp_path: Pa
         os.environ["SET_BY_A_LIBRARY"] = "1"
         return -1
 
-    with (
-        mock.patch.dict(os.environ),
-        mock.patch.object(checkpointing, "_get_non_persistent_iteration", reads),
-    ):
+    with mock.patch.dict(os.environ), mock.patch.object(checkpointing, "_get_non_persistent_iteration", reads):
         before = dict(os.environ)
         load(checkpointing, saved(tmp_path / "saved", 3, rng=[7]), arguments())
         assert dict(os.environ) == before | {"SET_BY_A_LIBRARY": "1"}

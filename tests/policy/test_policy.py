@@ -98,11 +98,7 @@ def test_spellings_of_values_and_replicas() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "text"),
-    [
-        ("--tensor-model-parallel-size", "two"),
-        ("--expert-model-parallel-size", "0"),
-        ("--ddp-bucket-size", "40e6"),
-    ],
+    [("--tensor-model-parallel-size", "two"), ("--expert-model-parallel-size", "0"), ("--ddp-bucket-size", "40e6")],
 )
 def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> None:
     with pytest.raises(LaunchError, match=f"{flag} is {text!r}.* 1 "):
@@ -113,11 +109,7 @@ def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> N
     ("words", "processes", "message"),
     [
         ("--tensor-model-parallel-size 3", 1, "tensor 3 .* 1"),
-        (
-            "--pipeline-model-parallel-size 2 --context-parallel-size 3",
-            8,
-            "pipeline 2 × context 3 .*6 .* 8",
-        ),
+        ("--pipeline-model-parallel-size 2 --context-parallel-size 3", 8, "pipeline 2 × context 3 .*6 .* 8"),
         ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, None),
     ],
 )
@@ -465,10 +457,7 @@ def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
 
 def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact() -> None:
     ours = GPU
-    with pytest.raises(
-        LaunchError,
-        match=r"NVIDIA_TF32_OVERRIDE=1.*router, .*M²RNN",
-    ):
+    with pytest.raises(LaunchError, match=r"NVIDIA_TF32_OVERRIDE=1.*router, .*M²RNN"):
         resolve(ours, environment={"NVIDIA_TF32_OVERRIDE": "1"})
     for harmless in ({"NVIDIA_TF32_OVERRIDE": "0"}, {}):
         assert resolve(ours, environment=harmless).warnings == ()

@@ -41,22 +41,9 @@ def blocks(page: str, language: str) -> list[str]:
 WITH_COMMANDS = [name for name, page in PAGES.items() if blocks(page, "sh")]
 TRAINING = [name for name in WITH_COMMANDS if re.search(r"^bash |^megacpp-mcore launch ", PAGES[name], re.MULTILINE)]
 OTHERS = {
-    "bash",
-    "cat",
-    "cd",
-    "cp",
-    "examples",
-    "export",
-    "git",
-    "mapfile",
-    "mkdir",
-    "ncu",
-    "nsys",
-    "pip",
-    "python",
-    "sbatch",
+    "bash", "cat", "cd", "cp", "examples", "export", "git", "mapfile", "mkdir", "ncu", "nsys", "pip", "python", "sbatch",
     "unset",
-}
+}  # fmt: skip
 
 
 def commands(page: str) -> Iterator[list[str]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,17 +17,7 @@ from torch.utils.file_baton import FileBaton
 from megacpp_mcore import cpu
 from megacpp_mcore.launch import extensions, launcher
 
-HOLDER = """
-import sys
-from torch.utils.file_baton import FileBaton
-from megacpp_mcore.launch import extensions
-with extensions.stale_locks_removed():
-    baton = FileBaton(sys.argv[1])
-    assert baton.try_acquire()
-    print("held", flush=True)
-    sys.stdin.read()
-    baton.release()
-"""
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
 @pytest.fixture
@@ -40,23 +28,33 @@ def lock(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(lock: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock, as one that builds."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
+def holder(lock: Path) -> Iterator[tuple[Any, Any]]:
+    """A process that holds the lock, as one that builds, and the event that has it released."""
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+
+    def hold() -> None:
+        with extensions.stale_locks_removed():
+            baton = FileBaton(str(lock))
+            assert baton.try_acquire()
+            held.set()
+            release.wait(60)
+            baton.release()
+
+    process = context.Process(target=hold)
+    process.start()
+    assert held.wait(60)
+    yield process, release
     process.kill()
-    process.communicate()
+    process.join()
 
 
 def test_a_dead_processs_lock_is_taken_away(
-    lock: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+    lock: Path, holder: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    process, _ = holder
+    process.kill()
+    process.join()
     assert not FileBaton(str(lock)).try_acquire()  # and wait() has no end
     os.utime(lock, (0, time.time() - 3600))
     with extensions.stale_locks_removed():
@@ -67,12 +65,14 @@ def test_a_dead_processs_lock_is_taken_away(
     assert f"{lock}, the lock of a PyTorch extension, 3600 s old, was left" in capsys.readouterr().out
 
 
-def test_a_live_processs_lock_is_waited_for(lock: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_live_processs_lock_is_waited_for(lock: Path, holder: tuple[Any, Any]) -> None:
+    process, release = holder
     with extensions.stale_locks_removed():
         assert not FileBaton(str(lock)).try_acquire()
         assert lock.exists()
-        holder.communicate("")  # which releases it
-        assert holder.returncode == 0
+        release.set()
+        process.join(60)
+        assert process.exitcode == 0
         assert FileBaton(str(lock)).try_acquire()
 
 

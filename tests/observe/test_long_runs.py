@@ -66,7 +66,7 @@ def peak_of(read: Callable[[], object]) -> int:
 @pytest.mark.parametrize("read", [assemble, page.read, lambda run: events.read(run, lambda *_: None)])
 def test_memory_does_not_grow_with_the_steps_of_all_ranks(read: Callable[[Path], object], tmp_path: Path) -> None:
     for ranks in (2, 12):
-        write_run(tmp_path / str(ranks), ranks, 400)
+        write_run(tmp_path / str(ranks), ranks, 200)
     assert receipts.read(tmp_path / "12")["step_time"]["rank"] == 11
     few, many = (peak_of(lambda ranks=ranks: read(tmp_path / str(ranks))) for ranks in (2, 12))
     a_rank = peak_of(lambda: events.read(tmp_path / "2")) // 2

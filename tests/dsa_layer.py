@@ -100,11 +100,7 @@ def stock_in_double() -> Iterator[None]:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation below autograd: names, the largest tensor made, and the most bytes alive at once.
-
-    Alive are storages that were made while recording and that somebody still holds. A backend's own scratch memory is not
-    seen, and neither is what an operation allocates and frees by itself.
-    """
+    """Sees every operation below autograd: names, the largest tensor made, and the most bytes alive at once."""
 
     def __init__(self) -> None:
         super().__init__()

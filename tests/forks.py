@@ -125,10 +125,7 @@ def start_ranks(
 
 
 def run_ranks(words: Sequence[str], count: int, *, env: Mapping[str, str], timeout: float = 180) -> tuple[int, str]:
-    """Run a program in ``count`` processes as torchrun does: the status of the first that fails, or 0, and what all printed.
-
-    Where one fails, or after ``timeout`` seconds, the others are killed.
-    """
+    """Run a program in ``count`` processes as torchrun does, until one fails; the first status but 0, and all output."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(count)]
         programs = start_ranks(words, files, env=env)

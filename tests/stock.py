@@ -124,12 +124,7 @@ def on_ranks(module: str, count: int, *words: str) -> None:
 
 @contextlib.contextmanager
 def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
-    """The CPU lane and Megatron's process groups, for one process or one of several; everything is taken down again.
-
-    Args:
-        store: the file by which processes meet.
-        sizes: of the model-parallel groups, as Megatron names them; with them RANK and WORLD_SIZE count.
-    """
+    """The CPU lane and Megatron's process groups for one process, or one of several with these sizes of groups, which meet by ``store``."""
     rank, world = (int(os.environ[name]) if sizes else one for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     with cpu_lane():
         import torch
@@ -164,10 +159,7 @@ def build(
     changed: Callable[[list[str]], None] = lambda _: None,
     **settings: Any,
 ) -> Any:
-    """The model that stock builds for ``preset`` with ``overrides``, and the file's other ``settings``; on either host.
-
-    Needs :func:`one_process`. ``changed`` may edit the command line.
-    """
+    """The model that stock builds for ``preset`` with ``overrides`` and other ``settings``, in :func:`one_process`; on either host."""
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

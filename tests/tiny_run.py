@@ -68,15 +68,7 @@ class Running:
 
 
 def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, fate: str = "", **more: str) -> Running:
-    """Start ``program``, a module and its own arguments, and hand it Megatron's.
-
-    Args:
-        program: the module's name and what it takes before Megatron's arguments.
-        arguments: Megatron's, of :func:`words` or others.
-        data: the folder of :func:`make_data`, whose file of options is used; None: a model without one.
-        fate: what is to happen to the run, for ``real_run.FATE``.
-        more: further environment variables.
-    """
+    """Start ``program`` with Megatron's ``arguments``, the options of the folder ``data``, and a ``fate`` for real_run."""
     paths = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     options = "" if data is None else str(data / "config.yaml")
     ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, settings.VARIABLE: options}

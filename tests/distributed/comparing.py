@@ -29,10 +29,7 @@ def tensors_of(run: Run, step: int) -> dict[str, torch.Tensor]:
 def differing_runs(
     expected: Run, found: Run, tolerance: float, names: Sequence[str] = SCALARS, *, steps: int
 ) -> list[str]:
-    """One sentence for each scalar of ``names`` in all ``steps``, and each gradient of the first, that is further off.
-
-    The gradients are a constant times each, for Adam's mean started from zero. Later ones are compared in fp64.
-    """
+    """One sentence for each scalar in all ``steps``, and each gradient of the first (as Adam's mean), that is further off."""
     assert all(len(run.scalars[name]) == steps for run in (expected, found) for name in names)
     first, same = (
         {name: value for name, value in tensors_of(run, 1).items() if name.startswith(MOMENTUM)}

@@ -1,7 +1,4 @@
-"""One of two processes; the second differs in one way after the other: ``python -m tests.distributed.differing FOLDER``.
-
-FOLDER gets a store and the files; the errors go to FOLDER/RANK.json, by way.
-"""
+"""One of two processes, the second differs in one way after the other; errors go to FOLDER/RANK.json: ``differing FOLDER``."""
 
 from __future__ import annotations
 

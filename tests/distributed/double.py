@@ -1,9 +1,4 @@
-"""The stock loop of the wheel, all of it in fp64: ``megacpp-mcore launch -- tests/distributed/double.py ARGUMENTS``.
-
-Megatron has no such precision. Here every ``torch.float32`` that it passes on becomes ``torch.float64``, so that two layouts
-may differ by fp64 rounding alone: no selection tips over a near tie, and Adam makes no whole step of a gradient that is
-noise.
-"""
+"""The stock loop of the wheel in fp64, where no near tie tips over: ``launch -- tests/distributed/double.py ARGUMENTS``."""
 
 from __future__ import annotations
 

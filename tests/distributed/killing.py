@@ -21,15 +21,7 @@ WORDS = ("--save-interval", str(SAVED_EVERY), "--deterministic-mode", "--lr-warm
 
 
 class Job:
-    """Processes as torchrun starts them, but with nobody who would end them together.
-
-    Args:
-        folder: for what the run leaves.
-        name: of the run.
-        words: Megatron's arguments, but for where it saves.
-        device: ``cpu`` or ``cuda``.
-        environment: what is added to that of this process.
-    """
+    """Processes as torchrun starts them, but with nobody who would end them together."""
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], device: str, **environment: str) -> None:
         self.record, self.saved = folder / f"{name} observe", folder / name

@@ -1,9 +1,7 @@
 """Saves and loads optimizer state in one layout, many times in one process: ``launch -- moving.py TASKS WORDS``.
 
-Nothing is trained. Every main parameter and both of Adam's moments are filled with numbers that follow from the
-parameter's name and the place of each number in the whole tensor, saved by Megatron's ``save_checkpoint``, loaded by its
-``load_checkpoint``, and compared with the same numbers, byte for byte. Where a tensor's numbers lie follows from the model's
-own sharded state dict and the optimizer's ranges, by no code of a patch.
+Nothing is trained: states are filled with numbers that follow from a parameter's name and each number's place in the whole
+tensor (by the model's sharded state dict, by no code of a patch), saved, loaded and compared byte for byte.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One of two processes, of which the second has no trainable parameters: ``python -m tests.distributed.refusing FOLDER``.
-
-Both load what only the first one's optimizer can refuse; the errors go to FOLDER/RANK.json.
-"""
+"""One of two processes, the second without parameters; both load what the first refuses, errors go to FOLDER/RANK.json."""
 
 from __future__ import annotations
 

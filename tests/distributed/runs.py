@@ -1,8 +1,4 @@
-"""Training runs for the layout tests: one small model of all four families, fp32 or fp64, real processes over gloo.
-
-Every run is ``megacpp-mcore launch`` in a process a rank. What a run leaves is the record of its steps, its output and its
-checkpoints.
-"""
+"""Training runs for the layout tests: one small model of all four families, each ``megacpp-mcore launch`` a process a rank."""
 
 from __future__ import annotations
 
@@ -65,14 +61,7 @@ not repeat itself then, either (in fp64 all layouts do).
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended well.
-
-    Attributes:
-        output: standard output and error together.
-        checkpoints: the folder that it saved to.
-        scalars: losses, gradient norm and learning rate, each name's values by step.
-        model: what was trained.
-    """
+    """A run that has ended well: what it printed, where it saved, scalars by name and step, and what was trained."""
 
     output: str
     checkpoints: Path
@@ -89,16 +78,7 @@ class Run:
 
 
 class Laboratory:
-    """Trains one model in a folder of its own, on one small dataset.
-
-    Args:
-        folder: where everything goes.
-        script: what trains; by default the wheel's own loop.
-        overrides: what makes nam56r_tiny the model.
-        texts: the dataset's files; by default one, a module of Python itself.
-        words: Megatron arguments of every run.
-        training: what else of the training is another than here.
-    """
+    """Trains one model in a folder of its own, on one small dataset, by ``script`` or the wheel's own loop."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Documents kept apart in every layout, packed into one row or told by a mask: the losses and gradients of one process.
-
-In a file of its own, so that under ``pytest -n`` with ``--dist loadfile`` another worker makes these runs.
-"""
+"""Documents kept apart in every layout, packed into one row or told by a mask: the losses and gradients of one process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The patch dsa-index-cache under real pipeline schedules: 1F1B and interleaved, two processes over gloo, fp32.
-
-Every gradient is compared with the reference of ``tests/patches/test_dsa_index_cache.py``, which runs one micro-batch at a time
-in this process, with the indices that the pipeline's Full layers recorded.
-"""
+"""The patch dsa-index-cache in two-process pipelines, 1F1B and interleaved, against tests/patches' reference, in fp32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One model in every layout: same losses and gradients, same checkpoints, and a refusal where it cannot be.
-
-All of it is in one file, so that under ``pytest -n`` with ``--dist loadfile`` one worker makes each run once.
-"""
+"""One model in every layout: same losses and gradients, same checkpoints, and a refusal where it cannot be."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One model in every layout, all in fp64: losses, gradients, parameters and Adam's state over many steps.
-
-In a file of its own, so that under ``pytest -n`` with ``--dist loadfile`` another worker makes these runs. ``test_layouts``
-compares the same layouts in fp32.
-"""
+"""One model in every layout, all in fp64: losses, gradients, parameters and Adam's state over many steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""In bf16, with the parameters that stay in fp32: runs go on from their checkpoints bit for bit, in every format and layout.
-
-That each state has the name of its parameter: tests/patches/test_mixed_precision_optimizer.py.
-"""
+"""In bf16, with the parameters that stay in fp32: runs go on from their checkpoints bit for bit, in every format and layout."""
 
 from __future__ import annotations
 
@@ -101,11 +98,7 @@ def test_a_resumed_run_goes_on(laboratory: Runs, optimizer: str) -> None:
     ids=["plain-torch", "distributed-torch", "distributed-buckets"],
 )
 def test_a_run_goes_on_from_formats_without_names(laboratory: Runs, optimizer: str, words: tuple[str, ...]) -> None:
-    """Saved without names, gone on with, and saved with names in the end.
-
-    The first run ends where the second goes on: of ``torch`` checkpoints of the distributed optimizer, upstream loads the last
-    one's state whatever ``--ckpt-step`` says.
-    """
+    """The first run ends there: of ``torch`` checkpoints upstream loads the last state whatever ``--ckpt-step`` says."""
     source = laboratory.steps(" ".join(words), (*words, "--exit-interval", str(HALF)))
     assert_goes_on(
         laboratory.whole(optimizer), laboratory.steps(f"from {' '.join(words)}", OPTIMIZERS[optimizer], load=source)

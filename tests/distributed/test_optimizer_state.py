@@ -1,8 +1,4 @@
-"""Optimizer state between layouts, kinds of optimizer, buckets and formats: each move is exact, or refused with a remedy.
-
-The table in docs/launch.md is generated and checked here. What is exact: main parameters and both moments, byte for byte by
-name (tests/distributed/moving.py).
-"""
+"""Optimizer state between layouts, optimizers, buckets and formats: exact, byte for byte by name, or refused with a remedy."""
 
 from __future__ import annotations
 

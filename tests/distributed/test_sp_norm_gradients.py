@@ -1,8 +1,4 @@
-"""The patch sp-norm-gradients: a stock GPT under TP 2 with sequence parallelism, in real processes over gloo, against TP 1.
-
-The processes run :func:`main` of this file: each case trains one step on the same weights and data, and leaves its
-gradients, whole and of every rank.
-"""
+"""The patch sp-norm-gradients: a stock GPT under TP 2 with sequence parallelism, in real processes over gloo, against TP 1."""
 
 from __future__ import annotations
 
@@ -25,15 +21,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train.
-
-    Attributes:
-        patched: whether the patch is applied.
-        wrapped: whether the model is in Megatron's DistributedDataParallel.
-        configured: whether the schedule is told to finalize.
-        afterwards: whether the loop calls ``finalize_model_grads`` itself, after its last schedule.
-        calls: schedules without zeroing the gradients between them.
-    """
+    """One way to train: in DDP, finalized by the schedule or afterwards by the loop, over several calls of the schedule."""
 
     patched: bool = True
     wrapped: bool = False

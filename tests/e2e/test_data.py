@@ -93,10 +93,7 @@ def run_stock(script: Path, *data: str, extra: tuple[str, ...]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_stock_script_trains_on_packed_documents(megatron_lm: Path, tmp_path: Path) -> None:
-    """Short documents, several a row, two rows packed into one: other losses than where documents see one another.
-
-    The wheel's loop trains the same.
-    """
+    """Other losses than where documents see one another; the wheel's loop trains the same."""
     for number in range(200):
         (tmp_path / f"{number:03d}.txt").write_text(f"document {number}: " + "some words. " * (number % 7))
     prepare([str(tmp_path)], str(tmp_path / "short"))

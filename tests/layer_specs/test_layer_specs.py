@@ -421,10 +421,7 @@ def kept(make: Callable[..., Any]) -> Callable[[int], InFlight]:
 
 @pytest.mark.parametrize("name", exhaustive_but(RECOMPUTE, "core_attn", "every layer", "all layers up to the Full one"))
 def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
-    """Neither losses nor gradients, bit for bit, nor what Shared layers attend to; and layers do run again.
-
-    Without MTP, which upstream recomputes with one layer a checkpoint only.
-    """
+    """Bit for bit, nor what Shared layers attend to; layers do run again. Without MTP, which upstream recomputes layer by layer."""
     model, expected = make(*RECOMPUTE[name], mtp_depth=0), kept(0)
     assert model.config.recompute_granularity == RECOMPUTE[name][1]
     found = in_flight(model, draw_tokens(B, S))
@@ -565,10 +562,7 @@ NOT_DRAWN_BY_FAN_IN = ("norm", "bias", "conv", "word_embeddings", "A_log", ".D",
 
 
 def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
-    """1 / √(columns), with 1 / √(2 · depth) on what a layer writes on the residual, a half on the head, 1 on the embedding.
-
-    The head alone has its half: here the first of the MTP block's feed-forward part has as many rows and columns.
-    """
+    """1 / √(columns), with 1 / √(2 · depth) on what a layer writes on the residual, a half on the head, 1 on the embedding."""
     (mtp,) = [weight for name, weight in built.named_parameters() if re.match(r"mtp\..*mlp\.linear_fc1\.weight", name)]
     assert mtp.shape == built.output_layer.weight.shape
     seen = set()

@@ -18,11 +18,7 @@ from tests import stock
 
 @pytest.mark.exhaustive
 def test_families_start_alike_at_full_width(process: Path) -> None:
-    """One layer of each family of nam56r_quarter, as the model's definition starts it, on real text.
-
-    A wide model shows what nam56r_tiny hides: there an M layer without a norm before its output projection once added 80
-    times the residual, and 1,000 times what others add, and nothing else trained.
-    """
+    """One layer of each family of nam56r_quarter on real text: a wide model shows what nam56r_tiny hides."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module

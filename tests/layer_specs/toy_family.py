@@ -1,9 +1,4 @@
-"""A family of its own: T, a leaky integrator of each channel. Its record, its op and its spec; run as a program it trains.
-
-    python -m tests.layer_specs.toy_family DATASET
-
-trains three steps on the CPU lane of the model that ``MEGACPP_CONFIG`` names.
-"""
+"""A family of its own: T, a leaky integrator of each channel. Run as a program with a DATASET, it trains three steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The count of the five presets against one written here from their shapes alone: nothing of the package's arithmetic.
-
-The shapes are literals and the pairs of a mask are counted row by row; from the package come the presets' names and
-``flops.step``, which is under test.
-"""
+"""The count of the five presets against one written here from their shapes alone: nothing of the package's arithmetic."""
 
 from __future__ import annotations
 

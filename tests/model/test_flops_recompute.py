@@ -1,8 +1,4 @@
-"""What recompute repeats, against ``torch.utils.flop_counter`` on models that stock Megatron built with each setting.
-
-The real forward pass runs dense pairs where the mask lets fewer through, so that what is repeated in attention cores is
-compared after the pairs have been put in the place of each other, in exact integers.
-"""
+"""What recompute repeats, against torch's counter (which sees dense pairs) on models that stock Megatron built."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Real runs on the CPU lane, two for all tests but the exhaustive ones: receipt, page, progress lines and writers' scalars.
-
-One trains to its end, while a listener of the test's own fails; one has a better backend that cannot run, and an error ends
-it. The exhaustive lane adds one that asks for Transformer Engine, which is disabled.
-"""
+"""Real runs on the CPU lane, two for all tests but the exhaustive ones: receipt, page, progress lines and writers' scalars."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ def target(chunks: list[Any], place: str) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
-    """Within, one number of the output of a module, of its gradient or of its weights is not finite.
-
-    Of a ``layer gradient`` it is one of the gradient of the layer's output, and of a weight it stays.
-    """
+    """Within, one number of a module's output, of its (or of a layer's output's) gradient or of its weights is not finite."""
     place, kind, value = case.split(", ")
     module, number = target(chunks, place)
     if module is not None and kind == "weight":

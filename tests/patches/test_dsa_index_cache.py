@@ -1,8 +1,6 @@
 """The patch dsa-index-cache on stock GPT models with DSA, beside stock and beside a reference that injects indices.
 
-The reference is stock itself, unpatched, without any sharing: every layer has an indexer, micro-batches come one at a time,
-nothing is recomputed, and Shared layers are given the indices that the run under test recorded in its Full layers.
-
+The reference is stock without sharing, recompute or overlap: Shared layers are given the indices that Full layers recorded.
 Legend: B batch, S sequence, N top-k.
 """
 
@@ -128,13 +126,7 @@ def dsa_layers(model: Any) -> dict[str, Any]:
 
 @dataclass
 class Spy:
-    """Sees the indices that reach stock's sparse attention, by layer; can put others in their place.
-
-    Attributes:
-        first: those of first runs, in the order of micro-batches.
-        again: those of recompute, in the order of backward passes.
-        inject: layer to the indices it is to attend to.
-    """
+    """Sees the indices that reach stock's sparse attention, by layer: in the ``first`` run and ``again``; can ``inject``."""
 
     first: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     again: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -222,10 +214,7 @@ def reference_gradients(
     scale: float = 1.0,
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
-    """Unpatched stock without sharing, one micro-batch at a time; Shared layers get their Full layer's recorded indices.
-
-    Each micro-batch's loss counts ``scale`` times; the loss scale of the indexer's is set by :func:`stock.loss_scale`.
-    """
+    """Unpatched stock without sharing, one micro-batch at a time; Shared layers get their Full layer's recorded indices."""
     model = build(transformer_config(**changes))
     spy = Spy()
     with spy.watching(model):
@@ -238,10 +227,7 @@ def reference_gradients(
 def differing(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], shared: Iterable[str] = ()
 ) -> list[str]:
-    """One sentence for each gradient of ``found`` that is further off than :data:`TOLERANCE`.
-
-    There has to be one for every parameter of ``expected`` but the indexers of the layers ``shared``, which have none.
-    """
+    """One sentence for each gradient that is further off than :data:`TOLERANCE`; the layers ``shared`` have no indexer's."""
     dropped = {name for name in expected if ".indexer." in name and layer_of(name) in set(shared)}
     assert {layer_of(name) for name in dropped} == set(shared)
     assert found.keys() == expected.keys() - dropped

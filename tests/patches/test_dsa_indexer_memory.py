@@ -98,10 +98,7 @@ def topk(inputs: Any, count: int, **options: Any) -> Any:
 def loss_and_gradients(
     inputs: Any, count: int, sparse: bool, groups: Any = ONE_RANK, index: torch.Tensor | None = None, **options: Any
 ) -> Any:
-    """``(index_BSN, loss, (grad_q, grad_w, grad_k))`` of the forward function, and of the backward function on ``index``.
-
-    A backward pass on one selection for all: where two scores are equal but for rounding, others are as right.
-    """
+    """``(index_BSN, loss, (grad_q, grad_w, grad_k))`` of the forward function, and of the backward function on ``index``."""
     mask = options.pop("mask", None)
     attention = (inputs.query, inputs.key)
     grad_loss = torch.tensor(GRAD_LOSS, device=inputs.q.device)

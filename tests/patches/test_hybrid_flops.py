@@ -1,7 +1,4 @@
-"""The patch hybrid-flops: what the training loop counts, for our spec, for stock hybrids and for stock GPT.
-
-That it applies and reverts is in test_set.py.
-"""
+"""The patch hybrid-flops: what the training loop counts, for our spec, for stock hybrids and for stock GPT."""
 
 from __future__ import annotations
 

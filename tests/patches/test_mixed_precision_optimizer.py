@@ -41,11 +41,7 @@ def saved(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def expected(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
-    """The same from the parameters themselves and the inner optimizer's state, by no number.
-
-    With one process a shard is the whole parameter: a 16-bit one has its main parameter as attribute, and an fp32 one shares
-    its memory with its shard.
-    """
+    """The same from the parameters themselves and the inner optimizer's state, by no number."""
     import torch
 
     inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]

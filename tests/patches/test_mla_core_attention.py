@@ -287,10 +287,7 @@ class AttentionParams:
 
 
 class Engine:
-    """Stands for Transformer Engine: answers with ``choice``, remembers what it was asked, and counts what it ran.
-
-    Of packed sequences it computes the attention, as ``[S, H * V]``.
-    """
+    """Stands for Transformer Engine: answers with ``choice``, remembers what it was asked, counts what it ran."""
 
     def __init__(self) -> None:
         self.choice, self.ran = "unfused", 0

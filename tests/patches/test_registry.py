@@ -300,10 +300,7 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
 
 
 def interrupted(call: Callable[[], object], number: int) -> bool:
-    """Ctrl-C before the ``number``-th instruction of :func:`exchange` and of what calls it; False: there are fewer.
-
-    Entry and exit of ``with`` are left out, where Python itself calls no signal handler.
-    """
+    """Ctrl-C before the ``number``-th instruction of :func:`exchange` and its callers, ``with`` left out; False: none."""
     codes = {function.__code__: function for function in (Registry.apply, Registry.revert, exchange, symbols._put)}
     guarded = {}
     for code, function in codes.items():

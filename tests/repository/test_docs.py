@@ -1,9 +1,4 @@
-"""The promises of the README and the documentation: commands that run, figures and messages that are the code's.
-
-A page's ``sh`` blocks are one shell session. By default each command is given to the parser that would read it; the exhaustive
-tests carry the session out in a folder of its own, with a real bash, and compare what it prints with the ``text`` block that
-follows, where ``…`` stands for anything. There, what needs a GPU, a cluster or another environment does nothing.
-"""
+"""The promises of README and docs: commands that run (exhaustive: in a real bash, against the ``text`` behind them)."""
 
 from __future__ import annotations
 

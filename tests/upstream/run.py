@@ -1,9 +1,8 @@
 """Run Megatron's own unit tests without patches, with each patch and with all; list the tests lost and gained.
 
-``make test-upstream`` on a host with GPUs, ``MEGATRON_LM`` naming a checkout of core_v0.19.0. Each arm is one torchrun with
-folders of its own, so that arms run side by side; a test passes if it passes on every rank. Stock runs three times: what
-passes in some of its runs only is unsteady, named in its rows, and neither lost nor gained. Whatever an arm does not reach,
-because it hangs or dies before, is lost. Exit status 1: a test is lost, or an arm did not end by itself.
+``make test-upstream`` on a host with GPUs, ``MEGATRON_LM`` naming a checkout of core_v0.19.0. An arm is one torchrun; a test
+passes if it does on every rank. Stock runs three times: what passes in some only is unsteady, neither lost nor gained. What an
+arm does not reach is lost. Exit status 1: a test is lost, or an arm did not end by itself.
 """
 
 from __future__ import annotations

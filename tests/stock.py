@@ -124,7 +124,7 @@ def on_ranks(module: str, count: int, *words: str) -> None:
 
 @contextlib.contextmanager
 def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
-    """The CPU lane and Megatron's process groups for one process, or one of several with these sizes of groups, which meet by ``store``."""
+    """The CPU lane and Megatron's process groups for one process, or one of several of these ``sizes`` that meet by ``store``."""
     rank, world = (int(os.environ[name]) if sizes else one for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     with cpu_lane():
         import torch
@@ -159,7 +159,7 @@ def build(
     changed: Callable[[list[str]], None] = lambda _: None,
     **settings: Any,
 ) -> Any:
-    """The model that stock builds for ``preset`` with ``overrides`` and other ``settings``, in :func:`one_process`; on either host."""
+    """The model that stock builds for ``preset`` with ``overrides`` and ``settings``, in :func:`one_process`."""
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -421,7 +421,7 @@ def kept(make: Callable[..., Any]) -> Callable[[int], InFlight]:
 
 @pytest.mark.parametrize("name", exhaustive_but(RECOMPUTE, "core_attn", "every layer", "all layers up to the Full one"))
 def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
-    """Bit for bit, nor what Shared layers attend to; layers do run again. Without MTP, which upstream recomputes layer by layer."""
+    """Bit for bit, nor what Shared layers attend to; layers run again. Without MTP, which upstream recomputes by layer."""
     model, expected = make(*RECOMPUTE[name], mtp_depth=0), kept(0)
     assert model.config.recompute_granularity == RECOMPUTE[name][1]
     found = in_flight(model, draw_tokens(B, S))

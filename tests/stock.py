@@ -124,7 +124,7 @@ def on_ranks(module: str, count: int, *words: str) -> None:
 
 @contextlib.contextmanager
 def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
-    """The CPU lane and Megatron's process groups for one process, or one of several of these ``sizes`` that meet by ``store``."""
+    """The CPU lane and Megatron's process groups for one process, or one of several of these ``sizes`` meeting by ``store``."""
     rank, world = (int(os.environ[name]) if sizes else one for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     with cpu_lane():
         import torch

@@ -9,9 +9,8 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -276,32 +275,28 @@ def test_no_code_of_the_metadata_is_run(saved: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
-HOLDER = """
-import os, sys, time
-from megacpp_mcore.checkpoints.folder import claim
-claim(sys.argv[1], sys.argv[1], None, finetune=False)
-if not os.fork():
-    time.sleep(600)
-print("claimed", flush=True)
-time.sleep(600)
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
     """The lock of a killed run does not hold, though a process that it has forked lives on."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, saved], stdout=subprocess.PIPE, start_new_session=True)
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if not holder:
+        os.setsid()
+        claim(str(saved), str(saved), None, finetune=False)
+        if os.fork():
+            os.write(writing, b"claimed")
+        time.sleep(600)
+        os._exit(1)
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"claimed\n"
-        with raises(CheckpointError, f"process {holder.pid}", saved):
+        assert os.read(reading, 7) == b"claimed"
+        with raises(CheckpointError, f"process {holder}", saved):
             claim(str(saved), str(saved), None, finetune=False)
-        holder.kill()
-        holder.wait(60)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
         claim(str(saved), str(saved), None, finetune=False)
         assert (saved / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     finally:
-        os.killpg(holder.pid, signal.SIGKILL)
-        holder.wait(60)
+        os.killpg(holder, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

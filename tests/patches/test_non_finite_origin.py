@@ -43,7 +43,7 @@ def train(
     """Status and output of a training, and where it leaves what it found."""
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
     model = with_overrides(preset("nam56r_tiny"), OVERRIDES)
-    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "train_iters": 3}
+    sizes = {"global_batch_size": 1 if how == "every" else 4, "micro_batch_size": 1, "train_iters": 3}
     arguments = stock.words(model, *words, layout=layout, host=host, **sizes)
     script = [f"{path}/pretrain_gpt.py"] if path else []
     env = os.environ | {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}

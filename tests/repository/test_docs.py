@@ -22,6 +22,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -153,9 +154,7 @@ def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
 
 def test_the_python_of_the_api_page_runs() -> None:
     (code,) = blocks(PAGES["api.md"], "python")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = forks.run(["-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
     assert done.stdout == "torch.Size([64, 2, 4, 64])\n"
 
 

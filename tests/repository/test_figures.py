@@ -74,24 +74,6 @@ def test_the_introduction_of_the_readme() -> None:
     assert float(first[3]) - 0.5 <= float(mfu[0]) <= float(first[4]) + 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "speeds", "differences"),
-    [
-        ("It takes 1.23 ms.", 1, 0),
-        ("19,761 tokens/s of two.", 1, 0),
-        ("<!-- figures: ops -->\n| 1.23 ms |\n<!-- end of figures -->", 0, 0),
-        ("```text\n2 ms\n```\n", 0, 0),
-        ("It is 4 % faster.", 0, 1),
-        ("In CUDA graphs it is 4 % faster.", 0, 0),
-        ("In CUDA graphs it is 2.5 % faster.", 0, 1),
-        ("It saves 2.4 % of a step.", 0, 1),
-        ("It is 8 % faster. It is 4 % faster, within noise.", 0, 0),
-    ],
-)
-def test_what_the_tests_above_find(text: str, speeds: int, differences: int) -> None:
-    assert (len(speeds_outside_of_tables(text)), len(differences_in_noise(text))) == (speeds, differences)
-
-
 def test_a_figure_without_a_row_cannot_be_written() -> None:
     with pytest.raises(LookupError):
         figures.op("mla", "a variant that nobody measured")

@@ -55,9 +55,19 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
+    call(sys.executable, "-c", code, cwd=clone)
+    (made,) = folder.glob("*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``make dist`` builds it, from the sdist."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--wheel-dir", str(folder), str(clone), cwd=folder)
+    pip("wheel", "--wheel-dir", str(folder), str(sdist), cwd=folder)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -119,17 +129,12 @@ def test_the_metadata(wheel: Path) -> None:
     assert impostors.isdisjoint(one.name.lower() for one in requirements)
 
 
-def test_the_sdist_holds_real_files_and_installs(clone: Path, tmp_path: Path) -> None:
-    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
-    call(sys.executable, "-c", code, cwd=clone)
-    (made,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(made) as archive:
+def test_the_sdist_holds_real_files(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     assert [member.name for member in members if member.issym() or member.islnk()] == []
     held = {member.name.partition("/")[2] for member in members}
     assert held >= sources() | {"LICENSE", "README.md", "setup.py", "pyproject.toml"}
-    pip("install", "--target", str(tmp_path / "site"), str(made), cwd=tmp_path)
-    assert shown(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
 
 
 @pytest.mark.exhaustive
@@ -179,38 +184,19 @@ def test_a_clone_without_symbolic_links_is_refused_by_name_and_mended_as_said(re
     assert call(*version, cwd=repository).strip().endswith(megacpp_mcore.__version__)
 
 
-def lines(name: str) -> list[str]:
-    """The requirements of a lock file without their hashes."""
-    text = (ROOT / "requirements" / name).read_text(encoding="utf-8").replace("\\\n", "").splitlines()
-    return [line.partition(" --hash=")[0].strip() for line in text if line and not line.startswith("#")]
-
-
-@pytest.mark.parametrize("name", ["bridge", "demo", "dev", "docs", "nemo-run"])
-def test_every_requirement_of_a_lock_has_its_hashes_and_no_address(name: str) -> None:
+def test_locks_pin_everything_with_hashes_and_no_address() -> None:
     """With one hash pip asks for all of them, also of what a requirement needs."""
-    text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
-    pinned = [line for line in text.replace("\\\n", "").splitlines() if re.match(r"[\w.-]+(\[\w+\])?==", line)]
-    assert len(pinned) == len([line for line in lines(f"{name}.txt") if not line.startswith("-r ")])
-    for line in pinned:
-        _, *hashes = line.split("--hash=sha256:")
-        assert hashes, line
-        assert all(re.fullmatch(r"[0-9a-f]{64} *", one) for one in hashes), line
-    assert "://" not in text
-    assert "-index" not in text
-
-
-def test_lock_files_pin_everything_that_they_need() -> None:
-    demo = {one.name.lower(): one for one in map(Requirement, lines("demo.txt"))}
-    first, *rest = lines("dev.txt")
-    assert first == "-r demo.txt"
-    dev = {one.name.lower(): one for one in map(Requirement, rest)}
-    for one in (*demo.values(), *dev.values()):
-        assert [spec.operator for spec in one.specifier] == ["=="], one
-    assert str(demo["torch"].specifier) == "==2.11.0"
-    assert str(demo["megatron-core"].specifier) == "==0.19.2"
-    assert {"pyyaml", "numpy", "packaging"} <= set(demo)
-    assert {"pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-pyyaml"} <= set(dev)
-    assert not set(demo) & set(dev)
+    pinned: dict[str, set[str]] = {}
+    for name in ("bridge", "demo", "dev", "docs", "nemo-run"):
+        text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+        assert not re.search("://|-index", text)
+        lines = [line for line in text.replace("\\\n", "").splitlines() if line and not line.startswith(("#", "-r "))]
+        for line in lines:
+            assert re.fullmatch(r"[^ ]+==[^ ]+( ;.*?)?( +--hash=sha256:[0-9a-f]{64})+ *", line), line
+        pinned[name] = {line.partition(" ")[0].lower() for line in lines}
+    assert {"torch==2.11.0", "megatron-core==0.19.2"} <= pinned["demo"]
+    assert not {one.partition("==")[0] for one in pinned["demo"]} & {one.partition("==")[0] for one in pinned["dev"]}
+    assert (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8").count("\n-r demo.txt\n") == 1
 
 
 @pytest.mark.exhaustive
@@ -249,3 +235,62 @@ def test_a_missing_python_is_said_plainly() -> None:
     )
     assert done.returncode != 0
     assert "Python 3.12 or later was not found as 'no-such-python'" in done.stderr
+
+
+# Stands before the standard library's venv on the script's path: its Python has no ensurepip, as on Debian.
+VENV_WITHOUT_ENSUREPIP = """
+import importlib.util, subprocess, sysconfig
+spec = importlib.util.spec_from_file_location("stock_venv", sysconfig.get_path("stdlib") + "/venv/__init__.py")
+stock_venv = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(stock_venv)
+class EnvBuilder(stock_venv.EnvBuilder):
+    def _setup_pip(self, context):
+        self._call_new_python(context, "-m", "split_off_ensurepip", stderr=subprocess.STDOUT)
+def create(target, with_pip):
+    EnvBuilder(with_pip=with_pip).create(target)
+"""
+# No file may hold a byte, as where a disk or a quota is full.
+WITHOUT_ROOM = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+runpy.run_path(sys.argv.pop(), run_name="__main__")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The real script beside a lock file that asks for nothing, so that no network is needed."""
+    (tmp_path / "demo.txt").write_text("# nothing\n")
+    (tmp_path / "dev.txt").write_text("-r demo.txt\n")
+    return Path(shutil.copy(ROOT / "requirements" / "environment.py", tmp_path))
+
+
+def message(*command: str, without: tuple[str, ...] = (), **variables: str) -> str:
+    """What a Python that fails says; it must have ended with status 1, with nothing on stdout and no traceback."""
+    environment = {name: value for name, value in os.environ.items() if name not in without} | variables
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, ""), done
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_python_without_ensurepip_is_not_blamed_on_pip(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "venv.py").write_text(VENV_WITHOUT_ENSUREPIP)
+    said = message(str(script), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert "No module named split_off_ensurepip" in said
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"install python{version}-venv (Debian, Ubuntu), or say make BASE_PYTHON=" in said
+    assert "pip ended with" not in said
+    assert list((tmp_path / "cache").glob("*/venv-*/finished")) == []
+
+
+def test_a_home_that_is_no_folder(script: Path) -> None:
+    said = message(str(script), without=("XDG_CACHE_HOME",), HOME="/dev/null")
+    assert said.startswith("/dev/null/.cache/megacpp-mcore cannot be written to (")
+    assert said.endswith("; set XDG_CACHE_HOME to a writable folder\n")
+
+
+def test_no_room_for_the_environment(script: Path, tmp_path: Path) -> None:
+    said = message("-c", WITHOUT_ROOM, str(script), XDG_CACHE_HOME=str(tmp_path))
+    assert re.search(rf"^{tmp_path}/megacpp-mcore/venv-\w+ cannot be made \(.*File too large", said, re.MULTILINE)
+    assert said.endswith("; make room there, or set XDG_CACHE_HOME to another writable folder\n")

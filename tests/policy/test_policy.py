@@ -23,13 +23,7 @@ from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.run import FIELDS, Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.receipts import facts as receipt_facts
-from megacpp_mcore.policy import (
-    DEFAULT,
-    RECIPE,
-    USER,
-    overlap_contract,
-    resolve,
-)
+from megacpp_mcore.policy import DEFAULT, RECIPE, USER, overlap_contract, resolve
 
 TURN_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 CPU = Run(training=Training(device="cpu", precision="fp32", transformer_impl="local"))

@@ -68,6 +68,7 @@ def carry_out(arm: str, gpus: int, tree: Path, *files: str, timeout: float = 120
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_outcomes_of_ranks_with_and_without_a_patch(tree: Path) -> None:
     before = contents(tree)
     stock, patched = carry_out("stock", 2, tree, "test_some.py"), carry_out("spec-import", 1, tree, "test_some.py")
@@ -85,6 +86,7 @@ def test_outcomes_of_ranks_with_and_without_a_patch(tree: Path) -> None:
     assert contents(tree) == before, "nothing is written into the checkout"
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_imported_is_named(tree: Path) -> None:
     found = carry_out("stock", 1, tree, "test_some.py", "test_broken.py")
     assert found.ended.startswith("not collected: tests/unit_tests/test_broken.py: ")

@@ -1,4 +1,4 @@
-"""A checkpoint of two processes is damaged: a restart continues bit for bit from the newest whole one, where its file says so."""
+"""A checkpoint of two processes is damaged: a restart continues bit for bit from the newest whole one, if its file says so."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.hybrid import hybrid_layer_allocation
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
@@ -43,12 +44,16 @@ logger = logging.getLogger(__name__)
 class NumberedLayer:
     """Slot module that selects a layer's spec by its number: Megatron has one spec per slot, for Full and Shared layers alike.
 
-    Calling it returns the module built from that spec; this class is never instantiated.
+    Every layer has the stack's configuration, as in GPTModel: what is set on it later reaches all layers. Megatron would give
+    each a copy (NVIDIA/Megatron-LM#6313). Calling this class returns the module built from a spec; it is never instantiated.
     """
 
-    def __new__(cls, *, specs: Mapping[int, ModuleSpec], layer_number: int, **arguments: Any) -> Any:
+    def __new__(
+        cls, *, specs: Mapping[int, ModuleSpec], of_stack: TransformerConfig, layer_number: int, **arguments: Any
+    ) -> Any:
         """Build ``specs[layer_number]``; HybridStack's layer numbers already count over all pipeline stages."""
-        return build_module(specs[layer_number], layer_number=layer_number, **(arguments | {"add_layer_offset": False}))
+        arguments |= {"config": of_stack, "add_layer_offset": False}
+        return build_module(specs[layer_number], layer_number=layer_number, **arguments)
 
 
 class NAM56RStack(HybridStack):
@@ -60,7 +65,9 @@ class NAM56RStack(HybridStack):
     Args:
         config: Megatron's TransformerConfig (stock scripts), or a provider that is one and has the model's fields (Bridge).
         submodules: from :data:`nam56r_hybrid`; ignored, since the specs are built for the layers of this chunk.
-        layer_type_list: the symbols of this chunk's layers.
+        layer_type_list: the symbols of this chunk's layers; or
+        layer_config_list: a copy of ``config`` for each, whose class says its symbol. They are older than what is set on
+            ``config`` here, and are not used.
         pp_layer_offset: how many layers come before it.
         preset: the model, unless the file of ``MEGACPP_CONFIG`` or the provider names it.
 
@@ -74,18 +81,20 @@ class NAM56RStack(HybridStack):
         self,
         config: TransformerConfig,
         submodules: HybridStackSubmodules,
-        layer_type_list: list[str],
+        layer_type_list: Sequence[str] | None = None,
         pp_layer_offset: int = 0,
         post_layer_norm: bool = True,
         post_process: bool = True,
         preset: str = DEFAULT,
+        layer_config_list: Sequence[TransformerConfig] = (),
         **arguments: Any,
     ) -> None:
-        layers = range(pp_layer_offset + 1, pp_layer_offset + len(layer_type_list) + 1)
+        symbols = layer_type_list or [_symbol(each) for each in layer_config_list]
+        layers = range(pp_layer_offset + 1, pp_layer_offset + len(symbols) + 1)
         super().__init__(
             config,
-            _slots(config, layers, "".join(layer_type_list), preset),
-            layer_type_list=layer_type_list,
+            _slots(config, layers, "".join(symbols), preset),
+            layer_type_list=list(symbols),
             pp_layer_offset=pp_layer_offset,
             post_layer_norm=False,
             post_process=post_process,
@@ -168,6 +177,12 @@ def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
     return (config, hybrid_config_from_args(arguments, config)), arguments.hybrid_layer_pattern
 
 
+def _symbol(config: TransformerConfig) -> str:
+    """Return the symbol of the layer that Megatron has made a configuration for."""
+    classes: dict[str, type] = hybrid_layer_allocation.LAYER_SYMBOL_TO_CONFIG_CLASS
+    return next(symbol for symbol, its_class in classes.items() if isinstance(config, its_class))
+
+
 def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) -> HybridStackSubmodules:
     """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
     settings = plugin_config.from_environment()
@@ -197,7 +212,8 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
         + "\n  ".join(hybrid.plan(model).describe()),
     )
     # Each slot is called only for layers of its own symbol, so all slots can share the specs of every layer.
-    slot = ModuleSpec(module=NumberedLayer, params={"specs": dict(zip(layers, block.layer_specs or (), strict=True))})
+    specs = dict(zip(layers, block.layer_specs or (), strict=True))
+    slot = ModuleSpec(module=NumberedLayer, params={"specs": specs, "of_stack": config})
     return HybridStackSubmodules(**{slot_.attribute: slot for slot_ in hybrid.slots() if slot_.attribute is not None})
 
 

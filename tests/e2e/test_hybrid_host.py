@@ -5,6 +5,7 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,37 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) ->
     assert torch.equal(losses, found)
     assert gradients.keys() == found_gradients.keys()
     assert len(gradients) == len(list(pair[0].parameters()))
+    assert [name for name in gradients if not torch.equal(gradients[name], found_gradients[name])] == []
+
+
+def test_copies_of_the_configuration_for_each_layer_change_nothing(
+    process: Path, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As HybridModel hands them to its stack since NVIDIA/Megatron-LM#6313: made before we set anything on the original."""
+    from megatron.core.models.hybrid import hybrid_block, hybrid_layer_allocation, hybrid_model
+
+    build_module = hybrid_model.build_module
+    classes = {symbol: type(f"Of{symbol}", (), {}) for symbol in "+MEDG"}
+    monkeypatch.setattr(hybrid_layer_allocation, "LAYER_SYMBOL_TO_CONFIG_CLASS", classes, raising=False)
+    copies: list[Any] = []
+
+    def build_stack(spec: Any, config: Any, *, layer_type_list: list[str], **more: Any) -> Any:
+        copies[:] = [copy.deepcopy(config) for _ in layer_type_list]
+        for made, symbol in zip(copies, layer_type_list, strict=True):
+            made.__class__ = type("Own", (classes[symbol], type(config)), {})
+        return build_module(spec, config, layer_config_list=copies, **more)
+
+    def build_layer(spec: Any, *, layer_number: int, config: Any, **more: Any) -> Any:
+        return build_module(spec, layer_number=layer_number, config=copies[layer_number - 1], **more)
+
+    monkeypatch.setattr(hybrid_model, "build_module", build_stack)
+    monkeypatch.setattr(hybrid_block, "build_module", build_layer)
+    model = build(process)
+    assert {id(layer.config) for layer in model.decoder.layers} == {id(model.config)}
+    weights = dict(pair[0].named_parameters())
+    assert [name for name, weight in model.named_parameters() if not torch.equal(weight, weights[name])] == []
+    (losses, gradients), (found, found_gradients) = losses_and_gradients(pair[0]), losses_and_gradients(model)
+    assert torch.equal(losses, found)
     assert [name for name in gradients if not torch.equal(gradients[name], found_gradients[name])] == []
 
 

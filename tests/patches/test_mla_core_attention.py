@@ -68,7 +68,8 @@ def patched(process: Path) -> Iterator[Registry]:
 def said() -> Iterator[list[str]]:
     """What the patch logs meanwhile."""
     lines: list[str] = []
-    with mock.patch.object(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line)):
+    record = {"log": lambda level, line, *_, **__: lines.append(line), "isEnabledFor": lambda level: True}
+    with mock.patch.multiple(mla_core_attention.logger, **record):
         yield lines
 
 

@@ -208,12 +208,3 @@ def test_a_checkpoint_that_is_not_there_is_no_beginning(bridge_python: Path, cor
         assert f"there is no checkpoint to load in {words[-1]}" in error
         assert "checkpoint.exit_on_missing_checkpoint=false" in error
     assert (status, len(losses(done.stdout))) == (0, 1)
-
-
-def test_a_model_of_ones_own_trains_by_the_plan_of_its_preset(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
-    settings = tmp_path / "mine.yaml"
-    changed = "{name: mine, depth: 7, pattern: AMEAMAR, hidden_size: 64, dsa: {schedule: -FF}}"
-    settings.write_text(f"model: nam56r_tiny\noverrides: {changed}\n")
-    log = recipe_run(bridge_python, corpus, tmp_path, "train.train_iters=2", MEGACPP_CONFIG=str(settings))
-    assert "building mine, layers AMEAMAR" in log
-    assert len(losses(log)) == 2

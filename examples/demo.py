@@ -42,7 +42,6 @@ from megacpp_mcore.model.training import Training  # noqa: E402
 from megacpp_mcore.observe import page, steps  # noqa: E402
 
 MODEL = preset("nam56r_tiny")
-FAMILIES = {"A": "attention (MLA; DSA with index cache)", "M": "Mamba-3", "E": "experts (MoE)", "R": "M²RNN"}
 BATCH = 8
 LEARNING_RATE = 4e-3
 MIN_PERCENT_UNDER = 25
@@ -330,8 +329,8 @@ def write_page(plan: Plan, output: Path, title: str, lead: str, found: dict[str,
     under = percent_under(found)
     counts = MODEL.parameters()
     families = [
-        (f"{letter}: {name}", str(MODEL.layers.count(letter)), f"{counts[letter]:,}")
-        for letter, name in FAMILIES.items()
+        (f"{family.letter}: {family.name}", str(MODEL.layers.count(family.letter)), f"{counts[family.letter]:,}")
+        for family in MODEL.families
     ]
     rest = sum(counts[name] for name in ("embedding", "head", "norm"))
     others = [

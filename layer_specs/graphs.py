@@ -42,6 +42,7 @@ from megacpp_mcore.layer_specs.layer_plan import PlannedLayer, with_inner_layer
 from megacpp_mcore.layer_specs.parts import compute_device, implementation
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families import ATTENTION, EXPERTS, FAMILIES
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util.graph_reset import reset_graphs
 
@@ -133,7 +134,7 @@ class GraphPlan:
         """Return the spec of layer ``key`` under this plan, or ``layer`` itself without graphs."""
         if not self:
             return layer
-        module = GraphExpertLayer if self.letters[key] == "E" else GraphLayer
+        module = GraphLayer if FAMILIES[self.letters[key]].is_mixer else GraphExpertLayer
         return dataclasses.replace(
             layer, module=module, params={**layer.params, "not_captured": self.eager.get(key, "")}
         )
@@ -172,18 +173,18 @@ def graph_plan(
         return GraphPlan()
     if max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1:
         atexit.register(reset_graphs)
-    experts = _why_not_experts(config, dispatcher, settings) if "E" in model.layers else ""
+    experts = _why_not_experts(config, dispatcher, settings) if EXPERTS in model.families else ""
     letters: dict[int | str, str] = dict(enumerate(model.layers, 1))
     eager: dict[int | str, str] = {}
     for number, (letter, role) in enumerate(zip(model.layers, model.roles, strict=True), 1):
-        if letter == "E" and experts:
+        if letter == EXPERTS.letter and experts:
             eager[number] = experts
-        elif letter == "A" and role != grammar.FULL_ATTENTION and model.dsa.warmup_steps:
+        elif role not in (None, grammar.FULL_ATTENTION) and model.dsa.warmup_steps:
             eager[number] = (
                 f"dense attention ends after dsa.warmup_steps ({model.dsa.warmup_steps}), in the middle of a run"
             )
     if model.mtp.depth:
-        letters[MTP] = "A"
+        letters[MTP] = ATTENTION.letter
     return GraphPlan(letters=letters, eager=eager)
 
 

@@ -26,7 +26,7 @@ from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families import ATTENTION, FAMILIES
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.patches.non_finite_origin import hold
 from megacpp_mcore.settings import PluginConfig
@@ -102,7 +102,7 @@ class LayerPlan:
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer, of family A, under this plan."""
         outside = dataclasses.replace(self, fp8=None)  # MTP, an auxiliary head, has no FP8 scope
-        return with_inner_layer(block, lambda layer: outside.spec(layer, "A"))
+        return with_inner_layer(block, lambda layer: outside.spec(layer, ATTENTION.letter))
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
         """Replace linear layers, then wrap in recompute, and wrap that in an FP8 scope."""
@@ -110,13 +110,13 @@ class LayerPlan:
             done = te_linear.report(te_linear.replace(layer))
             log_single_rank(logger, logging.INFO, f"megacpp-mcore: layer {layer.layer_number}: linear layers: {done}")
         family = FAMILIES[letter]
-        scopes = self.fp8 if self.fp8 is not None and letter in self.fp8.fp8.letters else None
+        scopes = self.fp8 if self.fp8 is not None and family.fp8 in self.fp8.fp8.on else None
         if family.recompute in self.recompute.on:
             in_scope = scopes is not None and family.is_mixer and not scopes.in_zone(layer.layer_number)
             recompute(layer.self_attention if family.is_mixer else layer.mlp.experts, by_engine=in_scope)
         if scopes is not None:
             scopes.install(layer.self_attention if family.is_mixer else layer.mlp.shared_experts, layer.layer_number)
-            if letter == "A" and not scopes.in_zone(layer.layer_number):
+            if family is ATTENTION and not scopes.in_zone(layer.layer_number):
                 layer.self_attention.latents_backend = None  # it would bypass the modules, which run in FP8
 
 

@@ -51,6 +51,7 @@ from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementatio
 from megacpp_mcore.layer_specs.recurrent import recurrent
 from megacpp_mcore.model import DEFAULT, Model
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families import EXPERTS
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
@@ -151,7 +152,7 @@ def block_submodules(
     """Return the specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
     parts = parts_for(config)
     # Also if this chunk has no E layer: its rank may be the one that writes the checkpoint's metadata.
-    if "E" in model.layers:
+    if EXPERTS in model.families:
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})

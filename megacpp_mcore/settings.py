@@ -41,7 +41,7 @@ from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, Mod
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
 from megacpp_mcore.model.recipes import Recipe
-from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.model.training import RECOMPUTED, Recompute
 from megacpp_mcore.te.fp8_scopes import FP8, RECIPES
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
@@ -332,14 +332,13 @@ def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
     """Return the families that the file lists under ``recompute``."""
     value = content.get("recompute")
     value = [] if value is None else value
-    known = [each.name for each in dataclasses.fields(Recompute)]
     if not isinstance(value, list) or len(value) != len({str(name) for name in value}):
         raise ConfigFileError(
-            f"{file}: 'recompute' is {value!r}; expected a list of different names, of {', '.join(known)}"
+            f"{file}: 'recompute' is {value!r}; expected a list of different names, of {', '.join(RECOMPUTED)}"
         )
     for name in value:
-        if name not in known:
-            raise ConfigFileError(f"{file}: recompute names {name!r}; {nearest(name, known)}")
+        if name not in RECOMPUTED:
+            raise ConfigFileError(f"{file}: recompute names {name!r}; {nearest(name, RECOMPUTED)}")
     return Recompute(**dict.fromkeys(value, True))
 
 

@@ -26,7 +26,7 @@ from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import CAPTURED, Run
-from megacpp_mcore.model.training import GPT, Recompute, Training
+from megacpp_mcore.model.training import GPT, RECOMPUTED, Recompute, Training
 from megacpp_mcore.util.nearest import nearest
 
 _FORMS: Mapping[str, Callable[[StockCommand], str]] = {
@@ -345,14 +345,18 @@ def _write_settings(
 
 def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``recipe flops``; recompute is spelled as in Megatron and in our file."""
-    families = tuple(each.name for each in dataclasses.fields(Recompute))
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")
     parser.add_argument("--recompute-method", choices=("uniform", "block"), help="as in Megatron")
     parser.add_argument("--recompute-num-layers", type=int, metavar="N", help="as in Megatron, of one pipeline stage")
     parser.add_argument("--recompute-modules", nargs="+", choices=MODULES, metavar="NAME", help="as in Megatron")
     parser.add_argument(
-        "--recompute", nargs="+", choices=families, default=[], metavar="FAMILY", help=f"ours: {', '.join(families)}"
+        "--recompute",
+        nargs="+",
+        choices=RECOMPUTED,
+        default=[],
+        metavar="FAMILY",
+        help=f"ours: {', '.join(RECOMPUTED)}",
     )
     parser.add_argument("--json", action="store_true", help="the counts of one sequence as JSON, as receipts keep them")
 

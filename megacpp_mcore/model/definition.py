@@ -133,7 +133,7 @@ class Model:
                 f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
             )
         parsed = grammar.parse(self.pattern)
-        if parsed.mtp and (set(parsed.mtp) != {"A"} or len(parsed.mtp) != self.mtp.depth):
+        if parsed.mtp and (set(parsed.mtp) != {ATTENTION.letter} or len(parsed.mtp) != self.mtp.depth):
             raise PatternError(
                 f"{self.name}: the MTP part of {self.pattern!r} is {'/'.join(parsed.mtp)!r}, but the model has "
                 f"{self.mtp.depth} MTP depths of one shared A block; write {'/A' * self.mtp.depth!r} or leave it out"
@@ -160,7 +160,7 @@ class Model:
     @property
     def families(self) -> list[Family]:
         """The families of its layers, and of the MTP block, which is an A layer."""
-        used = self.layers + "A" * bool(self.mtp.depth)
+        used = self.layers + ATTENTION.letter * bool(self.mtp.depth)
         return [family for family in FAMILIES.values() if family.letter in used]
 
     def sizes(self, family: Family) -> tuple[Any, ...]:

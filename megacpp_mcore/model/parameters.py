@@ -10,7 +10,7 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families import ATTENTION, FAMILIES
 from megacpp_mcore.model.families.attention import FULL_ATTENTION
 from megacpp_mcore.model.families.base import Count
 
@@ -61,4 +61,6 @@ def by_stage(model: Model, layout: Layout) -> tuple[Count, ...]:
 def _mtp(model: Model) -> Count:
     hidden = model.hidden_size
     dense = Count(tensor=2 * hidden * model.ffn_hidden_size, whole=hidden)
-    return of_layer(model, "A", FULL_ATTENTION) + dense + Count(tensor=2 * hidden * hidden, whole=3 * hidden)
+    return (
+        of_layer(model, ATTENTION.letter, FULL_ATTENTION) + dense + Count(tensor=2 * hidden * hidden, whole=3 * hidden)
+    )

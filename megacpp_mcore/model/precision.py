@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.model import Model
+from megacpp_mcore.model.families import EXPERTS
 from megacpp_mcore.util.te_imports import ALIGNMENT
 
 EXPERTS_FILE = Path(__file__).resolve().with_name("fp8_experts.yaml")
@@ -60,7 +61,7 @@ def expert_layers(model: Model) -> tuple[int, ...]:
     return tuple(
         number
         for number, letter in enumerate(model.layers, 1)
-        if letter == "E" and not in_bf16_zone(number, model.depth)
+        if letter == EXPERTS.letter and not in_bf16_zone(number, model.depth)
     )
 
 

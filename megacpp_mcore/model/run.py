@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.definition import Layout, Model
-from megacpp_mcore.model.families import FAMILIES
+from megacpp_mcore.model.families import EXPERTS, FAMILIES
 from megacpp_mcore.model.families.attention import FULL_INDEX
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.util import flags
@@ -193,7 +193,7 @@ class Run:
     @property
     def has_moe(self) -> bool:
         """Whether it has routed experts."""
-        return self._chosen.experts if self.model is None else "E" in self.model.layers
+        return self._chosen.experts if self.model is None else EXPERTS in self.model.families
 
     @property
     def has_engine(self) -> bool:

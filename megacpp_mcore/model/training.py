@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import precision
+from megacpp_mcore.model.families import FAMILIES, mixers_first
 from megacpp_mcore.model.precision import PrecisionPlan
 
 GPT, HYBRID = "gpt", "hybrid"
 """The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recompute:
-    """Families whose activations the backward pass recomputes; each is off unless listed.
+RECOMPUTED = tuple(family.recompute for family in mixers_first() if family.recompute)
+"""What ``recompute`` of the settings file may name."""
 
-    Attributes:
-        a: the attention of A layers and of the MTP block: projections, latent norms, core attention.
-        m: the Mamba-3 mixer of M layers.
-        r: the M²RNN mixer of R layers.
-        experts: the expert GEMMs and their activation, not routing, communication or the shared expert.
-    """
 
-    a: bool = False
-    m: bool = False
-    r: bool = False
-    experts: bool = False
-
+class _Recompute:
     @property
     def on(self) -> tuple[str, ...]:
         """The names of the families that are on."""
-        return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+        return tuple(name for name in RECOMPUTED if getattr(self, name))
 
     def check(self, granularity: str | None, modules: Collection[str]) -> None:
         """Refuse a family that Megatron's own recompute repeats already, in whole or in part.
@@ -47,13 +37,25 @@ class Recompute:
                 f"recompute asks for {', '.join(self.on)}, and --recompute-granularity full recomputes whole layers; leave "
                 "one of them out"
             )
-        overlapping = {"a": {"core_attn", "mla_up_proj"}, "experts": {"moe", "moe_act"}}
-        for name in self.on if granularity == "selective" else ():
-            if twice := sorted(overlapping.get(name, set()) & set(modules)):
+        for family in FAMILIES.values() if granularity == "selective" else ():
+            if family.recompute in self.on and (twice := sorted(family.repeated_by & set(modules))):
                 raise ModelError(
-                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; leave one of "
-                    "them out"
+                    f"recompute asks for {family.recompute}, and --recompute-modules {' '.join(twice)} for a part of it; leave "
+                    "one of them out"
                 )
+
+
+if TYPE_CHECKING:
+
+    class Recompute(_Recompute):
+        """Families whose activations the backward pass recomputes, by :data:`RECOMPUTED`; each is off unless listed."""
+
+        def __init__(self, **on: bool) -> None: ...
+
+        def __getattr__(self, name: str) -> bool: ...
+else:
+    _FIELDS = [(name, bool, False) for name in RECOMPUTED]
+    Recompute = make_dataclass("Recompute", _FIELDS, bases=(_Recompute,), frozen=True, kw_only=True, module=__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

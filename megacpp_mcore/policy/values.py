@@ -271,10 +271,11 @@ def _in_fp32(run: Run) -> str:
 
 
 def tf32(run: Run, lookup: Lookup, *, products: bool) -> tuple[Value, ...]:
-    """List what sets fp32 products to TF32; M²RNN has no product that they reach. ``products``: :func:`tf32_products`."""
+    """List what sets fp32 products to TF32, which some families have none of. ``products``: :func:`tf32_products`."""
     if run.device != "cuda":
         return ()
-    exact = "M²RNN's recurrence is not affected; " if "R" in run.families else ""
+    without = filter(None, (FAMILIES[letter].without_tf32 for letter in run.families))
+    exact = "".join(f"{name} is not affected; " for name in without)
     note = f"{exact}TF32 keeps 10 bits of a mantissa: exact for operands that were bf16, not for fp32 ones"
     rows = [
         lookup.find(name, note="fp32 products in TF32", refused="" if lookup.asked(name) == "0" else note)

@@ -40,6 +40,12 @@ HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
 BLOCK = 128
 """Rows and values of a tensor that ``block`` gathers in FP8 over a sequence-parallel group are multiples of this."""
 
+_PRODUCTS = {
+    "attention": "attention",
+    "shared_experts": "shared experts",
+    "blanket": "Mamba output projections",
+}
+"""Each option of dense products, and its name in receipts."""
 _RECOMPUTE = "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"
 _HOPPER = 9
 
@@ -66,17 +72,16 @@ class FP8:
     history: int = 16
 
     @property
-    def letters(self) -> str:
-        """The families of layers that have a scope."""
-        return "A" * self.attention + "E" * self.shared_experts + "M" * self.blanket
+    def on(self) -> tuple[str, ...]:
+        """The options of dense products that are on, by which a family of layers has a scope."""
+        return tuple(name for name in _PRODUCTS if getattr(self, name))
 
     @property
     def label(self) -> str:
         """The name in receipts."""
         if self.recipe is None:
             return "none"
-        named = {"A": "attention", "E": "shared experts", "M": "Mamba output projections"}
-        return f"{'blanket ' * self.blanket}{self.recipe}: {', '.join(named[letter] for letter in self.letters)}"
+        return f"{'blanket ' * self.blanket}{self.recipe}: {', '.join(_PRODUCTS[name] for name in self.on)}"
 
 
 _active: list[str] = []
@@ -128,7 +133,7 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
     selective = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     whole = config.recompute_granularity == "full"
     for found, what, remedy in (
-        (not fp8.letters, "no family of layers is named", "name attention or shared_experts"),
+        (not fp8.on, "no family of layers is named", "name attention or shared_experts"),
         (min(fp8.first, fp8.last) < 1, f"the BF16 zone is {fp8.first} and {fp8.last} layers", "keep 1 or more at each end"),
         (fp8.history < 1, f"the history is {fp8.history}", "keep 1 micro-batch or more"),
         (config.params_dtype != torch.bfloat16, f"parameters are {config.params_dtype}", "train in bf16"),

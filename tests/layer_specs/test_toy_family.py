@@ -13,9 +13,10 @@ import yaml
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import ModelError, PatternError
-from megacpp_mcore.model import Layout, flops, preset, with_overrides
+from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.run import Run
+from megacpp_mcore.observe import receipts
 from megacpp_mcore.policy import resolve
 from tests import forks
 from tests.errors import raises
@@ -40,8 +41,6 @@ def test_a_family_is_known_where_its_record_is(monkeypatch: pytest.MonkeyPatch) 
     width = model.hidden_size
     assert (model.layers, [one.letter for one in model.families]) == ("TATA", ["A", "T"])
     assert model.parameters()["T"] == 2 * (width**2 + 2 * width)
-    counted = flops.step(model).layers
-    assert [one.dense_ffn.forward for one in counted] == [2 * 32 * width**2, 0] * 2
     with raises(ModelError, "toys", "2"):
         model.check_layout(Layout(tensor=2, sequence_parallel=True))
     assert resolve(Run(model), environment={}).value("precision").note == "selection of keys and the integrator in fp32"
@@ -50,10 +49,20 @@ def test_a_family_is_known_where_its_record_is(monkeypatch: pytest.MonkeyPatch) 
 def test_it_trains_on_the_cpu_lane(tmp_path: Path) -> None:
     prepare([str(find_stdlib_sources()[0].path)], str(tmp_path / "text"))
     file = tmp_path / "settings.yaml"
-    file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
+    file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES, "recompute": ["t"]}))
     environment = os.environ | {"MEGACPP_CONFIG": str(file), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = forks.run(["-m", "tests.layer_specs.toy_family", str(tmp_path / "text")], env=environment)
+    words = [str(tmp_path / "text"), str(tmp_path / "observed")]
+    done = forks.run(["-m", "tests.layer_specs.toy_family", *words], env=environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+    forward = 2 * 2 * preset("nam56r_tiny").hidden_size ** 2  # MFLOP a token, of two layers
+    assert re.search(
+        rf"^integrator +{forward / 1e6:.2f} +{forward / 5e5:.2f} +{forward / 1e6:.2f} ", done.stdout, re.MULTILINE
+    )
+    assert "| toy channels | none |" in done.stdout
+    assert "| T | an integrator that forgets | Lapicque, arXiv 1907.00000 |" in done.stdout
+    receipt = receipts.read(tmp_path / "observed")
+    assert receipt["flops"]["families"]["integrator"]["recomputed"] > 0
+    assert receipt["shares"]["groups"]["toy"] > 0

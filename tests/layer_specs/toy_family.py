@@ -1,4 +1,4 @@
-"""A family of its own: T, a leaky integrator of each channel. Run as a program with a DATASET, it trains three steps."""
+"""A family of its own: T, a leaky integrator. Run as a program with a DATASET and a FOLDER, it counts and trains a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megacpp_mcore.launch import launcher
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Batch, Count, Family, Shape, Work, divides, product
 
@@ -30,7 +29,7 @@ def _parameters(shape: Shape, _: str | None) -> Count:
 
 
 def _work(shape: Shape, _: str | None, rows: Batch) -> dict[str, Work]:
-    return {"dense_ffn": product(rows.tokens * shape.hidden_size**2)}
+    return {"integrator": product(rows.tokens * shape.hidden_size**2)}
 
 
 def _check_layout(shape: Shape, tensor: int, _: int) -> None:
@@ -43,10 +42,14 @@ TOY = Family(
     part="T toy",
     group="toy",
     parameters=_parameters,
-    works=("dense_ffn",),
+    works=("integrator",),
     work=_work,
     check_layout=_check_layout,
     in_fp32="the integrator",
+    recompute="t",
+    recomputed=("integrator",),
+    card=lambda shape: {"toy channels": f"{shape.hidden_size}"},
+    papers=(("T", "an integrator that forgets", "Lapicque", "1907.00000"),),
 )
 
 
@@ -71,11 +74,13 @@ def spec(asked: Any) -> ModuleSpec:
     return mixed
 
 
-def main(dataset: str) -> int:
+def main(dataset: str, observed: str) -> int:
+    FAMILIES["T"] = TOY  # first, as if it were in the list there
     from megacpp_mcore import settings
+    from megacpp_mcore.commands import cli
+    from megacpp_mcore.launch import launcher
     from tests import stock
 
-    FAMILIES["T"] = TOY
     imported = launcher.import_named
 
     def import_named(*names: str) -> Any:  # when the CPU lane is there
@@ -88,10 +93,12 @@ def main(dataset: str) -> int:
     launcher.import_named = import_named  # type: ignore[assignment]
     chosen = settings.from_environment()
     assert chosen is not None
+    cli.main(["recipe", "flops", chosen.model.name, "--recompute", "t"])
+    cli.main(["recipe", "list", "--markdown"])
     data = ("--data-path", dataset, "--split", "100,0,0")
     words = stock.words(chosen.model, "--lr-warmup-iters", "0", data=data, train_iters=3, global_batch_size=2)
-    return launcher.launch(words, device="cpu")
+    return launcher.launch(words, device="cpu", recording=launcher.Recording(observe=observed), verbose=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -353,10 +353,10 @@ def test_the_error_names_the_file_and_a_file_without_recipe_asks_for_nothing() -
 
 
 def test_blanket_is_an_option_of_its_own_and_marks_the_receipt() -> None:
-    assert FP8(recipe="block").letters == "AE"
+    assert FP8(recipe="block").on == ("attention", "shared_experts")
     assert FP8(recipe="block").label == "block: attention, shared experts"
     blanket = FP8(recipe="delayed", blanket=True)
-    assert blanket.letters == "AEM"
+    assert blanket.on == ("attention", "shared_experts", "blanket")
     assert blanket.label == "blanket delayed: attention, shared experts, Mamba output projections"
 
 

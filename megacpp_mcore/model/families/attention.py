@@ -217,6 +217,21 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
     return arguments
 
 
+def _scoped(shape: Shape, role: str | None, tokens: int, mla: MLA, _: DSA) -> tuple[str, Work]:
+    absorbed = mla.kv_lora_rank * shape.heads * (mla.qk_head_dim + mla.v_head_dim)
+    return "attention_projections", Work() if role == FULL_ATTENTION else product(tokens * absorbed)
+
+
+def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:
+    return {
+        "MLA heads": f"{shape.heads}",
+        "MLA latents, q and kv": f"{mla.q_lora_rank}, {mla.kv_lora_rank}",
+        "MLA head widths, qk + rotary, v": f"{mla.qk_head_dim} + {mla.qk_pos_emb_head_dim}, {mla.v_head_dim}",
+        "DSA top-k": f"{dsa.topk}",
+        "DSA indexer": f"{dsa.indexer_heads} × {dsa.indexer_head_dim}",
+    }
+
+
 ATTENTION = Family(
     letter="A",
     name="attention (MLA, full or with DeepSeek sparse attention)",
@@ -258,6 +273,20 @@ ATTENTION = Family(
     check=_check,
     arguments=_arguments,
     in_fp32="selection of keys",
-    recompute="a",
+    recompute="a",  # the attention of A layers and of the MTP block: projections, latent norms, core attention
     recomputed=("attention_projections", "attention_core", "indexer"),
+    repeated_by=frozenset({"core_attn", "mla_up_proj"}),
+    fp8="attention",
+    scoped=_scoped,
+    card=_card,
+    papers=(
+        ("A", "multi-head latent attention", "DeepSeek-V2", "2405.04434"),
+        (
+            "A, `F` and `S`",
+            "DeepSeek sparse attention: an indexer chooses each query's keys",
+            "DeepSeek-V3.2",
+            "2512.02556",
+        ),
+        ("A, `S`", "a layer attends to the indices of an earlier one", "IndexCache", "2603.12201"),
+    ),
 )

@@ -6,7 +6,7 @@ A family's functions take a :class:`Shape` and its own sizes (the parts of a mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +197,10 @@ def _no_arguments(*_: Any) -> Sequence[Argument]:
     return ()
 
 
+def _no_rows(*_: Any) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of layers; each function takes the :class:`Shape` and the family's own sizes, in the order of ``fields``.
@@ -217,8 +221,14 @@ class Family:
         arguments: ``(shape, *sizes)`` to the stock arguments of a model with such layers.
         without: those of a model without.
         in_fp32: what it computes in fp32, whatever the precision of the run.
+        without_tf32: what it computes in fp32 without products that TF32 reaches.
         recompute: its name under ``recompute`` in the settings file; empty without.
         recomputed: the names of the work which that repeats.
+        repeated_by: Megatron's ``--recompute-modules`` that repeat it, or a part of it, too.
+        fp8: the option of :class:`megacpp_mcore.te.fp8_scopes.FP8` for its dense products; empty without.
+        scoped: ``(shape, role, tokens, *sizes)`` to the name of the work in that scope, and to what of it stays outside.
+        card: ``(shape, *sizes)`` to its rows in the model card.
+        papers: for the model card: the layers, what they are, the paper's name, its number on arXiv.
     """
 
     letter: str
@@ -236,5 +246,11 @@ class Family:
     arguments: Callable[..., Sequence[Argument]] = _no_arguments
     without: Sequence[Argument] = ()
     in_fp32: str = ""
+    without_tf32: str = ""
     recompute: str = ""
     recomputed: tuple[str, ...] = ()
+    repeated_by: frozenset[str] = frozenset()
+    fp8: str = ""
+    scoped: Callable[..., tuple[str, Work]] | None = None
+    card: Callable[..., Mapping[str, str]] = _no_rows
+    papers: tuple[tuple[str, str, str, str], ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.families.base import (
@@ -104,6 +105,17 @@ def _arguments(shape: Shape, moe: MoE) -> Sequence[Argument]:
     ]
 
 
+def _scoped(*_: Any) -> tuple[str, Work]:
+    return "shared_experts", Work()
+
+
+def _card(_: Shape, moe: MoE) -> dict[str, str]:
+    return {
+        "experts, top-k": f"{moe.experts}, {moe.topk}",
+        "expert width, routed, shared": f"{moe.ffn_hidden_size}, {moe.shared_ffn_hidden_size}",
+    }
+
+
 EXPERTS = Family(
     letter="E",
     name="mixture of experts",
@@ -128,6 +140,11 @@ EXPERTS = Family(
     arguments=_arguments,
     without=(absent("--num-experts", "num_moe_experts", None),),
     in_fp32="router",
-    recompute="experts",
+    recompute="experts",  # the expert GEMMs and their activation, not routing, communication or the shared expert
     recomputed=("routed_experts",),
+    repeated_by=frozenset({"moe", "moe_act"}),
+    fp8="shared_experts",
+    scoped=_scoped,
+    card=_card,
+    papers=(("E", "routed and shared experts, balanced by a bias of each", "DeepSeek-V3", "2412.19437"),),
 )

@@ -108,6 +108,21 @@ def _check_layout(shape: Shape, tensor: int, _: int, ssm: Mamba3) -> None:
     divides(f"{shape.name}: Mamba-3 groups", ssm.groups, "tensor parallelism", tensor)
 
 
+def _scoped(shape: Shape, _: str | None, tokens: int, ssm: Mamba3) -> tuple[str, Work]:
+    """Only the output projection is in a scope."""
+    heads = heads_of(shape.hidden_size, ssm)
+    whole = mamba_projections(tokens, shape.hidden_size, heads, ssm)
+    output = product(tokens * shape.hidden_size * heads * ssm.head_dim)
+    return "mamba_projections", Work(whole.forward - output.forward, whole.backward - output.backward)
+
+
+def _card(shape: Shape, ssm: Mamba3) -> dict[str, str]:
+    return {
+        "Mamba-3 heads": f"{heads_of(shape.hidden_size, ssm)} × {ssm.head_dim}",
+        "Mamba-3 groups, state, rank": f"{ssm.groups}, {ssm.state}, {ssm.mimo_rank}",
+    }
+
+
 MAMBA = Family(
     letter="M",
     name="Mamba-3",
@@ -132,4 +147,8 @@ MAMBA = Family(
     in_fp32="states of Mamba-3",
     recompute="m",
     recomputed=("mamba_projections", "mamba_scan"),
+    fp8="blanket",
+    scoped=_scoped,
+    card=_card,
+    papers=(("M", "state-space mixer with several inputs and outputs (MIMO)", "Mamba-3", "2603.15569"),),
 )

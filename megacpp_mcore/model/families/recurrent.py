@@ -80,6 +80,10 @@ def _check_layout(shape: Shape, tensor: int, _: int, rnn: M2RNN) -> None:
     divides(f"{shape.name}: M²RNN heads", heads_of(shape.hidden_size, rnn), "tensor parallelism", tensor)
 
 
+def _card(shape: Shape, rnn: M2RNN) -> dict[str, str]:
+    return {"M²RNN heads, keys, values": f"{heads_of(shape.hidden_size, rnn)}, {rnn.key_dim}, {rnn.value_dim}"}
+
+
 RECURRENT = Family(
     letter="R",
     name="M²RNN recurrent tail",
@@ -102,6 +106,9 @@ RECURRENT = Family(
     check=_check,
     check_layout=_check_layout,
     in_fp32="states of M²RNN",
+    without_tf32="M²RNN's recurrence",
     recompute="r",
     recomputed=("recurrent_projections", "convolution", "recurrence"),
+    card=_card,
+    papers=(("R", "recurrence with a matrix state, not linear in it", "M²RNN", "2603.14360"),),
 )

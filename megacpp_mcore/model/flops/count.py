@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Self
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.families import FAMILIES, mixers_first
+from megacpp_mcore.model.families import ATTENTION, FAMILIES, mixers_first
 from megacpp_mcore.model.families.attention import FULL_ATTENTION, indexer
 from megacpp_mcore.model.families.base import Batch, Work, causal_pairs, feed_forward, product, selected_pairs
 
@@ -166,4 +166,4 @@ def _mtp_block(model: Model, rows: Batch) -> Families:
         mtp_projection=product(rows.tokens * 2 * hidden * hidden),
         dense_ffn=feed_forward(rows.tokens, hidden, model.ffn_hidden_size),
     )
-    return dense + _layer(model, "A", FULL_ATTENTION, rows)
+    return dense + _layer(model, ATTENTION.letter, FULL_ATTENTION, rows)

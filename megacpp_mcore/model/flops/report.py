@@ -21,9 +21,8 @@ from operator import add
 from typing import Any
 
 from megacpp_mcore.model import Model
-from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Work
-from megacpp_mcore.model.families.mamba import mamba_projections
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.count import NAMES, Families, Step
 from megacpp_mcore.model.flops.peaks import Peak
@@ -50,8 +49,7 @@ def by_precision(
         plan: the run's precision.
         tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
         experts: the numbers of layers whose routed experts run in FP8, where ``plan`` does not name them.
-        scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.fp8_scopes`): projections of A layers, without those that
-            sparse attention absorbs, output projections of M layers, shared experts of E layers.
+        scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.fp8_scopes`).
     """
     usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype
     experts = expert_layers(model) if plan.kernel_fp8 == "experts" else experts
@@ -67,18 +65,11 @@ def by_precision(
 
 def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
     """Count the work of one layer that its FP8 scope contains; recomputed work outside of it is none of it."""
-    letter = model.layers[number - 1]
-    if letter == "M":
-        output = flops.product(tokens * model.hidden_size * model.mamba_heads * model.mamba3.head_dim)
-        whole = mamba_projections(tokens, model.hidden_size, model.mamba_heads, model.mamba3)
-        return Families(mamba_projections=_less(part.mamba_projections, _less(whole, output)))
-    if letter == "A":
-        absorbed = Work()
-        if model.roles[number - 1] != grammar.FULL_ATTENTION:
-            mla = model.mla
-            absorbed = flops.product(tokens * mla.kv_lora_rank * model.heads * (mla.qk_head_dim + mla.v_head_dim))
-        return Families(attention_projections=_less(part.attention_projections, absorbed))
-    return Families(shared_experts=part.shared_experts)
+    family = FAMILIES[model.layers[number - 1]]
+    if family.scoped is None:
+        return Families()
+    name, outside = family.scoped(model.shape, model.roles[number - 1], tokens, *model.sizes(family))
+    return Families(**{name: _less(getattr(part, name), outside)})
 
 
 def _less(work: Work, other: Work) -> Work:

@@ -25,6 +25,7 @@ from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
+from megacpp_mcore.model.families import EXPERTS, FAMILIES
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe import card as cards
@@ -236,7 +237,8 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
     if settings is not None and settings.fp8.recipe is not None:
         plan = _also_in_fp8(plan, settings.fp8.label)
-        if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
+        mixers = [one for one in FAMILIES.values() if one.is_mixer and one.fp8 in settings.fp8.on]
+        if any(one.recompute in settings.recompute.on for one in mixers):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
         plan = _also_in_fp8(plan, _BY_TRITON)
@@ -343,9 +345,11 @@ def _flops(
             plan,
             tf32=bool(torch.backends.cuda.matmul.allow_tf32),
             experts=[
-                number for number, letter in enumerate(model.layers, 1) if letter == "E" and _BY_TRITON in kernels
+                number
+                for number, letter in enumerate(model.layers, 1)
+                if letter == EXPERTS.letter and _BY_TRITON in kernels
             ],
-            scoped=[number for number in numbers if model.layers[number - 1] in fp8.letters],
+            scoped=[number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         )
         for one in (step, again)
     )

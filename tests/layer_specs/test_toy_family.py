@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -16,7 +17,6 @@ from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.observe import receipts
 from megacpp_mcore.policy import resolve
 from tests import forks
 from tests.errors import raises
@@ -63,6 +63,6 @@ def test_it_trains_on_the_cpu_lane(tmp_path: Path) -> None:
     )
     assert "| toy channels | none |" in done.stdout
     assert "| T | an integrator that forgets | Lapicque, arXiv 1907.00000 |" in done.stdout
-    receipt = receipts.read(tmp_path / "observed")
+    receipt = json.loads((tmp_path / "observed" / "receipt.json").read_text())
     assert receipt["flops"]["families"]["integrator"]["recomputed"] > 0
     assert receipt["shares"]["groups"]["toy"] > 0

@@ -15,15 +15,12 @@ from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.bench import measure
 from megacpp_mcore.bench.catalog import BENCHMARKS, LAYER, OP
 from megacpp_mcore.bench.csv_table import (
-    BYTES_PER_SECOND,
     COLUMNS,
     CONDITIONS,
     IS_REFERENCE,
     RIGHT,
     TIMED,
-    Table,
     compare,
-    floor_time,
     read,
 )
 from megacpp_mcore.commands import cli
@@ -32,8 +29,6 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.util import host
 
 ROOT = Path(__file__).parents[2]
-ON_CPU = ("--device", "cpu", "--size", "tiny")
-TINY_RUN = (*ON_CPU, "--seconds", "0")
 OTHER = str(ROOT / "experiments" / "results" / "train_h200.csv")
 
 
@@ -65,42 +60,27 @@ def test_the_list_needs_no_torch_and_names_them_all() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["mamba"], "'mamba'; did you mean 'mamba3'"),
-        (["zzz"], "'zzz'; known: mla, mla_packed"),
-        ([], "--all"),
-        (["mla", "--all"], "not both"),
-        (["mla", "--set", "heads=x"], "'heads=x'"),
-        (["mla", "--set", "width=3"], "'width'; expected one of B, S, heads, qk, v"),
-        (["mla", "--set", "heads=0"], "heads is 0"),
-        (["mla", "--set", "heads=0", "--set", "S=3"], "heads is 0"),
-        (["mla", "m2rnn", "--set", "S=3"], "2 are named"),
-        *(
-            (["mla", f"--{name}", value], f"--{name} is {float(value)}")
-            for name in ("tolerance", "seconds")
-            for value in ("-1", "nan", "inf")
-        ),
-        ([*ON_CPU, "mla", "--output", "."], ". cannot be read"),
-        (["mla", "--device", "cpu", "--against", "nowhere.csv"], "nowhere.csv cannot be read"),
-        ([*ON_CPU, "mla", "--output", OTHER], "train_h200.csv begins with 'label"),
-        ([*ON_CPU, "mla", "--against", OTHER], "train_h200.csv begins with 'label"),
+        ("mamba", "'mamba'; did you mean 'mamba3'"),
+        ("zzz", "'zzz'; known: mla, mla_packed"),
+        ("", "--all"),
+        ("mla --all", "not both"),
+        ("mla --set heads=x", "'heads=x'"),
+        ("mla --set width=3", "'width'; expected one of B, S, heads, qk, v"),
+        ("mla --set heads=0 --set S=3", "heads is 0"),
+        ("mla m2rnn --set S=3", "2 are named"),
+        ("mla --tolerance nan", "--tolerance is nan"),
+        ("mla --seconds -1", "--seconds is -1.0"),
+        ("mla --device cpu --size tiny --output .", ". cannot be read"),
+        ("mla --device cpu --against nowhere.csv", "nowhere.csv cannot be read"),
+        (f"mla --device cpu --size tiny --output {OTHER}", "train_h200.csv begins with 'label"),
+        (f"mla --device cpu --size tiny --against {OTHER}", "train_h200.csv begins with 'label"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", "run", *words]) == cli.USER_ERROR
+    assert cli.main(["bench", "run", *words.split()]) == cli.USER_ERROR
     assert says in capsys.readouterr().err
-
-
-# --- floors -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_floor_is_the_greater_of_operations_and_bytes() -> None:
-    assert floor_time(989_500_000_000, 1, "bf16", "NVIDIA H200") == (1.0, "operations at H200 SXM, bf16 dense")
-    assert floor_time(1, int(BYTES_PER_SECOND), "bf16", "NVIDIA H200") == (1000.0, "bytes at 4.2 TB/s")
-    ms, by = floor_time(1, 1, "bf16", "a toaster")
-    assert ms is None
-    assert "'a toaster'" in by
 
 
 # --- against a committed table ------------------------------------------------------------------------------------------
@@ -125,34 +105,14 @@ def table_of(path: Path, *rows: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda text: "",
-        lambda text: "\n" + text,
-        lambda text: text[:-40],
-        lambda text: text[:-1],
-        lambda text: text[:-40] + "\n",
-        lambda text: text[:-1] + ",more\n",
-        lambda text: text + '"',
-    ],
-    ids=["empty", "other", "cut", "newline", "short", "wide", "quote"],
-)
+    [lambda text: "", lambda text: text[:-40], lambda text: text[:-1], lambda text: text[:-1] + ",more\n"],
+    ids=["empty", "cut", "newline", "wide"],
+)  # fmt: skip
 def test_a_damaged_table_is_no_baseline(tmp_path: Path, damage: Callable[[str], str]) -> None:
     table = table_of(tmp_path / "rows.csv", row(), row(work="both"))
     table.write_text(damage(table.read_text()))
     with pytest.raises(BenchmarkError, match=r"rows\.csv.*(expected|cannot be read)"):
         read(table)
-
-
-def test_rows_are_added_to_a_table_that_the_first_ones_make(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "rows.csv"
-    table = Table(path, ("a", "b"))
-    assert not path.parent.exists()  # nothing is left where nothing was measured
-    table.append({"a": 1, "b": "x, y"})
-    Table(path, ("a", "b")).append({"a": 2, "b": ""}, {"a": 3, "b": ""})
-    assert path.read_text() == 'a,b\n1,"x, y"\n2,\n3,\n'
-    path.write_text("")
-    Table(path, ("a", "b")).append({"a": 1, "b": 2})
-    assert path.read_text() == "a,b\n1,2\n"
 
 
 SDPA = "mla / forward / sdpa"
@@ -166,7 +126,7 @@ OURS_WAS = "layer_a_full / forward / ours, which was ours (mla sdpa)"
 @pytest.mark.parametrize(
     ("before", "now", "slower", "lines"),
     [
-        # Within the tolerance, beyond it, and better.
+        # Within the tolerance, beyond it, and better; the last row of the file counts, of those that are right.
         ([row()], [row(ms="2.19", peak_bytes="1090")], [], [f"{SDPA}: 2 → 2.19 ms (1.09x): as before"]),
         (
             [row()],
@@ -174,9 +134,7 @@ OURS_WAS = "layer_a_full / forward / ours, which was ours (mla sdpa)"
             [f"{SDPA}: 2 → 2.3 ms (1.15x): slower", f"{SDPA}: 0.001 → 0.0012 MB (1.20x): more memory"],
             [],
         ),
-        ([row()], [row(ms="1.0")], [], [f"{SDPA}: 2 → 1 ms (0.50x): faster"]),
-        # The last row of the file counts, of those that are right.
-        ([row(ms="1.0"), row(ms="2.0")], [row()], [], [f"{SDPA}: 2 → 2 ms (1.00x): as before"]),
+        ([row(ms="1.0"), row(ms="2.0")], [row(ms="1.0")], [], [f"{SDPA}: 2 → 1 ms (0.50x): faster"]),
         ([row(ms="1.0"), row(ms="9.0", parity="FAILS: worst row o")], [row()], [f"{SDPA}: 1 → 2 ms (2.00x): slower"], []),
         # A time that was lost, and a row.
         ([row()], [row(ms="", parity="FAILS: o")], [f"{SDPA}: was 2.0 ms, and has no time now (FAILS: o)"], []),
@@ -229,7 +187,8 @@ def test_a_row_of_the_wrong_result_or_of_other_conditions_is_no_baseline(change:
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "bench", "run", *words, *TINY_RUN]
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "bench", "run", *words]
+    command += ["--device", "cpu", "--size", "tiny", "--seconds", "0"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -261,20 +220,6 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     peers = {found["benchmark"] for found in rows if found["side"] == "peer"}
     assert peers == ours
     assert any(found["variant"] == "torch._grouped_mm" and found["parity"] == "green" for found in rows)
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_got_slower_fails(tmp_path: Path) -> None:
-    rows, before = tmp_path / "rows.csv", tmp_path / "before.csv"
-    assert bench("mla", "--set", "heads=2", "--output", str(rows)).returncode == 0
-    faster = list(csv.DictReader(rows.open(newline="")))
-    table_of(before, *(found | {"ms": found["ms"] and "1e-6"} for found in faster))
-    done = bench("mla", "--set", "heads=2", "--against", str(before))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "mla / forward / reference: 1e-06 →" in done.stdout
-    done = bench("mla", "--set", "heads=3", "--against", str(before))
-    assert done.returncode == cli.USER_ERROR
-    assert "shape is B=2 S=24 heads=3 qk=32 v=16 and was B=2 S=24 heads=2" in done.stderr
 
 
 def test_rows_name_what_they_were_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megacpp_mcore import backends
-from megacpp_mcore.backends import Candidate, ProbeResult, Speed
+from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure
-from megacpp_mcore.bench.cases import layers, peers, sparse_mla
+from megacpp_mcore.bench.cases import layers, sparse_mla
 from megacpp_mcore.bench.catalog import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.bench.measure import AgainstTruth, Outcome
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
@@ -108,22 +108,6 @@ def test_a_layer_is_checked_with_its_op_and_on_references_claims_nothing(monkeyp
     assert {row["ms"] for row in found.rows} == {""}
 
 
-def test_a_layers_peer_has_the_core_attention_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    is_stock: dict[bool, bool] = {}
-
-    def build(plan: Any, requests: Any, *, stock_core: bool = False) -> Any:
-        made = real(plan, requests, stock_core=stock_core)
-        is_stock[stock_core] = type(made.module.self_attention.core_attention) is DotProductAttention
-        return made
-
-    real = layers._build
-    monkeypatch.setattr(layers, "_build", build)
-    layers.layer_a_full(tiny("layer_a_full"))
-    assert is_stock == {True: True, False: False}
-
-
 # --- made-up problems -----------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +169,6 @@ FIRST: dict[str, Any] = {"results": lambda found: found[:1]}
         ([times(2.1, "ours", OURS, is_reference=True)], "", {}, {"ours"}, ["mla: ours FAILS: worst row y"]),
         # A yardstick loosens what is allowed, but has to be an implementation.
         ([NEAR, times(2.025, "ours", OURS)], "", {"ours": "yardstick"}, set(), []),
-        ([NEAR, times(2.04, "ours", OURS)], "", {}, {"ours"}, ["mla: ours FAILS: worst row y"]),
         (
             [times(2.5, "yardstick", PEER), times(2.025, "ours", OURS)],
             "", {}, {"yardstick", "ours"}, ["mla: ours FAILS: worst row y"],
@@ -229,19 +212,20 @@ def test_a_graph_is_captured_in_deterministic_mode(monkeypatch: pytest.MonkeyPat
         OURS_OF_2.captured().deterministic()
 
 
+class Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ctx.error
+
+
 def stops(side: str, error: Exception) -> Variant:
     """Its backward pass raises."""
-
-    class Stops(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            raise error
-
-    return Variant.of("stops", side, lambda inputs: Stops.apply(inputs.leaves["x"]))
+    return Variant.of("stops", side, lambda inputs: Stops.apply(inputs.leaves["x"], error))
 
 
 def test_without_a_backward_pass_a_peer_keeps_its_forward_pass_and_ours_nothing(
@@ -249,24 +233,14 @@ def test_without_a_backward_pass_a_peer_keeps_its_forward_pass_and_ours_nothing(
 ) -> None:
     found = outcome(stops(PEER, ValueError("G value of 8")), OURS_OF_2)
     both, forward = (by_variant(found, work) for work in (BOTH, FORWARD))
-    assert (forward["stops"]["parity"], forward["stops"]["worst_row"] != "") == ("green", True)
-    assert forward["ours"]["against"] == "stops"
-    assert (both["stops"]["parity"], both["stops"]["worst_row"]) == ("not checked", "")
-    assert both["stops"]["note"] == "it raised ValueError: G value of 8"
-    assert both["stops"]["ms"] == both["ours"]["speed_up"] == ""
+    assert (forward["stops"]["parity"], forward["ours"]["against"]) == ("green", "stops")
+    assert [both["stops"][name] for name in ("parity", "ms", "worst_row")] == ["not checked", "", ""]
+    assert (both["stops"]["note"], both["ours"]["speed_up"]) == ("it raised ValueError: G value of 8", "")
     found = outcome(PEER_OF_2, stops(OURS, torch.cuda.OutOfMemoryError("full")))
     assert found.failures == ["mla: stops FAILS: out of memory"]
     rows = [by_variant(found, work)["stops"] for work in (FORWARD, BOTH)]
     assert [row["note"] for row in rows] == ["forward+backward: out of memory", "out of memory"]
-    assert {row["ms"] + row["speed_up"] for row in rows} == {""}
-    assert {row["parity"] for row in rows} == {"FAILS: out of memory"}
-
-
-def test_memory_is_of_a_call(outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = iter([(100, 20), (100, 20), (50, 10), (50, 10)])
-    monkeypatch.setattr(measure, "memory", lambda call, device: next(peaks))
-    ours = by_variant(outcome(PEER_OF_2, OURS_OF_2))["ours"]
-    assert (ours["less_memory"], ours["peak_bytes"], ours["kept_bytes"]) == ("2.0x", 50, 10)
+    assert {(row["ms"] + row["speed_up"], row["parity"]) for row in rows} == {("", "FAILS: out of memory")}
 
 
 @pytest.mark.parametrize("spoil", [lambda y: y[:-1], lambda y: y * float("nan"), lambda y: y * float("inf")])
@@ -275,28 +249,7 @@ def test_shapes_and_what_is_no_number_fail(spoil: Callable[[Any], Any], outcome:
     assert outcome(one).failures == ["mla: ours FAILS: worst row y inf > 1.0e-06"]
 
 
-# --- floors, and the judge of selections ------------------------------------------------------------------------------------
-
-OF_INDEXER = {"B": 1, "S": 5, "indexer_heads": 2, "indexer_dim": 4, "topk": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "floors"),
-    [
-        # Of 3 queries 6 pairs are causal; 2 heads, products of 4 and of 2; q, k, v, o in 4 bytes and a log-sum-exp. A
-        # backward pass is two forward passes.
-        ("mla", {"B": 1, "S": 3, "heads": 2, "qk": 4, "v": 2}, {FORWARD: (144, 312), BOTH: (432, 912)}),
-        # 6 tokens; hidden and weight are read twice, and their gradients written.
-        ("linear_cross_entropy", {"B": 2, "S": 3, "hidden": 4, "vocab": 8}, {BOTH: (1152, 672)}),
-        # 15 causal pairs, of which the first 2 queries, which have no choice, have 3; 14 inputs a row, 2 keys a query.
-        ("indexer", OF_INDEXER, {FORWARD: (2 * 12 * 10, 4 * 5 * 14 + 4 * 5 * 2)}),
-        # 9 selected pairs.
-        ("indexer_grad", OF_INDEXER, {"gradient": (6 * 9 * 10, 2 * 4 * 5 * 14 + 8 * 5 * 2)}),
-    ],
-)
-def test_floors(name: str, shape: dict[str, int], floors: dict[str, tuple[int, int]]) -> None:
-    made = measure.load(BENCHMARKS[name], Options(**QUICK, shape=shape))
-    assert {work: (floor.operations, floor.moved) for work, floor in made.works.items()} == floors
+# --- the judge of selections ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["twice", "future", "too few", "second best"])
@@ -316,35 +269,6 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
 
 
 # --- stock's TileLang kernels of sparse_mla -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({}, ""),
-        ({"heads": 128, "S": 4096, "topk": 2048}, ""),
-        ({"topk": 9999}, ""),  # all 64 keys
-        ({"heads": 56}, "heads 56 is not one of 64, 128; the nearest is 64"),
-        (
-            {"latent": 64},
-            "qk_dim 128 is not one of 576; the nearest is 576; v_dim 64 is not one of 512; the nearest is 512",
-        ),
-        ({"topk": 63}, "selected 63 is not a multiple of 64"),
-        ({"S": 65, "topk": 9999}, "selected 65 is not a multiple of 64"),
-        ({"dtype": "float32"}, "dtype float32 is not one of bfloat16"),
-        ({"device": "cpu"}, "it runs on cuda, not on cpu"),
-    ],
-)
-@pytest.mark.parametrize("installed", [True, False])
-def test_tilelang_runs_at_shapes_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str, installed: bool
-) -> None:
-    monkeypatch.setattr(peers, "probe_import", lambda name: ProbeResult(installed, f"{name} is not installed"))
-    shape = {"B": 1, "S": 64, "heads": 64, "latent": 512, "rope": 64, "topk": 64} | changes
-    conditions = {name: shape.pop(name, value) for name, value in (("device", "cuda"), ("dtype", "bfloat16"))}
-    found = sparse_mla._tilelang(Options(**conditions, shape=shape), shape["latent"] + 64, shape["latent"])
-    missing = "" if installed else "no peer installed: stock TileLang (tilelang is not installed)"
-    assert found.absent == (f"not here: {says}" if says else missing)
 
 
 def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,6 @@ def only(*names: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in found}
 
 
-def test_every_component_is_a_sign_of_life(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only("apex: optimizers", "torch")
-    assert sorted(capsys.readouterr().err.splitlines()) == ["examined apex: optimizers", "examined torch"]
-
-
 def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(folder: Path) -> None:
     place = package(folder, "apex", f"open({str(folder / 'imported')!r}, 'w')", "apex", "0.9.10.dev0")
     found = only("apex: optimizers")
@@ -90,44 +85,25 @@ def test_deep_gemm_of_another_origin(folder: Path) -> None:
     assert only("deep_gemm")["deep_gemm"].state == WORKS
 
 
-def test_transformer_engine_without_its_torch_part_blocks(folder: Path) -> None:
-    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
-    finding = only("transformer-engine")["transformer-engine"]
-    assert (finding.state, finding.version, finding.blocks) == (BROKEN, "2.20.2", True)
-    assert "No module named 'transformer_engine.pytorch'" in finding.reason
-    assert "breaks megatron-core's own import" in finding.reason
-    package(folder, "transformer_engine.pytorch", "Linear = object")
-    assert only("transformer-engine")["transformer-engine"].state == WORKS
-
-
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_transformer_engine_that_is_switched_off_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+@pytest.mark.parametrize(
+    ("value", "state", "reason"),
+    [("1", OFF, "MEGACPP_DISABLE_TE=1 disables"), ("0", WORKS, "$"), ("yes", WORKS, "MEGACPP_DISABLE_TE is 'yes'; expected 1")],
+)  # fmt: skip
+def test_the_switch_of_transformer_engine_is_said_and_one_that_a_launch_refuses_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, state: str, reason: str
 ) -> None:
     monkeypatch.setenv("MEGACPP_DISABLE_TE", value)
     package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
     broken = only("transformer-engine")["transformer-engine"]
     assert (broken.state, broken.blocks) == (BROKEN, True)  # Megatron imports it all the same
-    package(folder, "transformer_engine.pytorch", "Linear = object")
-    finding = only("transformer-engine")["transformer-engine"]
-    assert (finding.state, finding.version, finding.blocks) == (OFF if value == "1" else WORKS, "2.20.2", False)
-    said = "MEGACPP_DISABLE_TE=1 disables Transformer Engine: layers are built from Megatron's local classes"
-    assert finding.reason == (said if value == "1" else "")
-
-
-def test_a_switch_that_a_launch_refuses_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGACPP_DISABLE_TE", "yes")
-    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
-    broken = only("transformer-engine")["transformer-engine"]
-    assert broken.blocks
-    assert re.match(
-        "MEGACPP_DISABLE_TE is 'yes'; expected 1 .*; .*No module named 'transformer_engine.pytorch'", broken.reason
-    )
+    assert "No module named 'transformer_engine.pytorch'" in broken.reason
     package(folder, "transformer_engine.pytorch", "Linear = object")
     package(folder, "tilelang")
     found = only("transformer-engine", "tilelang")
-    assert found["transformer-engine"].blocks
-    assert found["transformer-engine"].reason.startswith("MEGACPP_DISABLE_TE is 'yes'; expected 1")
+    finding = found["transformer-engine"]
+    assert re.match(reason, finding.reason)
+    assert (finding.version, finding.blocks) == ("2.20.2", value == "yes")
+    assert value == "yes" or finding.state == state
     assert (found["tilelang"].blocks, found["tilelang"].reason) == (False, "")
 
 
@@ -162,6 +138,7 @@ def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state:
         ("raise ImportError('libfoo.so: undefined symbol: bar')", "libfoo.so: undefined symbol: bar"),
         ("import sys; sys.exit(3)", "ended with status 3"),
         ("import os; os._exit(0)", "ended its process with status 0"),
+        ("raise SystemExit('no')", "no"),
         ("print('noise'); print('more noise')", ""),
         ("import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])", ""),
     ],
@@ -172,15 +149,6 @@ def test_what_a_package_does_on_import_is_a_line_in_the_report(folder: Path, tex
     finding = examine([component], time_limit_s=1 if "sleep(60)" in text else 15)[1]
     assert (finding.state, finding.version) == ((BROKEN, None) if reason else (WORKS, "1"))
     assert reason in finding.reason
-
-
-@pytest.mark.parametrize("text", ["raise RuntimeError('no')", "raise SystemExit('no')"])
-def test_a_package_around_the_module_that_fails_is_a_line_too(folder: Path, text: str) -> None:
-    package(folder, "failing.core")
-    (folder / "failing" / "__init__.py").write_text(text)
-    finding = examine([Component(name="core", module="failing.core", required=True)], 60)[1]
-    assert (finding.state, finding.blocks) == (BROKEN, True)
-    assert re.fullmatch(r"failing.core cannot be looked for \(\w+: no\)", finding.reason)
 
 
 def test_transformers_says_what_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,29 +166,14 @@ def test_transformers_says_what_needs_it(folder: Path, monkeypatch: pytest.Monke
     assert only("transformers")["transformers"].version == "5.8.0"
 
 
-def test_absent(folder: Path) -> None:
+def test_absent(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needed = Component(name="needed", module="no_such_module.at_all", required=True, versions=">=1")
     wanted = Component(name="wanted", module="no_such_module")
     python, first, second = examine([needed, wanted])
+    assert sorted(capsys.readouterr().err.splitlines()) == ["examined needed", "examined wanted"]
     assert (python.name, python.state, python.version) == ("python", WORKS, sys.version.split()[0])
     assert (first.state, first.blocks, first.reason) == (ABSENT, True, "install needed>=1")
     assert (second.state, second.blocks) == (ABSENT, False)
-
-
-def test_text_and_json() -> None:
-    gpus = [{"name": "NVIDIA H200", "memory_gib": 139.8, "capability": "9.0"}]
-    findings = [
-        Finding("torch", WORKS, "2.11.0", details={"gpus": gpus}),
-        Finding("apex", IMPOSTOR, "0.9", "why", blocks=True),
-    ]
-    text = doctor.as_text(findings)
-    assert "GPU 0: NVIDIA H200, 139.8 GiB, compute capability 9.0" in text
-    assert "training would fail on: apex" in text
-    report = json.loads(doctor.as_json(findings))
-    assert report["ok"] is False
-    assert [row["state"] for row in report["components"]] == [WORKS, IMPOSTOR]
-    assert "no GPU" in doctor.as_text(findings[1:])
-    assert "nothing stands in the way" in doctor.as_text(findings[:1])
 
 
 def test_a_file_that_cannot_be_read_is_a_finding(
@@ -266,13 +219,9 @@ def test_a_megatron_is_judged_by_its_sources(
     assert [row["state"] for row in findings(1)] == [BROKEN, BROKEN]
 
 
-@pytest.mark.parametrize("names", [["torch", "megatron-core"], pytest.param([*BY_NAME], marks=pytest.mark.exhaustive)])
-def test_on_this_environment_training_is_possible(
-    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    components = [BY_NAME[name] for name in names]
-    monkeypatch.setattr(doctor, "examine", functools.partial(examine, components))
-    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=180.0)) == 0  # type: ignore[arg-type]
+@pytest.mark.exhaustive  # the commands of docs/index.md have doctor in them
+def test_on_this_environment_training_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=180.0)) == 0
     states = {row["name"]: row for row in json.loads(capsys.readouterr().out)["components"]}
     assert states["torch"]["state"] == states["megatron-core"]["state"] == WORKS
     assert states["megatron-core"]["version"].startswith("0.19.")

@@ -92,7 +92,7 @@ def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tensor", "2", "--expert", "4", "--sequence-parallel"], 4),
     ],
 )
-@pytest.mark.parametrize("name", ["nam56r", "nam56r_quarter", "nam52"])
+@pytest.mark.parametrize("name", ["nam56r", "nam52"])
 def test_printed_commands_are_what_stock_takes(
     lane: None, capsys: pytest.CaptureFixture[str], name: str, options: list[str], processes: int
 ) -> None:
@@ -104,12 +104,6 @@ def test_printed_commands_are_what_stock_takes(
     assert alone.splitlines() == words  # `launch` sets the variable by itself
     config = stock.model_config(words, processes)
     assert mismatches(preset(name), [config.transformer, config]) == []
-
-
-def test_one_word_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = recipe(capsys, "emit", "nam56r_tiny", "--as", "args", "--data", "x").splitlines()
-    _, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--as", "cli", "--data", "x"))
-    assert listed == words
 
 
 def test_recipes_in_fp8_are_the_fastest_rows_in_fp8() -> None:
@@ -160,10 +154,6 @@ def test_a_recipe_in_fp8_brings_its_settings(
     assert f"MEGACPP_CONFIG={own}" in recipe(capsys, "emit", name)
 
 
-def test_words_for_a_program_need_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "add --data PREFIX" in recipe(capsys, "emit", "nam56r_tiny", "--as", "args", status=2)
-
-
 def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     folder.mkdir()
@@ -208,58 +198,47 @@ def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]
     [
         (["--pipeline", "2"], "layer 29"),
         (["--tensor", "3"], "not a multiple of tensor parallelism (3)"),
-        (["--tensor", "2"], "add --sequence-parallel"),
+        (["--expert", "7", "--set", "dsa.topk=8", "--settings", "new.yaml"], "expert parallelism (7)"),  # not the batch
         (["--expert", "16"], "global batch of 8 is not a multiple of the micro-batch (1) × 16"),
-        (["--virtual", "2"], "more than one pipeline stage"),
-        (["--micro-batch-size", "0"], "micro_batch_size is 0; expected 1 or more"),
-        (["--global-batch-size", "0"], "global_batch_size is 0; expected 1 or more"),
         (["--train-iters", "-5"], "train_iters is -5; expected 1 or more"),
+        (["--as", "args"], "add --data PREFIX"),
         (["--lr", "nan"], "learning_rate is nan; expected a finite number"),
         (["--device", "cpu", "--impl", "transformer_engine"], "CPU lane has no Transformer Engine"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
+def test_layouts_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert says in recipe(capsys, "emit", "nam56r", *options, status=2)
+    assert not list(tmp_path.iterdir())
 
 
-def test_processes_serve_tensor_and_expert_parallelism(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lane: None
-) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "options", "processes"),
+    [
+        ("moe: {experts: 6}", "--tensor 2 --expert 3 --sequence-parallel --global-batch-size 3", 6),
+        # A batch is spread over replicas and not over stages.
+        ("dsa: {schedule: -FF}", "--pipeline 2 --gpus-per-node 2 --global-batch-size 1", 2),
+        ("dsa: {schedule: -FF}", "--pipeline 2 --gpus-per-node 6 --global-batch-size 3", 6),
+        ("dsa: {schedule: -FF}", "--pipeline 2 --gpus-per-node 6 --global-batch-size 4", 0),
+    ],
+)
+def test_processes_of_layouts(
+    lane: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    overrides: str, options: str, processes: int,
+) -> None:  # fmt: skip
     file = tmp_path / "a file.yaml"
-    file.write_text("model: nam56r_tiny\noverrides: {moe: {experts: 6}}\n")
+    file.write_text(f"model: nam56r_tiny\noverrides: {{{overrides}}}\n")
     monkeypatch.setenv("MEGACPP_CONFIG", str(file))
-    options = ["--tensor", "2", "--expert", "3", "--sequence-parallel", "--global-batch-size", "3"]
-    before, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", *options))
-    assert before[before.index("--nproc") + 1] == "6"
-    config = stock.model_config(words, 6)
-    assert config.transformer.num_moe_experts == 6
-
-
-def test_a_layout_that_cannot_be_is_refused_before_the_batch(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    said = recipe(capsys, "emit", "nam56r_quarter", "--expert", "7", status=2)
-    assert "experts" in said
-    assert "expert parallelism (7)" in said
-    assert "batch" not in said
-    file = tmp_path / "settings.yaml"
-    words = ("emit", "nam56r_tiny", "--set", "dsa.topk=8", "--settings", str(file), "--expert", "7")
-    recipe(capsys, *words, status=2)
-    assert not file.exists()
-
-
-def test_a_batch_is_spread_over_replicas_and_not_over_stages(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
-    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
-    staged = ("emit", "nam56r_tiny", "--pipeline", "2", "--gpus-per-node")
-    before, _ = stock_words(recipe(capsys, *staged, "2", "--global-batch-size", "1"))
-    assert before[before.index("--nproc") + 1] == "2"
-    recipe(capsys, *staged, "6", "--global-batch-size", "3")
-    said = recipe(capsys, *staged, "6", "--global-batch-size", "4", status=2)
-    assert "not a multiple of the micro-batch (1) × 3 data-parallel replicas" in said
+    printed = recipe(capsys, "emit", "nam56r_tiny", *options.split(), status=0 if processes else 2)
+    if not processes:
+        assert "not a multiple of the micro-batch (1) × 3 data-parallel replicas" in printed
+        return
+    before, words = stock_words(printed)
+    assert before[before.index("--nproc") + 1] == str(processes)
+    if "experts" in overrides:
+        assert stock.model_config(words, processes).transformer.num_moe_experts == 6
 
 
 def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,32 +70,27 @@ def shown(place: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+KILLED = "it was probably killed: a live process leaves one every"
+
+
 @pytest.mark.parametrize(
     ("silent_s", "ended", "beat_s", "line"),
     [
         ({0: 1}, (), 1, r"\d s ago"),
-        ({0: 600}, (), 1, r"10 min ago; it was probably killed: a live process leaves one every 1 s .*"),
-        (
-            {0: 1, 1: 7200, 2: 2 * 86400},
-            (2,),
-            1,
-            r"2 h ago, of rank 1, the longest silent of 2; it was probably killed: .*",
-        ),
+        ({0: 600}, (), 1, f"10 min ago; {KILLED} 1 s .*"),
+        ({0: 1, 1: 7200, 2: 2 * 86400}, (2,), 1, f"2 h ago, of rank 1, the longest silent of 2; {KILLED} .*"),
         ({0: (BEATS - 0.5) * 1000}, (), 1000, r"75 min ago"),
-        (
-            {0: (BEATS + 0.5) * 1000},
-            (),
-            1000,
-            r"92 min ago; it was probably killed: a live process leaves one every 1000 s .*",
-        ),
+        ({0: (BEATS + 0.5) * 1000}, (), 1000, f"92 min ago; {KILLED} 1000 s .*"),
     ],
 )
 def test_a_live_run_is_told_from_a_killed_one(
     tmp_path: Path, silent_s: dict[int, float], ended: tuple[int, ...], beat_s: float, line: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    status, alive, *_ = shown(of_ranks(tmp_path, silent_s, ended, beat_s), capsys)
-    assert status.split() == ["status", "running"]
+    run = of_ranks(tmp_path, silent_s, ended, beat_s)
+    status, alive, *_ = shown(run, capsys)
+    assert cli.main(["report", "show", "--json", str(run)]) == 0
+    assert [*status.split(), json.loads(capsys.readouterr().out)["status"]] == ["status", *2 * [RUNNING]]
     assert re.fullmatch(f"last sign of life {line}", alive)
 
 
@@ -105,18 +100,6 @@ def test_damage_is_named_with_its_file_and_line(tmp_path: Path, capsys: pytest.C
     for action in ("show", "goodput", "html"):
         assert cli.main(["report", action, str(run)]) == 2
         assert f"{file_of(run, rank=1)}, line 3: no line that a run writes (KeyError: 'at')" in capsys.readouterr().err
-
-
-def test_of_a_run_that_has_ended_no_sign_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(of_ranks(tmp_path / "run", {0: 600}, ended=(0,)), capsys)
-    assert lines[0].split() == ["status", "finished"]
-    assert not any("sign of life" in line or "ago" in line for line in lines)
-
-
-def test_as_json_a_receipt_is_what_its_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = of_ranks(tmp_path / "run", {0: 600})
-    assert cli.main(["report", "show", "--json", str(run)]) == 0
-    assert json.loads(capsys.readouterr().out)["status"] == RUNNING
 
 
 # --- what is shown of a receipt -----------------------------------------------------------------------------------------
@@ -136,18 +119,6 @@ def test_the_memory_of_a_process_is_called_that_and_shown_once(
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
     lines = shown(tmp_path / "receipt.json", capsys)
     assert [line for line in lines if line.startswith(labels)] == ["peak resident set 123 kB"]
-
-
-def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    receipt = json.loads(RECEIPT.read_text(encoding="utf-8"))
-    unknown = dict(receipt["unknown"])
-    lines = [line for line in shown(RECEIPT, capsys) if line.startswith("not known ")]
-    assert len(lines) == len(set(unknown.values()))
-    receipt["loss"] |= {"first": None, "last": None}
-    receipt["unknown"] = {"loss.first": "no steps", **unknown, "loss.last": "no steps"}
-    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
-    found = [line for line in shown(tmp_path / "receipt.json", capsys) if line.startswith("not known ")]
-    assert found == ["not known         loss.first, loss.last: no steps", *lines]
 
 
 def test_fields_prints_every_field_of_a_receipt(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megacpp_mcore import patches
+from megacpp_mcore.cpu.__main__ import main
+
 SCRIPT = """
 import os, sys, torch, beside
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -25,31 +28,50 @@ def test_on_the_lane():
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in a process that no launcher started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_a_script_gets_its_arguments_its_folder_and_a_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "script.py").write_text(SCRIPT)
+    (folder / "scripts" / "beside.py").write_text("")
+    try:
+        with pytest.raises(SystemExit, match="7"):
+            main(["scripts/script.py", "--lr", "1"])
+    finally:
+        patches.revert()
+    assert capsys.readouterr().out.splitlines()[-1:] == ["['--lr', '1'] True cpu 1"]
+
+
+def test_a_module_such_as_pytest(folder: Path) -> None:
+    (folder / "test_lane.py").write_text(TEST)
     path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])))
-    plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "megacpp_mcore.cpu", *words]
-    environment = plain | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
-
-
-def test_a_script_gets_its_arguments_its_folder_and_a_device(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "script.py").write_text(SCRIPT)
-    (tmp_path / "scripts" / "beside.py").write_text("")
-    done = run(tmp_path, "scripts/script.py", "--lr", "1")
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (7, ["['--lr', '1'] True cpu 1"]), done.stderr
-
-
-def test_a_module_such_as_pytest(tmp_path: Path) -> None:
-    (tmp_path / "test_lane.py").write_text(TEST)
-    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lane.py")
+    command = [
+        sys.executable,
+        "-m",
+        "megacpp_mcore.cpu",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "test_lane.py",
+    ]
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
 
-@pytest.mark.parametrize("words", [(), ("none.py",), ("-m",)])
-def test_what_is_no_script_is_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
-    done = run(tmp_path, *words)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: found ")
+@pytest.mark.parametrize("words", [[], ["none.py"], ["-m"]])
+def test_what_is_no_script_is_refused(folder: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^error: found "):
+        main(words)

@@ -71,11 +71,11 @@ def other_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield gemm
 
 
-def test_remove_puts_every_original_back(other_values: Any) -> None:
+def test_every_replacement_is_named_and_put_back(other_values: Any) -> None:
     cpu.install().remove()  # what torch imports on first use is imported now
     before = _replaceable()
     lane = cpu.install()
-    during = _replaceable()
+    during, said = _replaceable(), "\n".join(lane.messages)
     lane.remove()
     after = _replaceable()
 
@@ -83,34 +83,10 @@ def test_remove_puts_every_original_back(other_values: Any) -> None:
     dynamo, connections = "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"
     assert [before[name] for name in (gemm, "dynamo", dynamo, connections)] == [other_values, False, "0", "unset"]
     assert [during[name] for name in (gemm, "dynamo", dynamo, connections)] == [None, True, "1", "1"]
-    changed = {name for name in before if during[name] is not before[name]}
-    assert {
-        "torch.cuda.is_available",
-        "torch.cuda.random.get_rng_state",
-        "torch.cuda.nvtx.range_push",
-        "torch.distributed.all_to_all_single",
-        "SequentialMLP",
-        "DataLoader",
-        "warm-up",
-        "mode",
-        "filters",
-    } <= changed
-    assert "Tensor.record_stream" in during.keys() - before.keys()  # it is inherited
-    assert [name for name in before if after.get(name) is not before[name]] == []
-    assert after.keys() == before.keys()
-    lane.remove()
-    assert torch.cuda.is_available is before["torch.cuda.is_available"]
-
-
-def test_every_replacement_is_named_in_a_message(other_values: Any) -> None:
-    before = _replaceable()
-    with cpu.install() as lane:
-        during, said = _replaceable(), "\n".join(lane.messages)
     changed = {name for name in during if during[name] is not before.get(name)}
     assert len(changed) > 60
     whole_modules = {"torch.cuda", "torch.cuda.random", "torch.cuda.nvtx"}
-    expected = {place if (place := what.rpartition(".")[0]) in whole_modules else what for what in changed}
-    assert whole_modules < expected
+    named = {place if (place := what.rpartition(".")[0]) in whole_modules else what for what in changed}
     aliases = {
         "SequentialMLP": "SequentialMLP.__init__",
         "DataLoader": "DataLoader.__iter__",
@@ -119,7 +95,13 @@ def test_every_replacement_is_named_in_a_message(other_values: Any) -> None:
         "filters": "a filter of megatron.core.tensor_parallel.random",
         "dynamo": "torch._dynamo.config.disable=True",
     }
-    assert [what for what in expected if aliases.get(what, what) not in said] == []
+    assert {"torch.distributed.all_to_all_single", *whole_modules, *aliases} <= named
+    assert [what for what in named if aliases.get(what, what) not in said] == []
+    assert "Tensor.record_stream" in during.keys() - before.keys()  # it is inherited
+    assert [name for name in before if after.get(name) is not before[name]] == []
+    assert after.keys() == before.keys()
+    lane.remove()
+    assert torch.cuda.is_available is before["torch.cuda.is_available"]
 
 
 def test_what_cannot_be_put_back_holds_up_nothing_else() -> None:
@@ -161,17 +143,14 @@ def test_a_failed_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
     assert not cpu.is_active()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1), None, "cpu"])
-def test_devices_become_the_cpu(lane: cpu.CpuLane, device: Any) -> None:
-    assert torch.empty(2, device=device).device.type == "cpu"
-    assert torch.tensor([1.0], device=device).device.type == "cpu"
-    assert torch.ones(2).to(device=device, dtype=torch.float64).device.type == "cpu"
-    if device is not None:
-        assert torch.ones(2).to(device, torch.float64).dtype == torch.float64
-        assert torch.nn.Linear(2, 2).to(device).weight.device.type == "cpu"
-
-
-def test_other_devices_are_left_alone(lane: cpu.CpuLane) -> None:
+def test_devices_become_the_cpu_and_meta_stays(lane: cpu.CpuLane) -> None:
+    for device in ("cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1), None, "cpu"):
+        assert torch.empty(2, device=device).device.type == "cpu"
+        assert torch.tensor([1.0], device=device).device.type == "cpu"
+        assert torch.ones(2).to(device=device, dtype=torch.float64).device.type == "cpu"
+        if device is not None:
+            assert torch.ones(2).to(device, torch.float64).dtype == torch.float64
+            assert torch.nn.Linear(2, 2).to(device).weight.device.type == "cpu"
     assert torch.empty(2, device="meta").device.type == "meta"
     with pytest.raises(NotImplementedError, match="meta"):
         torch.empty(2, device="meta").cuda()
@@ -280,26 +259,18 @@ def test_megatron_rng_tracker_is_real(lane: cpu.CpuLane, caplog: pytest.LogCaptu
     assert all(torch.equal(a, b) for a, b in zip(first, [draw("one"), draw("two"), draw("one")], strict=True))
 
 
-def test_starting_a_data_loader_leaves_the_generator_alone(lane: cpu.CpuLane) -> None:
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(2.0)), num_workers=0, pin_memory=True
-    )
-    before = torch.get_rng_state()
-    assert [float(batch) for (batch,) in loader] == [0.0, 1.0]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2])
-def test_warming_fused_functions_up_leaves_the_generator_alone(lane: cpu.CpuLane, micro_batch: int) -> None:
-    """Stock's own warm-up, with inputs as large as the micro-batch: it draws, and the weights do not notice."""
+def test_a_data_loader_and_stocks_warm_up_leave_the_generator_alone(lane: cpu.CpuLane) -> None:
+    """The warm-up draws inputs as large as the micro-batch, and the weights do not notice."""
     from megatron.training import initialize
 
-    sizes = {"ffn_hidden_size": 4, "hidden_size": 4, "seq_length": 2, "micro_batch_size": micro_batch}
+    data, before = torch.utils.data.TensorDataset(torch.arange(2.0)), torch.get_rng_state()
+    assert [float(batch) for (batch,) in torch.utils.data.DataLoader(data, num_workers=0, pin_memory=True)] == [0, 1]
+    assert torch.equal(torch.get_rng_state(), before)
+    sizes = {"ffn_hidden_size": 4, "hidden_size": 4, "seq_length": 2, "micro_batch_size": 2}
     kind = {"bf16": False, "fp16": False, "swiglu": False, "sequence_parallel": False}
     layout = {"tensor_model_parallel_size": 1, "context_parallel_size": 1}
     arguments = SimpleNamespace(**sizes, **kind, **layout)
     with mock.patch.object(initialize, "get_args", return_value=arguments):
-        before = torch.get_rng_state()
         initialize._warmup_jit_function(tp_size=1)
         assert torch.equal(torch.get_rng_state(), before)
         initialize._warmup_jit_function.__wrapped__(tp_size=1)
@@ -321,15 +292,14 @@ def _experts(world: Any, ep_rank: int, ep_size: int) -> list[torch.Tensor]:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=8,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-    )
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 8,
+    }
+    config = TransformerConfig(**sizes, add_bias_linear=False, use_cpu_initialization=True)
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     ep = SimpleNamespace(rank=lambda: ep_rank, size=lambda: ep_size)
     groups = SimpleNamespace(ep=ep, expt_tp=world, expt_dp=world)
@@ -339,14 +309,12 @@ def _experts(world: Any, ep_rank: int, ep_size: int) -> list[torch.Tensor]:
 
 
 def test_experts_differ_and_do_not_depend_on_the_layout(world: Any, lane: cpu.CpuLane) -> None:
-    *whole, after_whole = _experts(world, 0, 1)
-    *first, after_first = _experts(world, 0, 2)
-    *second, after_second = _experts(world, 1, 2)
-    assert len(whole) == 4
+    (*whole, after), (*first, after_first), (*second, after_second) = (
+        _experts(world, *place) for place in ((0, 1), (0, 2), (1, 2))
+    )
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(whole, 2))
-    assert all(torch.equal(a, b) for a, b in zip(whole, first + second, strict=True))
-    assert torch.equal(after_whole, after_first)
-    assert torch.equal(after_whole, after_second)
+    found = [*first, *second, after_first, after_second]
+    assert all(torch.equal(a, b) for a, b in zip([*whole, after, after], found, strict=True))
 
 
 def test_stock_megatron_gives_every_rank_the_same_experts(world: Any) -> None:

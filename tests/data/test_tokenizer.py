@@ -42,13 +42,6 @@ def test_stock_byte_flags_give_our_vocabulary_and_end_of_document():
     assert args.padded_vocab_size == 384
 
 
-def test_stock_has_no_tokenizer_type_for_bytes():
-    # The day it has one, the byte tokenizer should use it.
-    from megatron.core.tokenizers.utils import build_tokenizer
-
-    assert not [name for name in build_tokenizer.SUPPORTED_TOKENIZERS if "byte" in name.lower()]
-
-
 @given(st.text())
 def test_bytes_are_their_ids(text):
     tokenizer = ByteTokenizer()

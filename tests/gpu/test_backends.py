@@ -45,32 +45,19 @@ def without_te(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(tmp_path_factory.mktemp("off"), **{probes.DISABLE_TE: "1"})
 
 
-@pytest.mark.parametrize("op", ["linear", "norm"])
-def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict[str, Any], op: str) -> None:
-    ours = {("auto", "local")} if op == "linear" else set()  # the input projections of M and R
-    assert observed(with_te, op) == {("transformer_engine", "transformer_engine")} | ours
-    assert observed(without_te, op) == {("transformer_engine", "local")} | ours
-    assert all(
-        "MEGACPP_DISABLE_TE=1 disables Transformer Engine" in one["reason"]
-        for one in without_te["backends"]
-        if one["op"] == op and one["requested"] == "transformer_engine"
-    )
-
-
-def test_routed_experts_are_ours(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
+def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
+    for op, ours in (("linear", {("auto", "local")}), ("norm", set())):  # the input projections of M and R
+        assert observed(with_te, op) == {("transformer_engine", "transformer_engine")} | ours
+        assert observed(without_te, op) == {("transformer_engine", "local")} | ours
+        asked = [one for one in without_te["backends"] if (one["op"], one["requested"]) == (op, "transformer_engine")]
+        assert all("MEGACPP_DISABLE_TE=1 disables Transformer Engine" in one["reason"] for one in asked)
     for run in (with_te, without_te):
         assert observed(run, "experts") == {("auto", "megacpp_mcore")}
         assert observed(run, "routed_mlp") == observed(run, "router") == {("auto", "triton")}
-
-
-def test_only_the_run_without_it_has_fallen_back(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
+        assert observed(run, "optimizer") == {("auto", "transformer_engine")}
     assert "transformer_engine" not in fall_back(with_te)  # M and R do fall back: their kernels are for wider models
     assert "asked for transformer_engine and runs on local" in fall_back(without_te)
     assert without_te["loss"]["first"] == pytest.approx(with_te["loss"]["first"], rel=0.02)
-
-
-def test_the_optimizer_is_megatrons_choice(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
-    assert observed(with_te, "optimizer") == observed(without_te, "optimizer") == {("auto", "transformer_engine")}
 
 
 def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(

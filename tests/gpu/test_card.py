@@ -1,4 +1,4 @@
-"""The GPU's own rates, clock and power."""
+"""What is observed of a GPU: its own rates, clock and power, and the overlap of selections that a CUDA graph makes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megacpp_mcore.observe import card
+from megacpp_mcore.observe.indices import SAMPLED, IndexOverlap
 from megacpp_mcore.observe.receipts.fields import Facts
-
-pytestmark = pytest.mark.gpu
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from tests.observe.recorded import a_step
 
 
 def test_the_rates_are_plausible_and_leave_nothing_behind() -> None:
@@ -33,3 +34,21 @@ def test_clock_and_power_are_read() -> None:
     found = samples.record()
     assert 100 < found["card.sm_clock_mhz"] < 4000
     assert 10 < found["card.power_w"] < 2000
+
+
+def test_a_replay_is_sampled() -> None:
+    listener, cache = IndexOverlap(interval=1), IndexCache({})
+    listener.watch(cache)
+    one = torch.arange(4 * SAMPLED, device="cuda", dtype=torch.int32).view(1, -1, 1)
+    other, graph = one.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.publish(5, Selection(one + 0))
+        cache.publish(9, Selection(other + 0))
+    for number, shift in ((1, 0), (2, 1)):
+        listener.on_step_begin(number)
+        other.add_(shift)
+        graph.replay()
+        torch.cuda.synchronize()
+        listener.on_step(a_step(number))
+        assert listener.by_pair == {"5-9": 1.0 - shift}
+    listener.on_end(None)

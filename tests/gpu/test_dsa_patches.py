@@ -120,20 +120,15 @@ print("captured, replayed, equal")
     )
 
 
+@pytest.mark.parametrize("patches", [(), ("dsa-graph-safety",), ("dsa-graph-safety", "dsa-indexer-memory")], ids=str)
 @pytest.mark.parametrize("variant", ["sparse", "dense", "packed"])
-def test_stock_cannot_be_captured(tmp_path: Path, variant: str) -> None:
-    done = captured_in_a_process(variant, (), tmp_path)
-    assert done.returncode != 0
-    assert "captur" in done.stderr
-    assert "captured, replayed, equal" not in done.stdout
-
-
-@pytest.mark.parametrize("patches", [("dsa-graph-safety",), ("dsa-graph-safety", "dsa-indexer-memory")], ids=str)
-@pytest.mark.parametrize("variant", ["sparse", "dense", "packed"])
-def test_a_patched_layer_is_captured_and_replayed(tmp_path: Path, variant: str, patches: tuple[str, ...]) -> None:
+def test_a_patched_layer_is_captured_and_replayed_and_stocks_cannot_be(
+    tmp_path: Path, variant: str, patches: tuple[str, ...]
+) -> None:
     done = captured_in_a_process(variant, patches, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "captured, replayed, equal" in done.stdout
+    assert (done.returncode == 0) == bool(patches), done.stderr
+    assert ("captured, replayed, equal" in done.stdout) == bool(patches)
+    assert patches or "captur" in done.stderr
 
 
 def on_gpu(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -217,26 +212,6 @@ def test_peak_memory_on_a_gpu(sparse: bool) -> None:
     torch.testing.assert_close(results[1], expected[1], rtol=1e-4, atol=0)
     for name, have, want in zip("qwk", results[2], expected[2], strict=True):
         assert_parity(have, want, rms=1e-2, name=f"grad {name}")
-
-
-def test_peak_memory_of_the_long_forward_pass_on_a_gpu() -> None:
-    """sq 8192, scores and top-k: twenty times less than the 17 GB of stock's two [sq, b, h, sk] tensors in float32."""
-    S, H = 8192, 32
-    inputs, bounds = drawn(S), on_gpu(selection("bounds", S, S))
-
-    @torch.no_grad()
-    def select() -> Any:
-        return dsa().fused_qk_topk_naive(inputs.q, inputs.k, inputs.weights, 256, **bounds)
-
-    peak(select)  # cuBLAS takes its workspace
-    theirs = peak(select)
-    score, expected = select()
-    with patched():
-        ours = peak(select)
-        found = select()[1]
-    assert theirs >= 2 * 4 * S * S * H
-    assert theirs >= 20 * ours, (theirs, ours)
-    assert_same_selection(found, expected, score)
 
 
 @pytest.mark.parametrize(("widths", "heads"), [((128, 64), 14), ((576, 512), 64)], ids=str)

@@ -125,24 +125,6 @@ def test_bias_scale_and_labels_outside() -> None:
             assert_parity(have, want, rms=1e-2, dtype_peer=other, name=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_largest_logit_and_its_column(dtype: torch.dtype) -> None:
-    """Of equal ones the first, and what −∞ leaves."""
-    hidden, weight, label, _ = draw(700, 64, 9001, dtype)
-    with torch.no_grad():
-        weight[5000] = weight[17]
-        weight[:17] = 0
-    found = linear_cross_entropy(hidden, weight, label)
-    logit = torch.mm(hidden, weight.t())
-    assert torch.equal(found.top_logit, logit.amax(-1).float())
-    assert torch.equal(found.top_column, (logit == logit.amax(-1, keepdim=True)).int().argmax(-1))
-    bias = torch.zeros(9001, device="cuda", dtype=dtype)
-    bias[17:9000] = -torch.inf
-    found = linear_cross_entropy(hidden, weight, label.fill_(3), bias_V=bias)
-    assert bool(found.loss.isfinite().all())
-    assert bool(((found.top_column < 17) | (found.top_column == 9000)).all())
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_vocabulary_over_ranks(known: bool, tmp_path: Path) -> None:
     """A group of one rank: statistics and gradient in two steps, with what ranks send each other in between."""
@@ -181,6 +163,37 @@ def test_a_gradient_that_is_not_what_the_weights_promise_ends_the_process() -> N
     assert "is not token_weight times one factor" in ended.stderr
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_nothing_waits_for_the_device_and_a_graph_replays(known: bool) -> None:
+    inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
+    others = [tensor.detach().flip(0) for tensor in inputs]
+    options = {"token_weight": mask} if known else {}
+    outcome(ours, inputs, **options)
+    with without_waiting():
+        outcome(ours, inputs, **options)
+        accumulated(inputs, **options)
+    captured = replayed(lambda: outcome(ours, inputs, **options), (*inputs, mask), (*others, mask.flip(0)))
+    for have, want in zip(captured, outcome(ours, inputs, **options), strict=True):
+        assert_parity(have, want, rms=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_largest_logit_and_its_column(dtype: torch.dtype) -> None:
+    """Of equal ones the first, and what −∞ leaves."""
+    hidden, weight, label, _ = draw(700, 64, 9001, dtype)
+    with torch.no_grad():
+        weight[5000] = weight[17]
+        weight[:17] = 0
+    logit, bias = torch.mm(hidden, weight.t()), torch.zeros(9001, device="cuda", dtype=dtype)
+    found = linear_cross_entropy(hidden, weight, label)
+    assert torch.equal(found.top_logit, logit.amax(-1).float())
+    assert torch.equal(found.top_column, (logit == logit.amax(-1, keepdim=True)).int().argmax(-1))
+    bias[17:9000] = -torch.inf
+    found = linear_cross_entropy(hidden, weight, label.fill_(3), bias_V=bias)
+    assert bool(found.loss.isfinite().all())
+    assert bool(((found.top_column < 17) | (found.top_column == 9000)).all())
+
+
 def test_at_the_size_of_the_model() -> None:
     """8192 × 3584 × 65536 in bfloat16: what is held beside inputs and main_grad, the gradients that are returned counted in."""
     inputs, mask = masked(draw(8192, 3584, 65536, torch.bfloat16))
@@ -200,23 +213,3 @@ def test_at_the_size_of_the_model() -> None:
         accumulated(inputs, **known),
     ):
         assert_same(found, truth, peer, 5e-3)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_nothing_waits_for_the_device(known: bool) -> None:
-    inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
-    options = {"token_weight": mask} if known else {}
-    outcome(ours, inputs, **options)
-    with without_waiting():
-        outcome(ours, inputs, **options)
-        accumulated(inputs, **options)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_cuda_graph(known: bool) -> None:
-    inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
-    others = [tensor.detach().flip(0) for tensor in inputs]
-    options = {"token_weight": mask} if known else {}
-    captured = replayed(lambda: outcome(ours, inputs, **options), (*inputs, mask), (*others, mask.flip(0)))
-    for have, want in zip(captured, outcome(ours, inputs, **options), strict=True):
-        assert_parity(have, want, rms=5e-3)

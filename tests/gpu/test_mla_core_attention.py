@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,15 +98,41 @@ def assert_same(
         assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
 
 
+def check(op: Op, inputs: Inputs, rms: float = 5e-3, peer: list[torch.Tensor] | None = None, **options: Any) -> None:
+    """Fail unless ``op`` gives what the reference does in float64 with ``options``, as near as ``peer`` (or plain PyTorch)."""
+    options = {"softmax_scale": 128**-0.5, "causal": True} | options
+    peer = outcome(eager, inputs, **options) if peer is None else peer
+    assert_same(inputs, outcome(op, inputs), truth(inputs, **options), peer, rms, **options)
+
+
 @pytest.mark.parametrize(
-    ("S", "H", "K", "V"), [(1024, 3, 128, 64), (2345, 3, 128, 64), (130, 56, 128, 64), (512, 4, 192, 128)]
+    ("S", "T", "H", "K", "V"),
+    [(2345, None, 3, 128, 64), (130, None, 56, 128, 64), (512, None, 4, 192, 128), (256, 384, 3, 128, 64)],
 )
-def test_cudnn_parity(S: int, H: int, K: int, V: int) -> None:
-    inputs, options = draw(S, 2, H, K, V), {"softmax_scale": K**-0.5, "causal": True}
-    assert sdpa.fused_backend(*inputs[:3]) == CUDNN
-    found = outcome(sdpa.sdpa_attention, inputs, backend=CUDNN, **options)
-    assert found[0].is_contiguous()
-    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
+def test_cudnn_parity(S: int, T: int | None, H: int, K: int, V: int) -> None:
+    inputs, options = draw(S, 2, H, K, V, T=T), {"softmax_scale": K**-0.5, "causal": T is None}
+    assert sdpa.fused_backend(*inputs[:3], causal=T is None) == CUDNN
+    assert sdpa.sdpa_attention(*inputs[:3], **options).is_contiguous()
+    check(partial(sdpa.sdpa_attention, **options), inputs, **options)
+
+
+@pytest.mark.parametrize(("dtype", "rms"), [(torch.bfloat16, 5e-3), (torch.float32, 4e-6)])
+@pytest.mark.parametrize(("S", "causal", "shape"), [(2345, True, (2, 1, 1, 2345)), (300, False, (2, 1, 300, 300))])
+def test_masks(S: int, causal: bool, shape: tuple[int, ...], dtype: torch.dtype, rms: float) -> None:
+    mask = torch.rand(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda") < 0.4
+    mask[..., 0] = False
+    options = {"softmax_scale": 0.1, "causal": causal, "attention_mask": mask}
+    check(partial(sdpa.sdpa_attention, **options), draw(S, dtype=dtype), rms, **options)
+
+
+@pytest.mark.parametrize("max_documents", [5, None])
+def test_documents(max_documents: int | None) -> None:
+    inputs, lengths = draw(700, 2), torch.tensor([1, 130, 3, 566, 700], device="cuda")
+    seq_idx = torch.arange(5, device="cuda", dtype=torch.int32).repeat_interleave(lengths).view(2, 700)
+    assert sdpa.fused_backend(*inputs[:3], seq_idx=seq_idx) == SDPBackend.FLASH_ATTENTION
+    assert sdpa.fused_backend(*draw(700, 2, dtype=torch.float32)[:3], seq_idx=seq_idx) == EFFICIENT
+    op = partial(sdpa.sdpa_attention, softmax_scale=0.1, seq_idx=seq_idx, max_documents=max_documents)
+    check(op, inputs, softmax_scale=0.1, attention_mask=other_documents(seq_idx))
 
 
 @pytest.mark.parametrize("S", [256, 261, 320])
@@ -120,13 +147,6 @@ def test_cudnn_gradients_are_finite_where_scores_are_very_negative(S: int) -> No
     assert all(torch.isfinite(tensor).all() for tensor in found)
 
 
-def test_cudnn_without_causality() -> None:
-    inputs, options = draw(256, T=384), {"softmax_scale": 0.1, "causal": False}
-    assert sdpa.fused_backend(*inputs[:3], causal=False) == CUDNN
-    found = outcome(sdpa.sdpa_attention, inputs, **options)
-    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
-
-
 def test_what_cudnn_is_not_given() -> None:
     odd, mask = draw(261)[:3], torch.zeros(1, 1, 261, 261, dtype=torch.bool, device="cuda")
     assert sdpa.fused_backend(*odd, causal=False) == EFFICIENT
@@ -136,28 +156,6 @@ def test_what_cudnn_is_not_given() -> None:
     assert sdpa.fused_backend(*odd, backends=sdpa.FUSED[1:2]) is None  # flash, whose two widths are one
     assert sdpa.fused_backend(*draw(261, K=64)[:3], backends=sdpa.FUSED[1:2]) == SDPBackend.FLASH_ATTENTION
     assert sdpa.fused_backend(*draw(261, dtype=torch.float64)[:3]) is None
-
-
-@pytest.mark.parametrize(("dtype", "rms"), [(torch.bfloat16, 5e-3), (torch.float32, 4e-6)])
-@pytest.mark.parametrize(("S", "causal", "shape"), [(2345, True, (2, 1, 1, 2345)), (300, False, (2, 1, 300, 300))])
-def test_masks(S: int, causal: bool, shape: tuple[int, ...], dtype: torch.dtype, rms: float) -> None:
-    inputs = draw(S, dtype=dtype)
-    mask = torch.rand(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda") < 0.4
-    mask[..., 0] = False
-    options = {"softmax_scale": 0.1, "causal": causal, "attention_mask": mask}
-    found = outcome(sdpa.sdpa_attention, inputs, **options)
-    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), rms, **options)
-
-
-@pytest.mark.parametrize("max_documents", [5, None])
-def test_documents(max_documents: int | None) -> None:
-    inputs, lengths = draw(700, 2), torch.tensor([1, 130, 3, 566, 700], device="cuda")
-    seq_idx = torch.arange(5, device="cuda", dtype=torch.int32).repeat_interleave(lengths).view(2, 700)
-    assert sdpa.fused_backend(*inputs[:3], seq_idx=seq_idx) == SDPBackend.FLASH_ATTENTION
-    assert sdpa.fused_backend(*draw(700, 2, dtype=torch.float32)[:3], seq_idx=seq_idx) == EFFICIENT
-    found = outcome(sdpa.sdpa_attention, inputs, softmax_scale=0.1, seq_idx=seq_idx, max_documents=max_documents)
-    options = {"softmax_scale": 0.1, "causal": True, "attention_mask": other_documents(seq_idx)}
-    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
 
 
 def test_a_query_that_sees_nothing_gets_zero() -> None:
@@ -190,22 +188,18 @@ def test_nothing_is_copied() -> None:
     assert peak(lambda: outcome(ours, inputs)) < 1.25 * (output + gradients + inputs[0].numel() * 4)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    inputs = draw(512)
-    outcome(ours, inputs)
+def assert_replays(op: Op, inputs: Inputs) -> None:
+    """Fail unless ``op`` makes nobody wait, and its CUDA graph gives for other inputs what it gives."""
+    outcome(op, inputs)
     with without_waiting():
-        outcome(ours, inputs)
+        outcome(op, inputs)
+    captured = replayed(lambda: outcome(op, inputs), inputs, [tensor.detach().flip(0) for tensor in inputs])
+    for have, want in zip(captured, outcome(op, inputs), strict=True):
+        assert_parity(have[EARLY:], want[EARLY:], rms=5e-3)  # sums over keys in no fixed order
 
 
-def replayed_flipped(op: Op, inputs: Inputs) -> Sequence[torch.Tensor]:
-    return replayed(lambda: outcome(op, inputs), inputs, [tensor.detach().flip(0) for tensor in inputs])
-
-
-def test_cuda_graph() -> None:
-    inputs = draw(640)
-    captured = replayed_flipped(ours, inputs)
-    for have, want in zip(captured, outcome(ours, inputs), strict=True):
-        assert_parity(have, want, rms=5e-3)
+def test_nothing_waits_and_a_graph_replays() -> None:
+    assert_replays(ours, draw(640))
 
 
 # --- at the seam -------------------------------------------------------------------------------------------------------
@@ -296,121 +290,94 @@ def test_transformer_engine_at_128_64(patched: list[str]) -> None:
     assert peak(lambda: outcome(seam(layer), inputs)) < peak(lambda: outcome(stocks(layer), inputs)) / 8
 
 
+ASKED = [
+    (K, V, *how, None)
+    for K, V in ((128, 64), (192, 128))
+    for how in ((True, "causal"), (False, "causal"), (True, "no_mask"))
+]
+
+
 @needs_engine
-@pytest.mark.parametrize(("training", "mask"), [(True, "causal"), (False, "causal"), (True, "no_mask")])
-@pytest.mark.parametrize(("K", "V"), [(128, 64), (192, 128)])
+@pytest.mark.parametrize(("K", "V", "training", "mask", "lengths"), [*ASKED, (128, 64, True, "causal", [128] * 8)])
 def test_transformer_engine_is_asked_what_it_asks_itself(
-    patched: list[str], K: int, V: int, training: bool, mask: str
+    patched: list[str], K: int, V: int, training: bool, mask: str, lengths: list[int] | None
 ) -> None:
-    """The question holds what Transformer Engine's own forward pass puts to its selector, and the path follows the answer."""
+    """The question holds what Transformer Engine's own forward pass puts to its selector, and the path follows the answer.
+
+    Packed at numbers of sequences and rows that are powers of two, to which the question rounds.
+    """
     from megatron.core.transformer.enums import AttnMaskType
 
     from megacpp_mcore.patches import mla_core_attention
 
     module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
-    layer, inputs = attention("TEDotProductAttention", 4, K, V), draw(256, 2, 4, K, V)
+    layer = attention("TEDotProductAttention", 4, K, V)
     layer.attn_mask_type = AttnMaskType[mask]
     layer.core_attention.train(training)
-    outcome(stocks(layer), inputs)
-    own, answer = module._attention_backends["attention_params"], module._attention_backends
-    q, k, v, _ = inputs
-    question = mla_core_attention._question(mla_core_attention.Call(layer.core_attention, q, k, v, None, mask))
-    assert [(name, value) for name, value in question if getattr(own, name) != value] == []
+    if lengths is None:
+        inputs, packed = draw(256, 2, 4, K, V), []
+        stock, patched_call, given = stocks(layer), seam(layer), inputs[:3]
+    else:
+        inputs, packed = draw(1024, 1, 4), [packed_as(lengths)]
+        stock, patched_call = (packed_seam(layer, *packed, stock=stock) for stock in (True, False))
+        given = [one.squeeze(1) for one in inputs[:3]]
+    outcome(stock, inputs)
+    own, answer = module._attention_backends["attention_params"], dict(module._attention_backends)
+    question = mla_core_attention._question(mla_core_attention.Call(layer.core_attention, *given, None, mask, *packed))
+    assert [(name, value, getattr(own, name)) for name, value in question if getattr(own, name) != value] == []
     rest = {field: value for field, value in vars(own).items() if field not in dict(question)}
     default = vars(type(own)())
     assert {field: value for field, value in rest.items() if value != default[field] and field != "fp8_meta"} == {}
-    outcome(seam(layer), inputs)
-    assert ("runs sdpa" in patched[0]) == bool(answer["use_unfused_attention"])
+    outcome(patched_call, inputs)
+    flash4 = answer["use_flash_attention"] and str(answer["flash_attention_backend"]).startswith("4.")
+    if packed:
+        assert ("runs as stock" in patched[0]) == (not answer["use_unfused_attention"] and not flash4)
+    else:
+        assert ("runs sdpa" in patched[0]) == bool(answer["use_unfused_attention"])
 
 
 @needs_engine
 def test_transformer_engine_in_a_cuda_graph(patched: list[str]) -> None:
-    layer, inputs = attention("TEDotProductAttention", 4, 128, 64), draw(640, 2, 4)
-    captured = replayed_flipped(seam(layer), inputs)
+    assert_replays(seam(attention("TEDotProductAttention", 4, 128, 64)), draw(640, 2, 4))
     assert "CUDNN_ATTENTION" in patched[0]
-    for have, want in zip(captured, outcome(seam(layer), inputs), strict=True):
-        assert_parity(have[EARLY:], want[EARLY:], rms=5e-3)  # sums over keys in no fixed order
 
 
 @pytest.mark.parametrize(("masked", "kernel"), [(False, "CUDNN_ATTENTION"), (True, "EFFICIENT_ATTENTION")])
 def test_local(patched: list[str], masked: bool, kernel: str) -> None:
     layer, inputs = attention("DotProductAttention", 4, 128, 64), draw(300, 2, 4)
     mask = ~torch.ones(1, 1, 300, 300, dtype=torch.bool, device="cuda").tril() if masked else None
-    found, peer = outcome(seam(layer, mask), inputs), outcome(stocks(layer), inputs)
+    check(seam(layer, mask), inputs, peer=outcome(stocks(layer), inputs))
     assert len(patched) == 1
     assert patched[0].startswith(f"mla-core-attention: DotProductAttention runs sdpa {kernel}: ")
-    assert found[0].is_contiguous()
-    assert_same(inputs, found, truth(inputs, softmax_scale=128**-0.5), peer, 5e-3, 128**-0.5)
 
 
-# --- packed sequences at the seam ---------------------------------------------------------------------------------------
-
-
-@needs_engine
-@pytest.mark.parametrize("lengths", [[1024], [1, 700, 323], [64] * 16, [1] * 24 + [1000]])
-def test_packed_sequences_beside_transformer_engine(patched: list[str], lengths: list[int]) -> None:
-    layer, inputs, parameters = attention("TEDotProductAttention", 4, 128, 64), draw(1024, 1, 4), packed_as(lengths)
-    peer = outcome(packed_seam(layer, parameters, stock=True), inputs)
-    found = outcome(packed_seam(layer, parameters), inputs)
-    seq_idx = seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, 1024)
-    options = {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": other_documents(seq_idx)}
-    expected = truth(inputs, **options)
-    assert_same(inputs, found, expected, outcome(eager, inputs, **options), 5e-3, **options)
-    if "FlashAttention 4" not in patched[0]:  # whose output is zero there
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        *(
+            pytest.param("TEDotProductAttention", lengths, marks=needs_engine)
+            for lengths in ([1024], [1, 700, 323], [64] * 16, [1] * 24 + [1000], [0, 300, 0, 261])
+        ),
+        ("DotProductAttention", [1, 700, 323]),
+    ],
+)
+def test_packed_sequences(patched: list[str], kind: str, lengths: list[int]) -> None:
+    """With empty ones there are rows behind all of them."""
+    is_whole = sum(lengths) == 1024
+    layer, inputs, parameters = attention(kind, 4, 128, 64), draw(1024 if is_whole else 700, 1, 4), packed_as(lengths)
+    documents = other_documents(seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, len(inputs[0])))
+    run = packed_seam(layer, parameters)
+    outcome(run, inputs)
+    as_stock = "runs as stock" in patched[0]
+    if is_whole or not as_stock:
+        check(run, inputs, attention_mask=documents)
+    if not as_stock:
+        with without_waiting():
+            outcome(packed_seam(layer, packed_as(lengths[::-1])), inputs)
+    if kind == "DotProductAttention":
+        assert patched[0].startswith("mla-core-attention: DotProductAttention runs sdpa FLASH_ATTENTION: ")
+    elif is_whole and "FlashAttention 4" not in patched[0]:  # whose output is zero there
+        peer = outcome(packed_seam(layer, parameters, stock=True), inputs)
+        expected = truth(inputs, softmax_scale=128**-0.5, causal=True, attention_mask=documents)
         for name, have, want in (("o", peer[0], expected[0]), ("dv", peer[3], expected[3])):
             assert_parity(have.reshape(want.shape), want, rms=5e-2, name=f"{name} of Transformer Engine")
-
-
-@needs_engine
-def test_transformer_engine_is_asked_what_it_asks_itself_of_packed_sequences(patched: list[str]) -> None:
-    """At numbers of sequences and rows that are powers of two, to which the question rounds."""
-    from megacpp_mcore.patches import mla_core_attention
-
-    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
-    layer, inputs, parameters = attention("TEDotProductAttention", 4, 128, 64), draw(1024, 1, 4), packed_as([128] * 8)
-    outcome(packed_seam(layer, parameters, stock=True), inputs)
-    own, answer = module._attention_backends["attention_params"], dict(module._attention_backends)
-    q, k, v = (one.squeeze(1) for one in inputs[:3])
-    call = mla_core_attention.Call(layer.core_attention, q, k, v, None, "causal", parameters)
-    question = mla_core_attention._question(call)
-    assert [(name, value, getattr(own, name)) for name, value in question if getattr(own, name) != value] == []
-    rest = {field: value for field, value in vars(own).items() if field not in dict(question)}
-    default = vars(type(own)())
-    assert {field: value for field, value in rest.items() if value != default[field] and field != "fp8_meta"} == {}
-    outcome(packed_seam(layer, parameters), inputs)
-    flash4 = answer["use_flash_attention"] and str(answer["flash_attention_backend"]).startswith("4.")
-    assert ("runs as stock" in patched[0]) == (not answer["use_unfused_attention"] and not flash4)
-
-
-@needs_engine
-def test_rows_behind_packed_sequences_and_empty_ones(patched: list[str]) -> None:
-    layer, inputs, parameters = (
-        attention("TEDotProductAttention", 4, 128, 64),
-        draw(700, 1, 4),
-        packed_as([0, 300, 0, 261]),
-    )
-    found = outcome(packed_seam(layer, parameters), inputs)
-    seq_idx = seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, 700)
-    options = {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": other_documents(seq_idx)}
-    if "runs as stock" not in patched[0]:
-        assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
-
-
-@needs_engine
-def test_packed_sequences_make_nobody_wait(patched: list[str]) -> None:
-    layer, inputs = attention("TEDotProductAttention", 4, 128, 64), draw(1024, 1, 4)
-    first, second = packed_as([500, 524]), packed_as([900, 124])
-    outcome(packed_seam(layer, first), inputs)
-    if "runs as stock" not in patched[0]:
-        with without_waiting():
-            outcome(packed_seam(layer, second), inputs)
-
-
-def test_local_packed(patched: list[str]) -> None:
-    layer, inputs, parameters = attention("DotProductAttention", 4, 128, 64), draw(300, 1, 4), packed_as([1, 260, 39])
-    found = outcome(packed_seam(layer, parameters), inputs)
-    assert len(patched) == 1
-    assert patched[0].startswith("mla-core-attention: DotProductAttention runs sdpa FLASH_ATTENTION: ")
-    seq_idx = seq_idx_from_cu_seqlens(parameters.cu_seqlens_q, 300)
-    options = {"softmax_scale": 128**-0.5, "causal": True, "attention_mask": other_documents(seq_idx)}
-    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)

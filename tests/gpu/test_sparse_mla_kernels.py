@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -132,17 +131,6 @@ def test_strides_change_no_bit() -> None:
                 assert torch.equal(tensor, expected[name]), name
 
 
-def test_an_expanded_gradient() -> None:
-    case = Case(S=130, H=14)
-    inputs = draw(case, "cuda")
-    kv = inputs["kv"].requires_grad_()
-    with ordered():
-        o = attend(inputs["q"][0], kv, inputs["index"], softmax_scale=case.softmax_scale, value_dim=case.V)
-        (expanded,) = torch.autograd.grad(o.sum(), [kv], retain_graph=True)
-        (whole,) = torch.autograd.grad(o, [kv], torch.ones_like(o))
-    assert torch.equal(expanded, whole)
-
-
 @pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nan_stays_nan(deterministic: bool, widths: dict[str, int]) -> None:
@@ -193,23 +181,9 @@ def test_offsets_beyond_31_bits() -> None:
         assert torch.equal(whole, alone)
 
 
-def test_nothing_is_gathered() -> None:
-    inputs = draw(WIDE, "cuda")
-    outcome(attend, WIDE, inputs)
-    q, kv, do = inputs["q"][0], inputs["kv"], inputs["do"][0]
-    leaves = [q.requires_grad_(), kv.requires_grad_()]
-
-    def run() -> object:
-        o = attend(*leaves, inputs["index"], softmax_scale=0.1, value_dim=64, sink=TargetSum())
-        return torch.autograd.grad(o, leaves, do)
-
-    small = WIDE.B * WIDE.S * (4 * WIDE.H + 4 * WIDE.N + 10 * WIDE.K)  # lse, sums, and the keys' gradients
-    assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small)
-
-
-def test_a_chunk_of_scores_is_kept_at_a_time() -> None:
-    """Of wide latents: beside the gradients, no more than :data:`launch.SCRATCH`."""
-    case = Case(S=2048, H=128, N=2048, **DEEPSEEK)
+@pytest.mark.parametrize("case", [WIDE, Case(S=2048, H=128, N=2048, **DEEPSEEK)], ids=["narrow", "wide"])
+def test_nothing_is_gathered(case: Case) -> None:
+    """Of wide latents a chunk of scores is held beside the gradients, no more than :data:`launch.SCRATCH`."""
     inputs = draw(case, "cuda")
     outcome(attend, case, inputs)
     q, kv, do = inputs["q"][0], inputs["kv"], inputs["do"][0]
@@ -219,8 +193,9 @@ def test_a_chunk_of_scores_is_kept_at_a_time() -> None:
         o = attend(*leaves, inputs["index"], softmax_scale=0.1, value_dim=case.V, sink=TargetSum())
         return torch.autograd.grad(o, leaves, do)
 
-    small = case.B * case.S * (4 * case.H + 4 * case.N + 10 * case.K)
-    assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small + launch.SCRATCH)
+    small = case.B * case.S * (4 * case.H + 4 * case.N + 10 * case.K)  # lse, sums, and the keys' gradients
+    small += launch.SCRATCH if case.V == 512 else 0
+    assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small)
 
 
 @pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
@@ -231,12 +206,3 @@ def test_nothing_waits_and_a_graph_replays(deterministic: bool, widths: dict[str
     tensors = [[*drawn["q"], drawn["kv"], *drawn["do"]] for drawn in (inputs, others)]
     with ordered(deterministic):
         assert_replays(lambda: outcome(attend, case, inputs), *tensors, unordered="" if deterministic else "dkv")
-
-
-def test_layers_of_other_kinds_share_a_sum() -> None:
-    """The sum of probabilities does not depend on the order of layers but for rounding, nor on who adds."""
-    case = dataclasses.replace(WIDE, S=300, layers=2)
-    inputs = draw(case, "cuda")
-    calls = iter((reference, attend))
-    mixed = outcome(lambda *args, **how: next(calls)(*args, **how), case, inputs)["p"]
-    torch.testing.assert_close(mixed, outcome(attend, case, inputs)["p"], rtol=1e-4, atol=1e-6)

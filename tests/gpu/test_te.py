@@ -87,11 +87,6 @@ def compare(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], bou
     errors = [worst_row(one, other) for one, other in zip(found, expected, strict=True)]
     print("worst rows:", *(f"{error:.1e}" for error in errors))
     assert max(errors) < bound
-    # The bound is of use: a lost row, and a scale that is off by 1 % (in bf16, 5 %), do not pass it.
-    broken = expected[0].clone().flatten(0, -2)
-    broken[-1] = 0
-    assert worst_row(broken, expected[0].flatten(0, -2)) > bound
-    assert worst_row(expected[0] * (1 + max(0.01, 2 * bound)), expected[0]) > bound
 
 
 def in_double(run: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -117,23 +112,6 @@ def test_attention_with_grouped_queries_in_fp32(causal: bool, heads_first: bool)
         return dot_product.attend(q, k, v, softmax_scale=0.2, causal=causal).permute(1, 2, 0, 3)
 
     compare(both_ways(ours, *leaves), in_double(truth, *leaves), UNFUSED)
-
-
-def test_attention_of_unlike_widths_and_its_fused_kernels_in_bf16() -> None:
-    """Unfused, scores are rounded to bf16, and move their probabilities: 1.8e-2 of the worst row in plain PyTorch done so."""
-    for K, V in ((128, 64), (64, 64)):
-        leaves = [normal(257, 2, 4, width, dtype=torch.bfloat16) for width in (K, K, V)]
-
-        def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (one.permute(1, 2, 0, 3) for one in (q, k, v))
-            scale = 0.1  # the scores have the spread that q and k of one layer give
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).permute(2, 0, 1, 3)
-
-        found = both_ways(lambda q, k, v: dot_product.attend(q, k, v, softmax_scale=0.1), *leaves)
-        # The gradient of the first query is zero but for rounding; it is measured against the typical row.
-        compare(found[:1], in_double(truth, *leaves)[:1], 2.5e-2)
-        for one, other in zip(found[1:], in_double(truth, *leaves)[1:], strict=True):
-            assert float((one.double() - other).norm() / other.norm()) < 1e-2
 
 
 def test_a_plain_model_with_replaced_linear_layers_in_fp32() -> None:
@@ -172,23 +150,9 @@ def test_a_block_in_fp32(groups: int) -> None:
     compare(both_ways(lambda x, *_: block(x), x, *weights), in_double(native, x, *weights), BLOCK)
 
 
-def test_a_block_with_layer_norm_mlp_has_gelu_in_its_tanh_form() -> None:
-    block = Block(64, 4, 128, activation="gelu_tanh", dtype=torch.float32)
-    x = normal(33, 2, 64)
-    mlp = block.feed_forward
-    y = F.rms_norm(x, (64,), mlp.layer_norm_weight, 1e-5)
-    expected = F.linear(F.gelu(F.linear(y, mlp.fc1_weight), approximate="tanh"), mlp.fc2_weight)
-    assert worst_row(mlp(x), expected) < CHAIN
-
-
-CASES = {
-    "some experts without tokens": Case(T=133, D=64, F=48, topk=3, routing="lone", dtype=torch.float32),
-    "tanh": Case(T=133, D=64, F=48, topk=3, activation="gelu_tanh", dtype=torch.float32),
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_experts_in_fp32(case: Case) -> None:
+def test_experts_in_fp32() -> None:
+    """Some without tokens, by GELU's form of tanh."""
+    case = Case(T=133, D=64, F=48, topk=3, routing="lone", activation="gelu_tanh", dtype=torch.float32)
     inputs = draw(case, "cuda")
     assert_same(outcome(experts.routed_mlp, case, inputs), outcome(routed_truth, case, inputs, torch.float64), BLOCK)
     found = outcome_of_rows(experts.grouped_mlp, case, inputs)
@@ -258,16 +222,6 @@ def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: s
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_another_owner_of_the_recompute_is_refused(process: None) -> None:
-    from megacpp_mcore.layer_specs.layer_plan import recompute
-
-    model, x = dense()
-    fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5).install(model, 3)
-    recompute(model)  # Megatron's, around the scope
-    with pytest.raises(ModelError, match="te_checkpoint"):
-        gradients(model, x)
-
-
 def test_experts_in_a_scope_take_padded_rows() -> None:
     case = Case(T=200, D=256, F=128, topk=3)
     inputs = draw(case, "cuda")
@@ -278,22 +232,6 @@ def test_experts_in_a_scope_take_padded_rows() -> None:
     errors = [rms(found[name], expected[name]) for name in expected]
     print(*(f"{error:.3f}" for error in errors))
     assert FP8_RMS[0] < min(errors) <= max(errors) < 0.1
-
-
-def test_experts_have_no_history_of_maxima() -> None:
-    case = Case(T=32, D=256, F=128, topk=1)
-    scopes = fp8_scopes.Scopes(fp8_scopes.FP8(recipe="delayed"), depth=5)
-    with scopes.group((3,)), pytest.raises(ModelError, match=r"delayed .*block or current"):
-        outcome(experts.routed_mlp, case, draw(case, "cuda"))
-
-
-def test_mxfp8_is_refused_on_a_hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper")
-    with pytest.raises(ModelError, match=r"mxfp8, and .* is a Hopper"):
-        fp8_scopes.check_machine("mxfp8")
-    for recipe in ("delayed", "current", "block"):
-        fp8_scopes.check_machine(recipe)
 
 
 def test_what_dequantises_itself_is_counted() -> None:
@@ -374,7 +312,6 @@ def test_a_model_with_fp8_scopes(tiny: Callable[..., Any]) -> None:
     assert not [name for name in in_fp8 if "indexer" in name or "router" in name or ".experts." in name]
     assert any("linear_proj" in name for name in in_fp8)
     assert any("shared_experts.linear_fc1" in name for name in in_fp8)
-    print(sorted(in_fp8))
     print(f"loss {float(loss):.5f}, bf16 {float(plain):.5f}, dequantised {quantized.count()}")
     assert quantized.count() == before
     assert 0 < abs(float(loss / plain) - 1) < 5e-3

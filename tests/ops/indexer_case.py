@@ -5,7 +5,9 @@ Shape legend: S queries, T keys (as many, if not said), B batch, H indexer heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -66,6 +68,35 @@ def assert_scored(score_BRT: torch.Tensor, inputs: Tensors) -> None:
     torch.testing.assert_close(score_BRT[~finite], plain_BRT[~finite], rtol=0, atol=0, equal_nan=True)
     top = truth_BRT.where(finite, 0.0).abs().amax()
     assert bool(((score_BRT - truth_BRT).abs() <= NEAR * top)[finite].all())
+
+
+def check_all_keys(
+    score_all: Callable[..., Any], S: int, T: int, H: int, D: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Fail unless scores of some queries, strided or not, are right, and nothing else of their buffer is written."""
+    first, end = S // 3, S - S // 4
+    for exact in (False, True):
+        q, k, w = inputs = draw(S, H=H, D=D, T=T, dtype=dtype, device=device, exact=exact)
+        part = [q[first:end], k, w[first:end]]
+        for given in (inputs, as_one_projection(inputs), [q, k, w.float()]):
+            buffer = torch.full((2, end - first + 2, T), float("nan"), device=device)
+            score_all(buffer[:, 1:-1], *given, first)
+            assert_scored(buffer[:, 1:-1], part)
+            assert bool(buffer[:, [0, -1]].isnan().all())
+            assert not exact or torch.equal(buffer[:, 1:-1], score_block(q[first:end], k.float(), w[first:end]))
+
+
+def check_not_finite(score_all: Callable[..., Any], D: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Fail unless NaN and infinities of each input are those of the reference."""
+    nan, inf = float("nan"), float("inf")
+    q, k, w = draw(70, H=3, D=D, T=150, dtype=dtype, device=device)
+    k[[30, 31, 149], 0, 0] = torch.tensor([nan, inf, -inf], dtype=dtype, device=device)
+    q[9, 1, 2, 5], q[11, 0, 1], w[13, 0, 2], w[20, 1, 1], w[40] = -inf, 0.0, nan, inf, 0.0
+    found = torch.empty(2, 70, 150, device=device)
+    score_all(found, q, k, w, 0)
+    assert_scored(found, [q, k, w])
+    assert bool(found.isnan().any())
+    assert bool((found == inf).any())
 
 
 def draw_rules(S: int, T: int, B: int = 2, device: str = "cpu") -> dict[str, KeyRule | None]:

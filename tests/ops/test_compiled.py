@@ -6,6 +6,8 @@ some of which spill; no kernel depends on lengths.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,423 +40,295 @@ from tests.ops.sm90 import compiled, types
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+Variant = tuple[str, Any, dict[str, str], dict[str, Any]]
+"""A name, the kernel, the types of its tensors (all others are i32), and its constants; those that are None are not given."""
 
-
-ROWS_AND_TOKENS = types(
-    bf16="x y_RD y_TD h_RF y_RF dh_RF dw",
-    fp32="probs_TE prob_R dprob_PR dprobs_TE",
-    i32="count_BE end_E row_TK token_R",
-    i1="routing_TE",
-)
 D, F, E, K = 3584, 896, 16, 4
-SUM = {"D": D, "K": K, "BLOCK": 4096, "num_warps": 4}
-NO_GRADIENT = dict.fromkeys(("routing_TE", "dprob_PR", "dprobs_TE")) | {"P": 0, "EXPERTS": 1}
-PLACE = {"num_warps": 4, "TOKENS": 64, "EXPERTS": E}
-SMALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "count": ("count", PLACE),
-    "place": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXACT": True}),
-    "place, one of four ranks": ("place", PLACE | {"K": K, "SLOTS": K, "SPAN": 64, "EXPERTS": K, "EXACT": False}),
-    "place, most experts": (
-        "place",
-        PLACE | {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16, "EXACT": True},
-    ),
-    "combine": ("combine", SUM | NO_GRADIENT | {"EXACT": True}),
-    "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E, "EXACT": True}),
-    "combine, one of four ranks": ("combine", SUM | {"P": 7, "EXPERTS": K, "EXACT": False}),
-}
-"""The kernel, and its constants at the sizes of NAM56R."""
+"""Sizes of NAM56R's experts."""
+MULTIPLES = ("stride", "size", "R", "N", "W", "P", "SIZE", "score_b", "q_s", "q_b", "q_h", "k_s", "k_b", "w_s", "w_b")
+"""Integers that are multiples of 16 at those sizes."""
 
 
-@pytest.mark.parametrize(("kernel", "constants"), SMALL.values(), ids=SMALL.keys())
-def test_experts_memory(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> None:
-    compiled(getattr(experts, kernel), ROWS_AND_TOKENS, constants, tmp_path)
+def without(*names: str) -> dict[str, None]:
+    return dict.fromkeys(names)
 
 
-@pytest.mark.parametrize("widths", [(D, F), (72, 40)])
-@pytest.mark.parametrize("tanh", [False, True])
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("backward", [False, True])
-def test_experts_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool, widths: tuple[int, int]) -> None:
-    tile = BACKWARD if backward else FORWARD
-    absent = [] if backward else ["dh_RF", "dprob_PR"]
-    constants: dict[str, Any] = dict.fromkeys([*absent, "x_tiles" if gathered else "token_R"]) | tile
-    constants |= {"INNER": widths[0], "OUTER": widths[1], "EXPERTS": E, "OUTER_FIRST": not backward, "TANH": tanh}
-    constants |= {"MODE": (experts.BACKWARD if backward else experts.ACTIVATE).value}
-    weights = (tile["BK"], tile["BN"]) if backward else (tile["BN"], tile["BK"])
-    given = ROWS_AND_TOKENS | {"w_tiles": _tensor(*weights), "x_tiles": _tensor(tile["BM"], tile["BK"])}
-    made = compiled(experts.product, given, constants, tmp_path, multiples=("R",))
-    assert made["HGMMA"], made
+def experts_variants() -> Iterator[Variant]:
+    given = types(
+        bf16="x y_RD y_TD h_RF y_RF dh_RF dw", fp32="probs_TE prob_R dprob_PR dprobs_TE",
+        i32="count_BE end_E row_TK token_R", i1="routing_TE",
+    )  # fmt: skip
+    place = {"num_warps": 4, "TOKENS": 64, "EXPERTS": E}
+    slots = place | {"K": K, "SLOTS": K, "SPAN": 64, "EXACT": True}
+    summed = {"D": D, "K": K, "BLOCK": 4096, "num_warps": 4, "P": 7, "EXPERTS": E, "EXACT": True}
+    most = {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16}
+    yield "count", experts.count, given, place
+    yield "place", experts.place, given, slots
+    yield "place, one of four ranks", experts.place, given, slots | {"EXPERTS": K, "EXACT": False}
+    yield "place, most experts", experts.place, given, slots | most
+    no_gradient = without("routing_TE", "dprob_PR", "dprobs_TE") | {"P": 0, "EXPERTS": 1}
+    yield "combine", experts.combine, given, summed | no_gradient
+    yield "combine, backward", experts.combine, given, summed
+    yield "combine, one of four ranks", experts.combine, given, summed | {"EXPERTS": K, "EXACT": False}
+
+    def tiles(rows: int, columns: int) -> str:
+        return f"tensordesc<bf16[{rows},{columns}]>"
+
+    for widths, gathered, flag in itertools.product(((D, F), (72, 40)), (True, False), (False, True)):
+        for tile, mode in ((FORWARD, experts.ACTIVATE), (BACKWARD, experts.BACKWARD)):
+            back = tile is BACKWARD
+            weights = (tile["BK"], tile["BN"]) if back else (tile["BN"], tile["BK"])
+            made = given | {"w_tiles": tiles(*weights), "x_tiles": tiles(tile["BM"], tile["BK"])}
+            sizes = {"INNER": widths[0], "OUTER": widths[1], "EXPERTS": E, "OUTER_FIRST": not back, "TANH": flag}
+            absent = without(*([] if back else ["dh_RF", "dprob_PR"]), "x_tiles" if gathered else "token_R")
+            name = f"product, {widths}, gathered {gathered}, tanh {flag}, backward {back}"
+            yield name, experts.product, made, tile | sizes | absent | {"MODE": mode.value}
+        for adds in (False, True):
+            M, N = widths if flag else reversed(widths)
+            made = given | {"h_tiles": tiles(WEIGHTS["BK"], WEIGHTS["BN" if flag else "BM"])}
+            sizes = (
+                WEIGHTS | {"M": M, "N": N, "TOKENS_LEFT": flag, "ADD": adds} | ({} if gathered else without("token_R"))
+            )
+            name = f"weights, {widths}, gathered {gathered}, left {flag}, adds {adds}"
+            yield name, experts.weight_gradient, made | types(fp32="dw" if adds else ""), sizes
+
+
+def fp8_variants() -> Iterator[Variant]:
+    given = types(
+        bf16="x x_NW w w_ENW h_RF a_RF da_RF gradient", i32="row_NC end_E end_P row_P token_R",
+        fp8e4nv="values values_ENW values_EWN values_WP",
+        fp32="scales scale_EN scale_EW largest largest_EP largest_4R x_scale_R dy_scale_R prob_R dprob_R total",
+    )  # fmt: skip
+    row = {"ROWS": 1, "BLOCK": 4096, "W": D, "num_warps": 4}
+    width = {"F": F, "ROWS": 4, "BLOCK": 1024, "num_warps": 4}
+    back = width | {"ROWS": fp8.BACKWARD["elements"] // 1024, "num_warps": fp8.BACKWARD["warps"]}
+    columns = fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.LARGEST_ROW["PARTS"]}
+    launches: dict[str, tuple[Any, dict[str, Any]]] = {
+        "tokens": (fp8.scale_rows, row | {"COPIES": K}),
+        "rows": (fp8.scale_rows, row | {"COPIES": 1, "row_NC": None}),
+        "largest": (fp8.largest_parts, fp8.LARGEST_OF),
+        "largest row": (fp8.largest_parts, fp8.LARGEST_ROW),
+        "weights": (fp8.scale_weights, fp8.WEIGHTS | {"PARTS": fp8.LARGEST_OF["PARTS"]}),
+        "added": (fp8.add, {"BLOCK": fp8.ADDED, "num_warps": 4}),
+        "places": (fp8.pad, {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),
+        "transposed tokens": (fp8.transpose_rows, columns | {"W": D, "STEPS": 28}),
+        "transposed rows": (fp8.transpose_rows, columns | {"W": F, "STEPS": 7, "token_R": None}),
+        "activate, erf": (fp8.activate, width | {"TANH": False}),
+        "activate, tanh": (fp8.activate, width | {"TANH": True}),
+        "backward, erf": (fp8.activate_backward, back | {"TANH": False}),
+        "backward, tanh": (fp8.activate_backward, back | {"TANH": True}),
+        "backward, wide": (fp8.activate_backward, back | {"TANH": True, "F": 4096, "BLOCK": 4096}),
+    }
+    for name, (kernel, constants) in launches.items():
+        yield f"FP8, {name}", kernel, given, constants
+
+
+def small_variants() -> Iterator[Variant]:
+    """RMSNorm, the router, and linear cross-entropy."""
+    given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
+        "eps": "fp32"
+    }
+    for hidden in (3584, 256, norm_launch.LARGEST):
+        row = norm_launch.row(hidden)
+        yield f"norm, {hidden}", norm.forward, given, norm_launch.FORWARD | row
+        yield f"norm, backward, {hidden}", norm.backward, given, norm_launch.BACKWARD | row
+        yield f"norm, no residual, {hidden}", norm.backward, given, norm_launch.BACKWARD | row | without("dresidual_TD")
+        yield f"norm, parts, {hidden}", norm.add_parts, given, norm_launch.ADD_PARTS | {"D": hidden}
+    given = types(
+        fp32="logits_TE score_TE bias_E probs_TE sums_PBC dprobs_TE dscore_BE dsquared dlogits_TE", i1="routing_TE"
+    )
+    for number, topk in ((16, 4), (4, 2), (256, 8)):
+        _, shape = router_launch._launch(8192, number, 2)
+        yield f"router, {number}", router.route, given, shape | {"K": topk}
+        yield f"router, backward, {number}", router.route_backward, given, shape
+    given = types(bf16="logit_CV", fp32="top_C total_C picked_C logsumexp_C weight_C", i64="label_C column_C")
+    launch = {"BLOCK": cross_entropy.BLOCK, "GROUP": cross_entropy.GROUP, "num_warps": cross_entropy.WARPS}
+    for absent in ("logsumexp_C weight_C", "logsumexp_C", "top_C column_C total_C picked_C"):
+        yield f"softmax without {absent}", cross_entropy.softmax_rows, given, launch | without(*absent.split())
+    for out in ("fp32", "bf16"):
+        given = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
+        yield f"add_scaled to {out}", cross_entropy.add_scaled, given, {"BLOCK": cross_entropy.SCALED, "BETA": True}
+
+
+def indexer_variants(dtype: str) -> Iterator[Variant]:
+    given = types(fp32="score_BRW target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
+    given |= types(**{dtype: "q_SBHD k_SBD k_TBD w_SBH dq_SBHD dw_SBH"})
+    one_document, lone = {"w_h": 1, "seq_BS": None}, {"w_h": 1, "score_b": None}
+    yield "selection, documents", indexer.score_keys, given, indexer_launch.SCORE_KEYS | lone
+    yield "selection", indexer.score_keys, given, indexer_launch.SCORE_KEYS | lone | one_document
+    for width, keys in itertools.product(indexer_launch.SCORE_ALL, ("multiple of 16", "any")):
+        launch = indexer_launch.SCORE_ALL[width] | one_document  # the number of heads is no constant
+        yield f"all keys, {width}, {keys}", indexer.score_keys, given, launch
+        yield f"all keys, {width}, {keys}, fp32", indexer.score_keys, given | types(fp32="w_SBH"), launch
+    yield "take_best", indexer.take_best, given, indexer_launch.TAKE_BEST
+    for heads, selected in ((32, 256), (32, 64), (32, 2048), (5, 300), (64, 256)):
+        for units in ({}, {"units": None}):
+            launch = indexer_launch.learn(heads, selected, not units) | {"w_h": 1} | units
+            yield (
+                f"learn, {heads}, {selected}, {units}",
+                indexer.learn,
+                given | types(i64="" if units else "dk_TBD"),
+                launch,
+            )
+    given = types(fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH")
+    given |= types(**{dtype: "query key q_SBHD k_TBD dq_SBHD"}) | {"scale": "fp32"}
+    for width, halves in dense.HALVES.items():
+        sizes = dict(zip("VW", halves, strict=True))
+        yield f"dense sums, {width}", dense.log_sums, given, dense.SUMS[width] | sizes
+        yield f"dense targets, {width}", dense.targets, given, dense.TARGETS[width] | sizes
+    for width in indexer_launch.SCORE_ALL:
+        launch = dense.LEARN[width] | {"D": width}
+        yield f"dense queries, {width}", dense.learn_queries, given, launch
+        yield f"dense keys, {width}", dense.learn_keys, given, launch | {"PARTS": dense.PARTS}
+
+
+def sparse_variants(dtype: str) -> Iterator[Variant]:
+    """Of all numbers of heads that are rounded up to: others are several launches."""
+    given = types(fp32="lse_ptr mean_ptr dkv_ptr sum_ptr unit_ptr", i32="index_ptr") | {"scale": "fp32"}
+    given |= types(**{dtype: "q_ptr kv_ptr o_ptr do_ptr dq_ptr d_ptr"})
+    integers = given | types(i64="dkv_ptr")
+    for widths in sparse_launch.WIDTHS:
+        sizes = {"V": widths[1], "R": widths[0] - widths[1]}
+        if widths not in sparse_launch.WIDE:
+            for heads in (sparse_launch.HEADS, 32, 16):
+                of = sizes | {"M": heads}
+                yield f"forward, {heads}", sparse_mla.forward, given, sparse_launch.FORWARD | of
+                yield f"means, {heads}", sparse_mla.means, given, sparse_launch.MEANS | of
+                yield f"sums, {heads}", sparse_mla.sums, given, sparse_launch.SUMS | of
+                for sink in ({}, {"sum_ptr": None}):
+                    launch = sparse_launch.BACKWARD | of | sink
+                    yield f"backward, {heads}, {sink}", sparse_mla.backward, given, launch | {"unit_ptr": None}
+                    yield f"backward, {heads}, {sink}, integers", sparse_mla.backward, integers, launch
+            continue
+        wide: dict[str, tuple[Any, dict[str, Any]]] = {
+            "forward": (wide_sparse_mla.forward, sparse_launch.WIDE_FORWARD),
+            "scores": (wide_sparse_mla.scores, sparse_launch.SCORES | {"sum_ptr": None}),
+            "scores, sum": (wide_sparse_mla.scores, sparse_launch.SCORES),
+            "queries": (wide_sparse_mla.queries, sparse_launch.QUERIES),
+            "keys": (wide_sparse_mla.keys, sparse_launch.GRADIENTS | {"unit_ptr": None}),
+            "keys, integers": (wide_sparse_mla.keys, sparse_launch.GRADIENTS),
+            "sums": (sparse_mla.sums, sparse_launch.WIDE_SUMS),
+        }
+        numbers = (2 * sparse_launch.HEADS, sparse_launch.HEADS, 16)
+        for heads, (name, (kernel, launch)) in itertools.product(numbers, wide.items()):
+            groups = max(1, heads // sparse_launch.HEADS)
+            of = sizes | {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
+            of = {constant: size for constant, size in of.items() if constant in kernel.arg_names}
+            yield f"wide {name}, {heads}", kernel, integers if "integers" in name else given, launch | of
+
+
+def m2rnn_variants() -> Iterator[Variant]:
+    widths = {"K": 64, "V": 16}
+    given = types(
+        fp32="W_HVV starts_BHXKV y_RBHSV saved_BHEKV last_BHKV f_BHS dv_RBHSV df_RBHS dW_RBHVV dh_BHKV",
+        bf16="q_BSK k_BSK v_BHSV dy_BHSV dq_BHSK dk_BHSK", fp16="candidates_BHTKV",
+    )  # fmt: skip
+    shared = {"ROWS": recurrence.ROWS, "num_warps": 1, "num_stages": 1} | widths | recurrence.products(torch.bfloat16)
+    absent = {
+        "forward": "starts_BHXKV candidates_BHTKV",
+        "forward from a state": "candidates_BHTKV",
+        "candidates": "y_RBHSV last_BHKV",
+    }
+    around = types(
+        fp32="A_log dt_bias D f_BHP dv_RBHPV df_RBHP du_BSC dweight_NCX dgate_NHX y_RBHPV y_SBC squares_SB dsquares_SB dD_NC "
+        "dweight_NC",
+        bf16="dq_BHPK dk_BHPK q_SBK k_SBK v_SBHV x_f_SBH qk_weight qk_bias v_weight v_bias q_BPK k_BPK v_BHPV dy_BHPV "
+        "dx_f_SBH dq_SBK dk_SBK dv_SBC g_SBHV weight out_SBC dout_SBC dg_SBC",
+        i32="seq_BS",
+    ) | {"eps": "fp32"}  # fmt: skip
+    for documents in (False, True):
+        for use, names in absent.items():
+            constants = shared | without(*names.split()) | {"DOCUMENTS": documents}
+            yield f"{use}, documents {documents}", recurrence.advance, given, constants
+        yield f"reverse, documents {documents}", recurrence.reverse, given, shared | {"DOCUMENTS": documents}
+        for heads in (64, 48, 44, 22, 11):
+            power = {"H_POWER": 1 << (heads - 1).bit_length()}
+            taps = {
+                "H": heads,
+                "T": 4,
+                "TOKENS": convolution.TOKENS,
+                "HEADS": convolution.HEADS,
+                "DOCUMENTS": documents,
+            }
+            taps |= widths | ({} if documents else {"seq_BS": None})
+            back = taps | power | {"R": 4, "TOKENS": convolution.TOKENS_BACKWARD}
+            name = f"{heads} heads, {documents}"
+            yield f"prepare, {name}", convolution.prepare, around, taps | power
+            yield f"prepare, backward, {name}", convolution.prepare_backward, around, back
+            yield f"convolution, backward, {name}", convolution.convolution_inputs_backward, around, taps
+            several = types(fp32="" if documents else "out_SBC dout_SBC")  # ranks
+            channels = {"H": heads, "V": 16, "C_POWER": 16 * power["H_POWER"], "NORM": documents}
+            yield f"gate, {name}", gate.skip_gate_norm, around | several, channels | {"R": 4, "TOKENS": gate.TOKENS}
+            yield f"gate, backward, {name}", gate.skip_gate_norm_backward, around | several, channels
+
+
+def projection_variants(dtype: str) -> Iterator[Variant]:
+    absorbed = {"C": 64, "K": 64, "R": 64, "INTERLEAVED": True, "TRANSPOSED": False}
+    outputs = absorbed | {"R": 0, "TRANSPOSED": True, "rotation_ptr": None}
+    rotated = absorbed | {"w_ptr": None}
+    of_indexer = rotated | {"C": 0, "K": 0, "INTERLEAVED": False}
+    no_weight = {"x_ptr": None, "dw_ptr": None, "TILES": 1}
+    keys = {"C": 64, "R": 64, "V": 64, "INTERLEAVED": True}
+    indexer_keys = {"R": 64, "N": 32, "HEADS": 32, "INTERLEAVED": False} | projection_launch.NORMS
+    norms = {"Q": 64, "L": 64, "R": 64} | projection_launch.NORMS
+    tiles = {"TILES": projection_launch.TILES}
+    launches: dict[str, tuple[str, dict[str, Any]]] = {
+        "keys": ("keys_and_values", keys | projection_launch.KEYS),
+        "latent keys": ("keys_and_values", keys | {"V": 0} | projection_launch.KEYS),
+        "keys, backward": (
+            "keys_and_values_backward",
+            keys | {"TOKENS": 4, "HEADS": 8} | projection_launch.KEYS_BACKWARD,
+        ),
+        "latent keys, backward": (
+            "keys_and_values_backward",
+            keys | {"V": 0, "TOKENS": 32, "HEADS": 1} | projection_launch.KEYS_BACKWARD,
+        ),
+        "norms": ("norms", norms),
+        "norms, backward": ("norms_backward", norms),
+        "indexer's keys": ("indexer_keys", indexer_keys),
+        "indexer's keys, backward": ("indexer_keys_backward", indexer_keys),
+    }
+    weighted = {"absorbed queries": absorbed, "outputs": outputs}
+    for name, forward in (weighted | {"queries": rotated, "indexer": of_indexer}).items():
+        more = tiles if name in weighted else no_weight
+        launches[name] = "project", forward | projection_launch.PROJECT
+        launches[f"{name}, backward"] = "project_backward", forward | more | projection_launch.BACKWARD
+    for name, (function, constants) in launches.items():
+        kernel = getattr(mla_projection, function)
+        given = {each: f"*{dtype}" for each in kernel.arg_names if each.endswith("_ptr")}
+        given |= types(fp32="rotation_ptr dnorm_ptr") | {"eps": "fp32", "scale": "fp32"}
+        if function != "indexer_keys_backward":  # there they are of an output
+            given |= types(fp32="dw_ptr")
+        yield f"projection, {name}", kernel, given, constants
+
+
+PRODUCTS = (
+    experts.product, experts.weight_gradient, indexer.score_keys, indexer.learn, dense.log_sums, dense.targets,
+    dense.learn_queries, dense.learn_keys, sparse_mla.forward, sparse_mla.means, sparse_mla.sums, sparse_mla.backward,
+    wide_sparse_mla.forward, wide_sparse_mla.scores, wide_sparse_mla.queries, wide_sparse_mla.keys,
+)  # fmt: skip
+SMALL_PRODUCTS = recurrence.advance, recurrence.reverse, mla_projection.project, mla_projection.project_backward
+VARIANTS = [*experts_variants(), *fp8_variants(), *small_variants(), *m2rnn_variants()]
+for made in (indexer_variants, sparse_variants, projection_variants):
+    VARIANTS += [(f"{name}, {dtype}", *rest) for dtype in ("bf16", "fp16") for name, *rest in made(dtype)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=[name for name, *_ in VARIANTS])
+def test_it_fits_and_nothing_is_spilled(tmp_path: Path, variant: Variant) -> None:
+    """And products are on tensor cores: Hopper's, but for few rows."""
+    name, kernel, given, constants = variant
+    multiples = tuple(each for each in MULTIPLES if each != "W" or ", any" not in name)
+    found = compiled(kernel, given, constants, tmp_path, multiples=multiples)
+    few = kernel in SMALL_PRODUCTS or constants.get("M") == 16
+    assert bool(found["HGMMA"] + found["HMMA"] * few) == (
+        kernel in PRODUCTS or (kernel in SMALL_PRODUCTS and constants.get("K") != 0 and "w_ptr" not in constants)
+    ), found
+    if kernel is fp8.scale_weights:  # ptxas loses bytes where both orders are of the same rounded pairs
+        assert found["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), found
 
 
 def test_no_experts_product_reads_rows_that_none_has_written() -> None:
     assert FORWARD["BM"] % BACKWARD["BM"] == BACKWARD["BM"] % WEIGHTS["BK"] == 0
-
-
-def _tensor(rows: int, columns: int) -> str:
-    return f"tensordesc<bf16[{rows},{columns}]>"
-
-
-@pytest.mark.parametrize("widths", [(D, F), (72, 40)])
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("adds", [False, True])
-def test_experts_weights(tmp_path: Path, adds: bool, left: bool, gathered: bool, widths: tuple[int, int]) -> None:
-    M, N = widths if left else reversed(widths)
-    constants: dict[str, Any] = WEIGHTS | {"M": M, "N": N, "TOKENS_LEFT": left, "ADD": adds}
-    constants |= {} if gathered else {"token_R": None}
-    given = ROWS_AND_TOKENS | {"h_tiles": _tensor(WEIGHTS["BK"], WEIGHTS["BN" if left else "BM"])}
-    made = compiled(experts.weight_gradient, given | types(fp32="dw" if adds else ""), constants, tmp_path)
-    assert made["HGMMA"], made
-
-
-IN_FP8 = types(
-    bf16="x x_NW w w_ENW h_RF a_RF da_RF gradient",
-    i32="row_NC end_E end_P row_P token_R",
-    fp8e4nv="values values_ENW values_EWN values_WP",
-    fp32="scales scale_EN scale_EW largest largest_EP largest_4R x_scale_R dy_scale_R prob_R dprob_R total",
-)
-ROW = {"ROWS": 1, "BLOCK": 4096, "W": D, "num_warps": 4}
-WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024, "num_warps": 4}
-BACK = {"F": F, "ROWS": fp8.BACKWARD["elements"] // 1024, "BLOCK": 1024, "num_warps": fp8.BACKWARD["warps"]}
-COLUMNS = fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.LARGEST_ROW["PARTS"]}
-FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tokens": ("scale_rows", ROW | {"COPIES": K}),
-    "rows": ("scale_rows", ROW | {"COPIES": 1, "row_NC": None}),
-    "largest": ("largest_parts", fp8.LARGEST_OF),
-    "largest row": ("largest_parts", fp8.LARGEST_ROW),
-    "weights": ("scale_weights", fp8.WEIGHTS | {"PARTS": fp8.LARGEST_OF["PARTS"]}),
-    "added": ("add", {"BLOCK": fp8.ADDED, "num_warps": 4}),
-    "places": ("pad", {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),
-    "transposed tokens": ("transpose_rows", COLUMNS | {"W": D, "STEPS": 28}),
-    "transposed rows": ("transpose_rows", COLUMNS | {"W": F, "STEPS": 7, "token_R": None}),
-    "activate, erf": ("activate", WIDTH | {"TANH": False}),
-    "activate, tanh": ("activate", WIDTH | {"TANH": True}),
-    "backward, erf": ("activate_backward", BACK | {"TANH": False}),
-    "backward, tanh": ("activate_backward", BACK | {"TANH": True}),
-    "backward, wide": ("activate_backward", BACK | {"TANH": True, "F": 4096, "BLOCK": 4096}),
-}
-
-
-@pytest.mark.parametrize(("kernel", "constants"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
-def test_experts_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> None:
-    made = compiled(getattr(fp8, kernel), IN_FP8, constants, tmp_path, multiples=("N", "W", "P", "SIZE"))
-    if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs
-        assert made["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), made
-
-
-# --- RMSNorm ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hidden", [3584, 256, norm_launch.LARGEST])
-@pytest.mark.parametrize(
-    ("kernel", "residual"), [("forward", True), ("backward", True), ("backward", False), ("add_parts", True)]
-)
-def test_rms_norm(tmp_path: Path, kernel: str, residual: bool, hidden: int) -> None:
-    given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
-        "eps": "fp32"
-    }
-    constants: dict[str, Any] = getattr(norm_launch, kernel.upper())
-    constants = constants | ({"D": hidden} if kernel == "add_parts" else norm_launch.row(hidden))
-    compiled(getattr(norm, kernel), given, constants | ({} if residual else {"dresidual_TD": None}), tmp_path)
-
-
-# --- router -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("experts", "topk"), [(16, 4), (4, 2), (256, 8)])
-def test_router(tmp_path: Path, experts: int, topk: int) -> None:
-    given = types(
-        fp32="logits_TE score_TE bias_E probs_TE sums_PBC dprobs_TE dscore_BE dsquared dlogits_TE", i1="routing_TE"
-    )
-    _, shape = router_launch._launch(8192, experts, 2)
-    compiled(router.route, given, shape | {"K": topk}, tmp_path)
-    compiled(router.route_backward, given, shape, tmp_path)
-
-
-# --- linear cross-entropy ---------------------------------------------------------------------------------------------
-
-
-SOFTMAX = types(bf16="logit_CV", fp32="top_C total_C picked_C logsumexp_C weight_C", i64="label_C column_C")
-ABSENT = {
-    "losses": ("logsumexp_C", "weight_C"),
-    "losses and gradients": ("logsumexp_C",),
-    "gradients": ("top_C", "column_C", "total_C", "picked_C"),
-}
-
-
-@pytest.mark.parametrize("absent", ABSENT)
-def test_softmax_rows(tmp_path: Path, absent: str) -> None:
-    constants: dict[str, Any] = {"BLOCK": cross_entropy.BLOCK, "GROUP": cross_entropy.GROUP}
-    constants |= dict.fromkeys(ABSENT[absent]) | {"num_warps": cross_entropy.WARPS}
-    compiled(cross_entropy.softmax_rows, SOFTMAX, constants, tmp_path, multiples=("stride",))
-
-
-@pytest.mark.parametrize("out", ["fp32", "bf16"])
-def test_add_scaled(tmp_path: Path, out: str) -> None:
-    given = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
-    constants = {"BLOCK": cross_entropy.SCALED, "BETA": True}
-    compiled(cross_entropy.add_scaled, given, constants, tmp_path, multiples=("size",))
-
-
-# --- indexer ----------------------------------------------------------------------------------------------------------
-
-
-INDEXER_TYPES = types(fp32="score_BRW target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
-HALF = "q_SBHD k_SBD k_TBD w_SBH dq_SBHD dw_SBH"
-STRIDES = ("q_s", "q_b", "q_h", "k_s", "k_b", "w_s", "w_b", "W")
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("documents", [False, True])
-def test_score_keys(tmp_path: Path, documents: bool, dtype: str) -> None:
-    launch = indexer_launch.SCORE_KEYS | {"w_h": 1, "score_b": None} | ({} if documents else {"seq_BS": None})
-    made = compiled(indexer.score_keys, INDEXER_TYPES | types(**{dtype: HALF}), launch, tmp_path, multiples=STRIDES)
-    assert made["HGMMA"]
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("weights", ["as q", "fp32"])
-@pytest.mark.parametrize("keys", ["multiple of 16", "any"])
-@pytest.mark.parametrize("width", indexer_launch.SCORE_ALL)
-def test_score_all(tmp_path: Path, width: int, keys: str, weights: str, dtype: str) -> None:
-    """Of all keys, at NAM56R's width and at DeepSeek's; the number of heads is no constant, so that it is the same for 64."""
-    launch = indexer_launch.SCORE_ALL[width] | {"w_h": 1, "seq_BS": None}
-    given = INDEXER_TYPES | types(**{dtype: HALF}) | (types(fp32="w_SBH") if weights == "fp32" else {})
-    multiples = (*STRIDES, "score_b") if keys != "any" else tuple(name for name in STRIDES if name != "W")
-    made = compiled(indexer.score_keys, given, launch, tmp_path, multiples=multiples)
-    assert made["HGMMA"]
-
-
-def test_take_best(tmp_path: Path) -> None:
-    compiled(indexer.take_best, INDEXER_TYPES, indexer_launch.TAKE_BEST, tmp_path, multiples=STRIDES)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("heads", "selected"), [(32, 256), (32, 64), (32, 2048), (5, 300), (64, 256)])
-def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, deterministic: bool) -> None:
-    launch: dict[str, Any] = indexer_launch.learn(heads, selected, deterministic) | {"w_h": 1}
-    given = INDEXER_TYPES | types(**{dtype: HALF}) | (types(i64="dk_TBD") if deterministic else {})
-    made = compiled(
-        indexer.learn, given, launch | ({} if deterministic else {"units": None}), tmp_path, multiples=STRIDES
-    )
-    assert made["HGMMA"]
-
-
-DENSE = types(
-    fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH",
-) | {"scale": "fp32"}  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("width", dense.HALVES)
-@pytest.mark.parametrize("kernel", [dense.log_sums, dense.targets])
-def test_dense_target(tmp_path: Path, kernel: Any, width: int, dtype: str) -> None:
-    launch = (dense.SUMS if kernel is dense.log_sums else dense.TARGETS)[width]
-    constants = launch | dict(zip("VW", dense.HALVES[width], strict=True))
-    made = compiled(kernel, DENSE | types(**{dtype: "query key"}), constants, tmp_path)
-    assert made["HGMMA"], made
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("D", indexer_launch.SCORE_ALL)
-@pytest.mark.parametrize("kernel", [dense.learn_queries, dense.learn_keys])
-def test_dense_gradients(tmp_path: Path, kernel: Any, D: int, dtype: str) -> None:
-    constants = dense.LEARN[D] | {"D": D} | ({"PARTS": dense.PARTS} if kernel is dense.learn_keys else {})
-    given = DENSE | types(**{dtype: "q_SBHD k_TBD dq_SBHD"})
-    made = compiled(kernel, given, constants, tmp_path)
-    assert made["HGMMA"], made
-
-
-# --- sparse MLA -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["bf16", "fp16"])
-def attention(request: pytest.FixtureRequest) -> dict[str, str]:
-    given = types(fp32="lse_ptr mean_ptr dkv_ptr sum_ptr unit_ptr", i32="index_ptr") | {"scale": "fp32"}
-    return given | types(**{request.param: "q_ptr kv_ptr o_ptr do_ptr dq_ptr d_ptr"})
-
-
-NARROW = [widths for widths in sparse_launch.WIDTHS if widths not in sparse_launch.WIDE]
-
-
-@pytest.mark.parametrize("widths", NARROW)
-@pytest.mark.parametrize("heads", [sparse_launch.HEADS, 16])
-@pytest.mark.parametrize("kernel", ["forward", "means", "sums"])
-def test_heads_on_rows(
-    tmp_path: Path, attention: dict[str, str], kernel: str, widths: tuple[int, int], heads: int
-) -> None:
-    launch = {"forward": sparse_launch.FORWARD, "means": sparse_launch.MEANS, "sums": sparse_launch.SUMS}[kernel]
-    constants = launch | {"M": heads, "V": widths[1], "R": widths[0] - widths[1]}
-    made = compiled(getattr(sparse_mla, kernel), attention, constants, tmp_path)
-    assert made["HGMMA" if heads == sparse_launch.HEADS else "HMMA"], made
-
-
-@pytest.mark.parametrize("sink", [True, False])
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("widths", NARROW)
-@pytest.mark.parametrize("heads", [sparse_launch.HEADS, 32, 16])
-def test_keys_on_rows(
-    tmp_path: Path, attention: dict[str, str], widths: tuple[int, int], heads: int, deterministic: bool, sink: bool
-) -> None:
-    absent = ([] if sink else ["sum_ptr"]) + ([] if deterministic else ["unit_ptr"])
-    constants = (
-        sparse_launch.BACKWARD | {"M": heads, "V": widths[1], "R": widths[0] - widths[1]} | dict.fromkeys(absent)
-    )
-    given = attention | (types(i64="dkv_ptr") if deterministic else {})
-    made = compiled(sparse_mla.backward, given, constants, tmp_path)
-    assert made["HGMMA"], made
-
-
-WIDE_SPARSE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "forward": ("forward", sparse_launch.WIDE_FORWARD, []),
-    "scores": ("scores", sparse_launch.SCORES, ["sum_ptr"]),
-    "scores, sum": ("scores", sparse_launch.SCORES, []),
-    "queries": ("queries", sparse_launch.QUERIES, []),
-    "keys": ("keys", sparse_launch.GRADIENTS, ["unit_ptr"]),
-    "keys, integers": ("keys", sparse_launch.GRADIENTS, []),
-    "sums": ("sums", sparse_launch.WIDE_SUMS, []),
-}
-
-
-@pytest.mark.parametrize("widths", sparse_launch.WIDE)
-@pytest.mark.parametrize("heads", [2 * sparse_launch.HEADS, sparse_launch.HEADS, 16])
-@pytest.mark.parametrize("variant", WIDE_SPARSE)
-def test_wide_sparse_mla(
-    tmp_path: Path, attention: dict[str, str], variant: str, widths: tuple[int, int], heads: int
-) -> None:
-    """Of all heads that are rounded up to: others are several launches."""
-    kernel, launch, absent = WIDE_SPARSE[variant]
-    function = getattr(sparse_mla if kernel == "sums" else wide_sparse_mla, kernel)
-    groups = max(1, heads // sparse_launch.HEADS)
-    sizes = {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
-    sizes |= {"V": widths[1], "R": widths[0] - widths[1]}
-    constants = {name: size for name, size in sizes.items() if name in function.arg_names}
-    constants |= launch | dict.fromkeys(absent)
-    given = attention | (types(i64="dkv_ptr") if variant == "keys, integers" else {})
-    made = compiled(function, given, constants, tmp_path)
-    assert made["HGMMA" if heads >= sparse_launch.HEADS or kernel == "keys" else "HMMA"], made
-
-
-# --- M²RNN ------------------------------------------------------------------------------------------------------------
-
-
-WIDTHS = {"K": 64, "V": 16}
-RECURRENCE = types(
-    fp32="W_HVV starts_BHXKV y_RBHSV saved_BHEKV last_BHKV f_BHS dv_RBHSV df_RBHS dW_RBHVV dh_BHKV",
-    bf16="q_BSK k_BSK v_BHSV dy_BHSV dq_BHSK dk_BHSK",
-    fp16="candidates_BHTKV",
-)
-ADVANCE = {
-    "forward": ["starts_BHXKV", "candidates_BHTKV"],
-    "forward from a state": ["candidates_BHTKV"],
-    "candidates": ["y_RBHSV", "last_BHKV"],
-}
-"""What :func:`megacpp_mcore.ops.m2rnn.recurrence.advance` is not given."""
-
-
-def _recurrence(kernel: Any, folder: Path, constants: dict[str, Any]) -> None:
-    shared = {"ROWS": recurrence.ROWS, "num_warps": 1, "num_stages": 1} | WIDTHS | recurrence.products(torch.bfloat16)
-    made = compiled(kernel, RECURRENCE, shared | constants, folder)
-    assert made["HMMA"]
-
-
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("use", ADVANCE)
-def test_advance(tmp_path: Path, use: str, documents: bool) -> None:
-    _recurrence(recurrence.advance, tmp_path, dict.fromkeys(ADVANCE[use]) | {"DOCUMENTS": documents})
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_reverse(tmp_path: Path, documents: bool) -> None:
-    _recurrence(recurrence.reverse, tmp_path, {"DOCUMENTS": documents})
-
-
-AROUND = types(
-    fp32="A_log dt_bias D f_BHP dv_RBHPV df_RBHP du_BSC dweight_NCX dgate_NHX y_RBHPV y_SBC squares_SB dsquares_SB dD_NC "
-    "dweight_NC",
-    bf16="dq_BHPK dk_BHPK q_SBK k_SBK v_SBHV x_f_SBH qk_weight qk_bias v_weight v_bias q_BPK k_BPK v_BHPV dy_BHPV "
-    "dx_f_SBH dq_SBK dk_SBK dv_SBC g_SBHV weight out_SBC dout_SBC dg_SBC",
-    i32="seq_BS",
-) | {"eps": "fp32"}
-
-
-HEADS = [64, 48, 44, 22, 11]
-
-
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("heads", HEADS)
-def test_before_the_recurrence(tmp_path: Path, heads: int, documents: bool) -> None:
-    power = 1 << (heads - 1).bit_length()
-    taps = {"H": heads, "T": 4, "TOKENS": convolution.TOKENS, "HEADS": convolution.HEADS, "DOCUMENTS": documents}
-    taps |= WIDTHS | ({} if documents else {"seq_BS": None})
-    backward = taps | {"H_POWER": power, "R": 4, "TOKENS": convolution.TOKENS_BACKWARD}
-    launches = (
-        (convolution.prepare, taps | {"H_POWER": power}),
-        (convolution.prepare_backward, backward),
-        (convolution.convolution_inputs_backward, taps),
-    )
-    for kernel, constants in launches:
-        compiled(kernel, AROUND, constants, tmp_path)
-
-
-@pytest.mark.parametrize("norm", [True, False])  # False: of several ranks
-@pytest.mark.parametrize("heads", HEADS)
-def test_behind_the_recurrence(tmp_path: Path, heads: int, norm: bool) -> None:
-    given = AROUND | types(fp32="" if norm else "out_SBC dout_SBC")
-    channels = {"H": heads, "V": 16, "C_POWER": 16 << (heads - 1).bit_length(), "NORM": norm}
-    compiled(gate.skip_gate_norm, given, channels | {"R": 4, "TOKENS": gate.TOKENS}, tmp_path)
-    compiled(gate.skip_gate_norm_backward, given, channels, tmp_path)
-
-
-# --- between MLA's projections and its core ---------------------------------------------------------------------------
-
-
-ABSORBED = {"C": 64, "K": 64, "R": 64, "INTERLEAVED": True, "TRANSPOSED": False}
-OUTPUTS = ABSORBED | {"R": 0, "TRANSPOSED": True, "rotation_ptr": None}
-ROTATED = ABSORBED | {"w_ptr": None}
-INDEXER = ROTATED | {"C": 0, "K": 0, "INTERLEAVED": False}
-NO_WEIGHT = {"x_ptr": None, "dw_ptr": None, "TILES": 1}
-KEYS = {"C": 64, "R": 64, "V": 64, "INTERLEAVED": True}
-INDEXER_KEYS = {"R": 64, "N": 32, "HEADS": 32, "INTERLEAVED": False}
-TILES = {"TILES": projection_launch.TILES}
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "absorbed queries": ("project", ABSORBED, projection_launch.PROJECT),
-    "outputs": ("project", OUTPUTS, projection_launch.PROJECT),
-    "queries": ("project", ROTATED, projection_launch.PROJECT),
-    "indexer": ("project", INDEXER, projection_launch.PROJECT),
-    "absorbed queries, backward": ("project_backward", ABSORBED | TILES, projection_launch.BACKWARD),
-    "outputs, backward": ("project_backward", OUTPUTS | TILES, projection_launch.BACKWARD),
-    "queries, backward": ("project_backward", ROTATED | NO_WEIGHT, projection_launch.BACKWARD),
-    "indexer, backward": ("project_backward", INDEXER | NO_WEIGHT, projection_launch.BACKWARD),
-    "keys": ("keys_and_values", KEYS, projection_launch.KEYS),
-    "latent keys": ("keys_and_values", KEYS | {"V": 0}, projection_launch.KEYS),
-    "keys, backward": ("keys_and_values_backward", KEYS | {"TOKENS": 4, "HEADS": 8}, projection_launch.KEYS_BACKWARD),
-    "latent keys, backward": (
-        "keys_and_values_backward",
-        KEYS | {"V": 0, "TOKENS": 32, "HEADS": 1},
-        projection_launch.KEYS_BACKWARD,
-    ),
-    "norms": ("norms", {"Q": 64, "L": 64, "R": 64}, projection_launch.NORMS),
-    "norms, backward": ("norms_backward", {"Q": 64, "L": 64, "R": 64}, projection_launch.NORMS),
-    "indexer's keys": ("indexer_keys", INDEXER_KEYS, projection_launch.NORMS),
-    "indexer's keys, backward": ("indexer_keys_backward", INDEXER_KEYS, projection_launch.NORMS),
-}
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_mla_projection(tmp_path: Path, variant: str, dtype: str) -> None:
-    name, constants, launch = VARIANTS[variant]
-    kernel = getattr(mla_projection, name)
-    given = {each: f"*{dtype}" for each in kernel.arg_names if each.endswith("_ptr")}
-    given |= types(fp32="rotation_ptr dnorm_ptr") | {"eps": "fp32", "scale": "fp32"}
-    if name != "indexer_keys_backward":  # there they are of an output
-        given |= types(fp32="dw_ptr")
-    made = compiled(kernel, given, constants | launch, tmp_path)
-    products = made["HGMMA"] + made["HMMA"]
-    assert bool(products) == ("K" in constants and "w_ptr" not in constants), made
 
 
 # --- Mamba-3 ----------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_m2rnn(lengths: list[int], every: int | None) -> None:
 
 @pytest.mark.parametrize("every", [None, 1, 4, 64])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("cut", [1, 2, 8, 15])
+@pytest.mark.parametrize("cut", [1, 8, 15])
 def test_m2rnn_may_be_cut_anywhere(documents: bool, cut: int, every: int | None) -> None:
     """Two calls that hand the state over are one call token by token: the rows before the cut go along for the convolution."""
     tokens, weights = mixer(17)
@@ -402,14 +402,11 @@ def test_a_mask_that_is_no_matter_of_documents_is_refused(mask: torch.Tensor, me
         seq_idx_from_mask(mask, wait=wait)
 
 
-@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0]), torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0])])
-def test_lengths_that_are_none_are_refused(cu_seqlens: torch.Tensor) -> None:
-    with pytest.raises(ModelError, match="expected integers"):
-        seq_idx_from_cu_seqlens(cu_seqlens, 3)
-
-
 @pytest.mark.parametrize("numbers", [[0, 3, 9], [0, 4, 2, 5], [1, 3, 5], [0, 6], [-1, 5]])
 def test_lengths_that_do_not_fit_the_rows_are_refused(numbers: list[int]) -> None:
+    for none in (torch.tensor([0]), torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0])):
+        with pytest.raises(ModelError, match="expected integers"):
+            seq_idx_from_cu_seqlens(none, 3)
     wrong, right = torch.tensor(numbers), torch.tensor([0, 3, 5])
     with raises(ModelError, f"cu_seqlens is {numbers}", "5 rows"):
         seq_idx_from_cu_seqlens(wrong, 5)
@@ -425,13 +422,6 @@ def test_keys_of_other_documents_are_refused() -> None:
         seq_idx_from_cu_seqlens(queries, 5, of_keys=torch.tensor([0, 5]))
     for keys in (queries, queries.clone()):
         assert seq_idx_from_cu_seqlens(queries, 5, of_keys=keys).tolist() == [[0, 0, 0, 1, 1]]
-
-
-def test_numbers_on_another_device_are_not_read() -> None:
-    """Reading them would make the host wait; a meta tensor raises if it is read."""
-    elsewhere = torch.tensor([0, 9, 2], device="meta")
-    found = seq_idx_from_cu_seqlens(elsewhere, 5, of_keys=elsewhere.clone())
-    assert (found.shape, found.device.type) == ((1, 5), "meta")
 
 
 @pytest.mark.parametrize("seq_idx", [torch.zeros(2, 5), torch.zeros(1, 6).int(), torch.zeros(1, 5).long()])

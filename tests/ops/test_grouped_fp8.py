@@ -83,9 +83,3 @@ def test_deep_gemm_that_is_not_there() -> None:
     with raises(BackendError, "deep_gemm"):
         deep_gemm.grouped_product(*operands()[2:])
     assert deep_gemm.probe() == ProbeResult(False, "deep_gemm is not installed")
-
-
-def test_the_record_says_what_figures_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DG_JIT_CACHE_DIR", "/node/cache")
-    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    assert deep_gemm.record() == {"cache": "/node/cache", "nvrtc": True, "seen_working": "none"}

@@ -66,7 +66,7 @@ def test_causal_matches_loop(S, query_chunk):
 # fp32: the worst of thousands of rows averages values that cancel; attention written in one line has 2.4e-6 there.
 @pytest.mark.parametrize(("dtype", "rms"), [(torch.float32, 4e-6), (torch.bfloat16, 5e-3)])
 def test_odd_length_in_low_precision(dtype, rms):
-    low = draw(2345, 2345, B=1, H=1, K=16, V=8, dtype=dtype)
+    low = draw(777, 777, B=1, H=1, K=16, V=8, dtype=dtype)
     high = [t.detach().double().requires_grad_() for t in low]
     actual = mla_attention(*low, softmax_scale=SCALE)
     expected = mla_attention(*high, softmax_scale=SCALE)
@@ -101,19 +101,13 @@ def test_not_causal_and_more_or_fewer_keys(S, T):
     assert_parity(actual, loop_truth(*inputs, ~masked[:, 0]), rms=1e-12, name="masked o")
 
 
-@pytest.mark.parametrize("op", [mla_attention, sdpa_attention])
-def test_refuses_documents_that_do_not_fit(op):
-    q, k, v = draw(7, 7)
-    with pytest.raises(ModelError, match=r"expected torch.int32 \[B, S\] = \[2, 7\]"):
-        op(q, k, v, softmax_scale=SCALE, seq_idx=torch.zeros(2, 7, dtype=torch.int64))
-    q, k, v = draw(5, 7)
-    with raises(ModelError, "5 queries", "7 keys"):
-        op(q, k, v, softmax_scale=SCALE, seq_idx=torch.zeros(2, 5, dtype=torch.int32))
-
-
-def test_sdpa_refuses_documents_beside_a_mask():
-    q, k, v = draw(7, 7)
-    documents = torch.zeros(2, 7, dtype=torch.int32)
+def test_refuses_documents_that_do_not_fit():
+    (q, k, v), documents = draw(7, 7), torch.zeros(2, 7, dtype=torch.int32)
+    for op in (mla_attention, sdpa_attention):
+        with pytest.raises(ModelError, match=r"expected torch.int32 \[B, S\] = \[2, 7\]"):
+            op(q, k, v, softmax_scale=SCALE, seq_idx=documents.long())
+        with raises(ModelError, "5 queries", "7 keys"):
+            op(q[:5], k, v, softmax_scale=SCALE, seq_idx=documents[:, :5])
     for more in ({"causal": False}, {"attention_mask": torch.zeros(1, 1, 7, 7, dtype=torch.bool)}):
         with raises(ModelError, "seq_idx", f"causal={more.get('causal', True)}"):
             sdpa_attention(q, k, v, softmax_scale=SCALE, seq_idx=documents, **more)

@@ -87,12 +87,10 @@ def scopes(recipe: str = "block", depth: int = 6, **values: Any) -> Scopes:
 def test_a_group_that_touches_the_zone_is_bf16_whole(numbers: tuple[int, ...], is_fp8: bool) -> None:
     with scopes().group(numbers) as in_fp8:
         assert in_fp8 is is_fp8
+    with scopes().group(numbers, training=False) as in_evaluation:
+        assert not in_evaluation
     assert len(NOTED) == is_fp8
-
-
-def test_the_zone_is_as_wide_as_asked_for() -> None:
-    wide = scopes(first=2, last=3)
-    assert [number for number in range(1, 7) if not wide.in_zone(number)] == [3]
+    assert [number for number in range(1, 7) if not scopes(first=2, last=3).in_zone(number)] == [3]
 
 
 def test_a_scope_is_entered_once() -> None:
@@ -115,12 +113,6 @@ def test_a_scope_is_entered_once() -> None:
     with both.group((3,)):
         pass
     assert fp8_scopes.counts()["entered"] == before + 1
-
-
-def test_evaluation_is_bf16() -> None:
-    with scopes().group((3,), training=False) as in_fp8:
-        assert not in_fp8
-    assert NOTED == []
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block", "current"])
@@ -178,6 +170,13 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
     layer.eval()
     layer(torch.ones(16, 32))
     assert layer.linear_q.seen == [True, False]
+    in_the_zone = Layer()
+    assert scopes().install(in_the_zone, 6) == ()
+    assert "forward" not in vars(in_the_zone)
+    with raises(ModelError, "layer 3", "Linear"):
+        scopes().install(Linear(32, 32), 3)
+    with raises(ModelError, "layer 3", "linear_proj is (40, 32)", "multiples of 16"):
+        scopes().install(Layer(outputs=40), 3)
 
 
 @pytest.mark.parametrize(("number", "latents"), [(3, None), (1, "the op")])
@@ -189,12 +188,6 @@ def test_no_op_takes_the_weights_of_modules_in_a_scope(number: int, latents: str
     assert mixer.latents_backend == latents
 
 
-def test_a_layer_in_the_zone_is_not_touched() -> None:
-    layer = Layer()
-    assert scopes().install(layer, 6) == ()
-    assert "forward" not in vars(layer)
-
-
 def test_a_deep_copy_has_its_own_parameters() -> None:
     import copy
 
@@ -203,16 +196,6 @@ def test_a_deep_copy_has_its_own_parameters() -> None:
     other = copy.deepcopy(layer)
     other(torch.ones(16, 32))
     assert (layer.linear_q.seen, other.linear_q.seen) == ([], [True])
-
-
-def test_a_width_that_is_no_multiple_of_16() -> None:
-    with raises(ModelError, "layer 3", "linear_proj is (40, 32)", "multiples of 16"):
-        scopes().install(Layer(outputs=40), 3)
-
-
-def test_a_layer_without_transformer_engine() -> None:
-    with raises(ModelError, "layer 3", "Linear"):
-        scopes().install(Linear(32, 32), 3)
 
 
 # --- Owners -------------------------------------------------------------------------------------------------------------
@@ -246,13 +229,10 @@ def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks:
     scopes().install(layer, 3)
     layer(torch.ones(16, 32))
     assert NOTED[0]["amax_reduction_group"] is four_ranks[name]
-
-
-def test_modules_of_one_scope_with_other_owners(four_ranks: dict[str, Any]) -> None:
-    layer = Layer(group=four_ranks["tp"])
-    layer.linear_q._tp_group = four_ranks["dp"]
-    with raises(ModelError, "layer 3", "ranks [0, 1, 2]"):
-        scopes().install(layer, 3)
+    other = Layer(group=four_ranks[name])
+    other.linear_q._tp_group = four_ranks["dp"]
+    with raises(ModelError, "layer 3", "ranks [0, "):
+        scopes().install(other, 3)
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------------------
@@ -275,23 +255,18 @@ CLEAN: dict[str, Any] = {
         ({"transformer_impl": "local"}, {}, "--transformer-impl transformer_engine"),
         ({"moe_shared_expert_overlap": True}, {}, "--moe-shared-expert-overlap"),
         ({"recompute_granularity": "full"}, {"recipe": "delayed"}, "--recompute-granularity"),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-            {},
-            "--recompute-modules mla_up_proj",
-        ),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, {}, "--recompute-modules mla_up_proj"),
         ({}, {"attention": False, "shared_experts": False}, "attention or shared_experts"),
+        ({"rows": 4100}, {}, "multiple of 16"),
+        ({"fsdp2": True}, {"recipe": "delayed"}, "--use-torch-fsdp2"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_contradict_the_scopes(flags: dict[str, Any], asked: dict[str, Any], value: str) -> None:
-    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4096)
+    more = {"rows": flags.pop("rows", 4096), "fsdp2": flags.pop("fsdp2", False)}
+    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4096, fsdp2=True)
+    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"recompute_granularity": "full"}))
     with raises(ModelError, "fp8", value):
-        fp8_scopes.check_run(FP8(**{"recipe": "block", **asked}), SimpleNamespace(**CLEAN | flags))
-
-
-def test_rows_that_are_no_multiple_of_16() -> None:
-    with raises(ModelError, 4100, "multiple of 16"):
-        fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4100)
+        fp8_scopes.check_run(FP8(**{"recipe": "block", **asked}), SimpleNamespace(**CLEAN | flags), **more)
 
 
 def test_what_block_scales_cannot_be_gathered_in() -> None:
@@ -309,16 +284,6 @@ def test_what_block_scales_cannot_be_gathered_in() -> None:
     assert installed("block", "row") == installed("current", "column") == ("linear_proj", "linear_q")
     with raises(ModelError, "layer 3", "linear_proj", 32, "current"):
         installed("block", "column")
-
-
-def test_weights_that_fsdp2_cuts_have_no_delayed_scaling() -> None:
-    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), fsdp2=True)
-    with raises(ModelError, "recipe: delayed", "--use-torch-fsdp2", "block or current"):
-        fp8_scopes.check_run(FP8(recipe="delayed"), SimpleNamespace(**CLEAN), fsdp2=True)
-
-
-def test_stateless_scaling_may_be_repeated_by_megatron_around_whole_layers() -> None:
-    fp8_scopes.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"recompute_granularity": "full"}))
 
 
 def test_a_machine_that_cannot(entries: dict[str, Any]) -> None:
@@ -349,11 +314,7 @@ def test_the_error_names_the_file_and_a_file_without_recipe_asks_for_nothing() -
         fp8_scopes.scopes_of(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"fp8": "e4m3"}), source="run.yaml")
     made = fp8_scopes.scopes_of(FP8(recipe="block"), config)
     assert made is not None
-    assert made.depth == 6
-
-
-def test_blanket_is_an_option_of_its_own_and_marks_the_receipt() -> None:
-    assert FP8(recipe="block").on == ("attention", "shared_experts")
+    assert (made.depth, FP8(recipe="block").on) == (6, ("attention", "shared_experts"))
     assert FP8(recipe="block").label == "block: attention, shared experts"
     blanket = FP8(recipe="delayed", blanket=True)
     assert blanket.on == ("attention", "shared_experts", "blanket")

@@ -13,6 +13,7 @@ from megacpp_mcore.observe.receipts import assemble
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.settings import load
 from megacpp_mcore.te import quantized
+from megacpp_mcore.te.fp8_scopes import FP8
 
 CONFIG = SimpleNamespace(params_dtype="torch.bfloat16", fp8=None, fp8_recipe=None, quant_recipe=None)
 
@@ -29,21 +30,10 @@ def precision_of(folder: Path, text: str) -> dict[str, Any]:
     ("text", "kernel_fp8", "dispatch", "owner"),
     [
         ("fp8: {}", "none", "none", "megatron"),
-        ("fp8: {recipe: block}", "block: attention, shared experts", "refuse", "megatron"),
-        (
-            "fp8: {recipe: current, shared_experts: false}\nrecompute: [a]",
-            "current: attention",
-            "refuse",
-            "transformer_engine",
-        ),
-        (
-            "fp8: {recipe: delayed, blanket: true}",
-            "blanket delayed: attention, shared experts, Mamba output projections",
-            "refuse",
-            "megatron",
-        ),
+        ("fp8: {recipe: current, shared_experts: false}\nrecompute: [a]", "current: attention", "refuse", "transformer_engine"),
+        ("fp8: {recipe: block, blanket: true}", FP8(recipe="block", blanket=True).label, "refuse", "megatron"),
     ],
-)
+)  # fmt: skip
 def test_the_plan_of_a_run_with_scopes(tmp_path: Path, text: str, kernel_fp8: str, dispatch: str, owner: str) -> None:
     found = precision_of(tmp_path, text)
     assert (found["kernel_fp8"], found["dispatch"], found["checkpoint_owner"]) == (kernel_fp8, dispatch, owner)
@@ -70,15 +60,11 @@ def test_ranks_are_summed_and_one_that_did_not_count_is_left_out() -> None:
 
 
 def test_experts_in_fp8_are_watched_without_a_file_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACPP_DISABLE_TE", "1")  # also where Megatron has imported it
+    quantized.watch()
+    assert of_run.fp8()["precision.dequantised"] is None
     watched: list[None] = []
     monkeypatch.setattr(quantized, "watch", lambda: watched.append(None))
     for recipe in (None, object()):
         layer_plan(None, SimpleNamespace(quant_recipe=recipe))  # type: ignore[arg-type]
     assert len(watched) == 1
-
-
-def test_a_process_that_does_not_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGACPP_DISABLE_TE", "1")  # also where Megatron has imported it
-    assert of_run.fp8()["precision.dequantised"] is None
-    quantized.watch()
-    assert of_run.fp8()["precision.dequantised"] is None

@@ -34,20 +34,15 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # --- Attention ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_attention_cannot_do_is_said() -> None:
-    rows = torch.zeros(1, 4, dtype=torch.int32)
-    assert dot_product.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
-    assert dot_product.lacking(seq_idx=rows) == f"seq_idx: {dot_product.CANNOT['seq_idx']}"
-    assert dot_product.lacking(softcap=50.0, window=(4, 0), selected=rows).count(";") == 2
-    with raises(ModelError, "rope", "attention_mask"):
-        dot_product.lacking(rope=1)
-
-
 @pytest.mark.parametrize("need", ["attention_mask", "seq_idx"])
 def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
     qkv = [torch.zeros(4, 1, 2, 8) for _ in range(3)]
     with raises(BackendError, need):
         dot_product.attend(*qkv, softmax_scale=1.0, **{need: torch.zeros(1, 4)})
+    assert dot_product.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
+    assert dot_product.lacking(softcap=50.0, window=(4, 0), selected=torch.zeros(1)).count(";") == 2
+    with raises(ModelError, "rope", "attention_mask"):
+        dot_product.lacking(rope=1)
 
 
 @pytest.mark.parametrize(

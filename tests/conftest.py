@@ -82,12 +82,13 @@ def _python_of(environment: str) -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a GPU by its folder and what needs a checkout by its fixture; without a GPU, say so and skip."""
+    gpu_files = {path for path in {item.path for item in items} if _GPU_TESTS in path.parents}
     for item in items:
         if "megatron_lm" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.checkout)
         if {"bridge_python", "nemo_run_python"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.bridge)
-        if _GPU_TESTS in item.path.parents:
+        if item.path in gpu_files:
             item.add_marker(pytest.mark.gpu)
     # Files with slow tests first: under --dist loadfile no worker is left alone with one in the end.
     slow = {item.path for item in items if item.get_closest_marker("slow")}

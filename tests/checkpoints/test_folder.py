@@ -196,15 +196,6 @@ def test_checkpoints_without_a_manifest_still_load(saved: Path, capsys: pytest.C
         (saved / NEWEST / name).write_bytes(before)
 
 
-def test_a_folder_of_any_files_takes_a_manifest(tmp_path: Path) -> None:
-    """As Megatron's function does, which the patch replaces."""
-    (tmp_path / "file").write_text("content")
-    write_manifest(tmp_path)
-    assert not damages(tmp_path)
-    (tmp_path / "file").write_text("other")
-    assert damages(tmp_path) == ["file: its content is not what was saved"]
-
-
 def test_every_share_of_the_files_is_checked_by_one_rank(saved: Path) -> None:
     for name in FILES[:2]:
         flip(saved / NEWEST / name, 100)

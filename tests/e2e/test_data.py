@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.commands import cli
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import preset
 from tests import forks, stock
+from tests.trees import HOOKED, commit, copy_sources, git, link_copy
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -30,8 +34,10 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "first"), str(folder / "second")
 
 
-def words(*data: str, extra: tuple[str, ...] = ()) -> list[str]:
-    return stock.words(preset("nam56r_tiny"), *extra, data=data, global_batch_size=2, train_iters=STEPS)
+def words(*data: str, extra: tuple[str, ...] = (), spec: Sequence[str] = ("megacpp_mcore", "nam56r_tiny")) -> list[str]:
+    found = stock.words(preset("nam56r_tiny"), *extra, data=data, global_batch_size=2, train_iters=STEPS)
+    at = found.index("--spec") + 1
+    return [*found[:at], *spec, *found[at + 2 :]]
 
 
 def python(*command: str) -> subprocess.CompletedProcess[str]:
@@ -40,9 +46,10 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
     return forks.run(command, env=environment)
 
 
-def launch(*data: str, extra: tuple[str, ...] = ()) -> tuple[list[str], list[str], str]:
+def launch(*data: str, script: Sequence[str] = (), **how: tuple[str, ...]) -> tuple[list[str], list[str], str]:
     """Losses of all steps, those of validation, and the line about the data."""
-    done = python("-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words(*data, extra=extra))
+    command = [*script, *words(*data, **how)]
+    done = python("-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("megacpp-mcore: data: ")]
     return LOSSES.findall(done.stdout), _VALIDATION.findall(done.stdout), line
@@ -111,3 +118,46 @@ def test_the_stock_script_trains_on_packed_documents(megatron_lm: Path, tmp_path
     wheel, _, line = launch(*data, extra=(*extra, "--dataloader-inter-document-masking"))
     assert wheel == apart
     assert "verified against its manifest" in line
+
+
+@pytest.fixture(scope="module")
+def wheel(corpora: tuple[str, str]) -> list[str]:
+    """What the wheel's own loop trains."""
+    losses, *_ = launch("--data-path", corpora[0], "--split", "100,0,0")
+    assert len(losses) == STEPS
+    assert "mtp_1 loss" in losses[0]
+    assert "indexer loss" in losses[0]
+    return losses
+
+
+@pytest.mark.slow
+def test_the_one_word_on_the_stock_script_trains_what_two_on_the_wheel_do(
+    corpora: tuple[str, str], wheel: list[str], megatron_lm: Path
+) -> None:
+    data, script = ("--data-path", corpora[0], "--split", "100,0,0"), [str(megatron_lm / "pretrain_gpt.py")]
+    assert launch(*data, script=script, spec=("megacpp_mcore.nam56r_tiny",))[0] == wheel
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
+    corpora: tuple[str, str], wheel: list[str], megatron_lm: Path, tmp_path: Path
+) -> None:
+    """``patch apply --checkout``, then the checkout's own script without the launcher, then ``patch revert``."""
+    checkout = link_copy(copy_sources(megatron_lm, tmp_path / "original"), tmp_path / "Megatron-LM")
+    for file in megatron_lm.glob("*.py"):
+        (checkout / file.name).write_bytes(file.read_bytes())
+    shutil.copy(megatron_lm / "megatron" / "core" / "datasets" / "helpers.cpp", checkout / "megatron/core/datasets")
+    commit(checkout)
+    assert cli.main(["patch", "apply", "--checkout", str(checkout), "spec-import", "dataset-helpers"]) == 0
+    assert git(checkout, "status", "--porcelain").splitlines() == [f" M {HOOKED}"]
+
+    arguments = words("--data-path", corpora[0], "--split", "100,0,0", spec=["megacpp_mcore.nam56r_tiny"])
+    done = python("-c", BARE, str(checkout / "pretrain_gpt.py"), *arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "patch spec-import applied" in done.stdout + done.stderr
+    assert done.stdout.count("megacpp-mcore: launch policy of a script that `megacpp-mcore launch` did not start") == 1
+    assert LOSSES.findall(done.stdout) == wheel
+
+    assert cli.main(["patch", "revert", "--checkout", str(checkout)]) == 0
+    assert git(checkout, "status", "--porcelain") == ""

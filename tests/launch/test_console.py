@@ -108,11 +108,3 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
     text = log.read_text()
     assert "Megatron's line\n" in text
     assert "torch's line\n" in text
-
-
-def test_the_end_of_a_file_is_its_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("".join(f"line {number}\n" for number in range(100)))
-    name, *lines = console.tail(log).splitlines()
-    assert name == f"the last lines of {log}:"
-    assert lines == [f"line {number}" for number in range(100 - console.TAIL_LINES, 100)]

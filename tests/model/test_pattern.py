@@ -81,11 +81,6 @@ def test_refusals(text: str, character: str, position: int, says: str) -> None:
     assert says in str(raised.value)
 
 
-def test_an_empty_pattern_is_refused() -> None:
-    with pytest.raises(PatternError, match="empty"):
-        parse("")
-
-
 @settings(deadline=None)
 @given(st.lists(letters, min_size=2, max_size=4), st.integers(1, 60))
 def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
@@ -95,12 +90,6 @@ def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
     if depth != len(whole):
         with pytest.raises(PatternError, match=f"{len(whole)} layers.* {depth}"):
             staged.layers(depth)
-
-
-@pytest.mark.parametrize("depth", [0, -1])
-def test_the_depth_is_positive(depth: int) -> None:
-    with pytest.raises(PatternError, match=f"the depth is {depth}"):
-        parse("AE").layers(depth)
 
 
 def test_the_52_layers_of_nam56r(layers: str) -> None:

@@ -6,7 +6,6 @@ Source: arXiv 2603.14360.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,16 +31,6 @@ def projection_parts(model: Model) -> tuple[Part, ...]:
         Part("g", heads * rnn.value_dim),
         Part("f", heads),
     )
-
-
-def _identities(tensor: torch.Tensor, width: int) -> None:
-    matrices = tensor.view(-1, width, width)
-    matrices.copy_(torch.eye(width).expand_as(matrices))
-
-
-def _log_of_uniform_rate(tensor: torch.Tensor) -> None:
-    # A uniform in [1, 16], as in Mamba-2 (mamba-ssm 2.3.2.post1, ``modules/mamba2.py``, A_init_range).
-    tensor.uniform_(1.0, 16.0).log_()
 
 
 def _convolution(tensor: torch.Tensor) -> None:
@@ -90,9 +79,10 @@ class M2RNNMixer(Mixer):
         self.add_parameter("v_conv_weight", (self.all_values, rnn.conv_kernel), _convolution, axis=0)
         self.add_parameter("v_conv_bias", (self.all_values,), torch.nn.init.zeros_, axis=0)
         self.add_parameter("norm_weight", (self.all_values,), ones, axis=0)
-        identities = partial(_identities, width=rnn.value_dim)
-        self.add_parameter("W", (heads * rnn.value_dim**2,), identities, axis=0, fp32=True)
-        self.add_parameter("A_log", (heads,), _log_of_uniform_rate, axis=0, fp32=True)
+        identity, values = torch.eye(rnn.value_dim), heads * rnn.value_dim**2
+        self.add_parameter("W", (values,), lambda W: W.copy_(identity.flatten().repeat(heads)), axis=0, fp32=True)
+        # A uniform in [1, 16], as in Mamba-2 (mamba-ssm 2.3.2.post1, ``modules/mamba2.py``, A_init_range).
+        self.add_parameter("A_log", (heads,), lambda A: A.uniform_(1.0, 16.0).log_(), axis=0, fp32=True)
         self.add_parameter("dt_bias", (heads,), inverse_softplus_of_step, axis=0, fp32=True)
         self.add_parameter("D", (self.all_values,), ones, axis=0, fp32=True)
 

@@ -244,16 +244,22 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         Dispatcher(backends)  # refuses unknown ops and backends
     except (ModelError, PatternError, BackendError) as error:
         raise ConfigFileError(f"{file}: {error}") from error
-    _check_compile(file, content)
+    if (mode := content.get("compile", "off")) not in ("off", False):  # YAML reads off as false
+        none = ", and there is nothing to compile: kernels replace the regions on GPUs" if mode == "regional" else ""
+        raise ConfigFileError(f"{file}: 'compile' is {mode!r}{none}; write off, or leave it out")
+    documents = content.get("max_documents")
+    if documents is not None and (type(documents) is not int or documents < 1):
+        raise ConfigFileError(f"{file}: 'max_documents' is {documents!r}; expected a whole number above 0")
+    given = {f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ()}
     return PluginConfig(
         path=file,
         preset=name,
         model=model,
         backends=MappingProxyType(dict(backends)),
         recompute=_recompute(file, content),
-        max_documents=_max_documents(file, content),
+        max_documents=documents,
         **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
-        given=_given(content),
+        given=frozenset(given | ({"recompute"} & content.keys())),
     )
 
 
@@ -321,13 +327,6 @@ def _known(file: Path) -> Mapping[str, Any]:
     return content
 
 
-def _check_compile(file: Path, content: Mapping[str, Any]) -> None:
-    mode = content.get("compile", "off")
-    if mode not in ("off", False):  # YAML reads off as false
-        none = ", and there is nothing to compile: kernels replace the regions on GPUs" if mode == "regional" else ""
-        raise ConfigFileError(f"{file}: 'compile' is {mode!r}{none}; write off, or leave it out")
-
-
 def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
     """Return the families that the file lists under ``recompute``."""
     value = content.get("recompute")
@@ -340,13 +339,6 @@ def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
         if name not in RECOMPUTED:
             raise ConfigFileError(f"{file}: recompute names {name!r}; {nearest(name, RECOMPUTED)}")
     return Recompute(**dict.fromkeys(value, True))
-
-
-def _max_documents(file: Path, content: Mapping[str, Any]) -> int | None:
-    value = content.get("max_documents")
-    if value is not None and (type(value) is not int or value < 1):
-        raise ConfigFileError(f"{file}: 'max_documents' is {value!r}; expected a whole number above 0")
-    return value
 
 
 def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -388,12 +380,6 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise LaunchError(f"the steps to profile are {text!r}; expected the first and the last, such as 10-14")
     return first, last
-
-
-def _given(content: Mapping[str, Any]) -> frozenset[str]:
-    names = {"recompute"} & content.keys()
-    names.update(f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ())
-    return frozenset(names)
 
 
 def _read(file: Path) -> Any:

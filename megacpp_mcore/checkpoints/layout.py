@@ -64,7 +64,8 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
             "saved it"
         )
     other = metadata.get(MODEL_KEY, {})  # none before 0.2.0
-    for name in other if not _is_finetuned() else ():
+    args = _arguments()
+    for name in other if args is None or not args.finetune else ():
         if other[name] != model.get(name):
             raise CheckpointError(
                 f"the checkpoint {folder} is of a model whose {name} is {other[name]}, and the run's is {model.get(name)}; no "
@@ -72,7 +73,11 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
                 "weights into this model (--finetune)"
             )
     saved = metadata.get(EXPERTS_KEY, "stock")
-    if experts not in (None, saved) and metadata.get(FORMAT) == FLAT and _loads_optimizer():
+    if (
+        experts not in (None, saved)
+        and metadata.get(FORMAT) == FLAT
+        and (args is None or not (args.no_load_optim or args.finetune))
+    ):
         # Flat buffers concatenate all parameters: ours and stock's have equal length but different order.
         refuse_flat_state(
             folder, f"its experts are the backend {saved}, and the run's {experts} (backends: {{experts: {saved}}})"
@@ -167,16 +172,6 @@ def _arguments() -> Any:
     from megatron.training import global_vars
 
     return global_vars._GLOBAL_ARGS
-
-
-def _is_finetuned() -> bool:
-    """Return whether this process's stock script begins training anew from a checkpoint's weights."""
-    return bool((args := _arguments()) is not None and args.finetune)
-
-
-def _loads_optimizer() -> bool:
-    """Return whether this process's stock script loads optimizer state; assumed if there is no stock script."""
-    return (args := _arguments()) is None or not (args.no_load_optim or args.finetune)
 
 
 def check_version(prefix: str, version: int | None) -> None:

@@ -330,19 +330,15 @@ def as_text(findings: Sequence[Finding]) -> str:
         lines.append(f"GPU {index}: {gpu['name']}, {gpu['memory_gib']} GiB, compute capability {gpu['capability']}")
     if not gpus:
         lines.append("no GPU: runs use the CPU lane (launch --device cpu)")
-    lines += [f"fp32 products on GPUs: {said}" for said in _tf32(findings)]
+    tf32 = [f"{name}={os.environ[name]}" for name in (TF32_DRIVER, TF32_TORCH) if os.environ.get(name, "0") != "0"]
+    if any(finding.details.get("fp32_products") == "tf32" for finding in findings):
+        tf32.append("torch computes them in TF32")
+    lines += [f"fp32 products on GPUs: {words}" for words in tf32]  # the launch policy judges them for a run
     blocking = [finding.name for finding in findings if finding.blocks]
     lines.append(
         f"training would fail on: {', '.join(blocking)}" if blocking else "nothing stands in the way of training"
     )
     return "\n".join(lines)
-
-
-def _tf32(findings: Sequence[Finding]) -> list[str]:
-    """TF32 settings of the environment, one sentence each; the launch policy judges them for a run."""
-    said = [f"{name}={os.environ[name]}" for name in (TF32_DRIVER, TF32_TORCH) if os.environ.get(name, "0") != "0"]
-    precisions = {finding.details.get("fp32_products") for finding in findings}
-    return [*said, *(["torch computes them in TF32"] if "tf32" in precisions else [])]
 
 
 def add_parser(subparsers: Any) -> None:

@@ -66,15 +66,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.
     """
-    actions = {
-        "show": _show,
-        "compare": _compare,
-        "goodput": _goodput,
-        "profile": _profile,
-        "html": _html,
-        "fields": _fields,
-    }
-    return actions[args.action](args)
+    if args.action == "fields":
+        print(fields.table())
+    elif args.action == "profile":
+        print("\n".join(table.pages(_found(args.run_folder, whole=True))), end="")
+    elif args.action == "html":
+        from megacpp_mcore.observe import page
+
+        events.replace(Path(args.output), page.html(_found(args.run_or_receipt)))
+        print(f"page: {args.output}")
+    else:
+        return {"show": _show, "compare": _compare, "goodput": _goodput}[args.action](args)
+    return 0
 
 
 def _found(word: str, *, whole: bool = False) -> Path:
@@ -112,11 +115,6 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fields(args: argparse.Namespace) -> int:
-    print(fields.table())
-    return 0
-
-
 def _compare(args: argparse.Namespace) -> int:
     first, second = (receipts.read(_found(word)) for word in (args.first, args.second))
     noise = None if args.noise is None else args.noise / 100
@@ -140,19 +138,6 @@ def _goodput(args: argparse.Namespace) -> int:
         print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
     if overlap := events.overlap(starts):
         print(overlap)
-    return 0
-
-
-def _profile(args: argparse.Namespace) -> int:
-    print("\n".join(table.pages(_found(args.run_folder, whole=True))), end="")
-    return 0
-
-
-def _html(args: argparse.Namespace) -> int:
-    from megacpp_mcore.observe import page
-
-    events.replace(Path(args.output), page.html(_found(args.run_or_receipt)))
-    print(f"page: {args.output}")
     return 0
 
 

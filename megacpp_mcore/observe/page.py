@@ -6,7 +6,6 @@ curves as SVG in the page's own colours, light and dark, for a wide window and f
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import io
 import itertools
@@ -23,7 +22,7 @@ from markupsafe import Markup
 
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.clock import OF_A_STEP
-from megacpp_mcore.observe.events import Start, Step
+from megacpp_mcore.observe.events import Start
 from megacpp_mcore.observe.goodput import CLASSES, PRODUCTIVE, Goodput
 from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import fields
@@ -59,9 +58,6 @@ def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
     return template.render(run=run, fields=fields.labelled(run.values), classes=CLASSES, in_words=fields.in_words)
 
 
-# --- A run ------------------------------------------------------------------------------------------------------------
-
-
 def read(path: str | os.PathLike[str]) -> Run:
     """Return the run in a folder, or of a receipt.
 
@@ -71,8 +67,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     place = Path(path)
     whole = place.resolve()
     name = whole.parent.name if place.is_file() else whole.name
-    if whole.name == "observe":
-        name = f"{whole.parent.name}/{name}"
+    name = f"{whole.parent.name}/{name}" if whole.name == "observe" else name
     spent: dict[int, Goodput] = {}
     ranks = events.read_any(place, summarise=lambda rank, starts: spent.update({rank: goodput.of_rank(starts)}))
     return Run(name, place, receipts.read(place), ranks, spent)
@@ -100,49 +95,23 @@ class Run:
     spent: Mapping[int, Goodput]
     addition: Addition = Addition()
 
-    @property
-    def missing(self) -> str:
-        """Why there is no curve."""
+    def __post_init__(self) -> None:
+        self.values = fields.flatten(self.receipt)
+        self.failed = self.values["status"] not in (*events.IN_ORDER, fields.RUNNING)
+        self.starts = recorded(self.ranks)
+        self.done, self.kept = [step for start in self.starts for step in start.steps], kept(self.starts)
+        self.resumed = [float(start.steps[0].resumed_at) for start in self.starts[1:]]
+        losses = {name for step in self.kept for name in step.losses}
+        self.losses = sorted(losses, key=lambda name: (name != "lm loss", name))
+        self.slowest_first = [(rank, self.spent[rank]) for rank in goodput.slowest_first(self.spent)]
+        found, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
+        numbers = found if len(found) == len(peaks) else range(len(peaks))
+        self.peaks = sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
+        self.missing = "no step was recorded"
         if not self.ranks:
-            return "only the receipt is here, not the folder of the run"
-        return (
-            "no step was recorded" if can_draw() else "matplotlib is not installed, the extra `report` of this package"
-        )
-
-    @functools.cached_property
-    def values(self) -> Mapping[str, Any]:
-        """The receipt's values by path."""
-        return fields.flatten(self.receipt)
-
-    @functools.cached_property
-    def starts(self) -> list[Start]:
-        """The starts that recorded losses, in order."""
-        return recorded(self.ranks)
-
-    @functools.cached_property
-    def done(self) -> list[Step]:
-        """The steps of all starts, repeated ones included."""
-        return [step for start in self.starts for step in start.steps]
-
-    @functools.cached_property
-    def kept(self) -> list[Step]:
-        """The steps that the run's present state rests on, ascending."""
-        return kept(self.starts)
-
-    @functools.cached_property
-    def losses(self) -> list[str]:
-        """The losses' names, next token first."""
-        return sorted({name for step in self.kept for name in step.losses}, key=lambda name: (name != "lm loss", name))
-
-    @functools.cached_property
-    def slowest_first(self) -> list[tuple[int, Goodput]]:
-        """The ranks by goodput, the least first."""
-        return [(rank, self.spent[rank]) for rank in goodput.slowest_first(self.spent)]
-
-    @property
-    def failed(self) -> bool:
-        """Whether an error ended it."""
-        return self.values["status"] not in (*events.IN_ORDER, fields.RUNNING)
+            self.missing = "only the receipt is here, not the folder of the run"
+        elif not can_draw():
+            self.missing = "matplotlib is not installed, the extra `report` of this package"
 
     def why(self, path: str) -> str:
         """Return why a field is not known."""
@@ -158,12 +127,8 @@ class Run:
             for start, kept_to in standing(self.starts):
                 lost = _finite((one.step, one.losses.get(name)) for one in start.steps if one.step > kept_to)
                 curves.append(_Curve("", f"c{number}", lost, faint=True))
-        marks = [(step, f"resumed at {step:.0f}") for step in self._resumed()]
+        marks = [(step, f"resumed at {step:.0f}") for step in self.resumed]
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
-
-    def _resumed(self) -> list[float]:
-        """Return the steps at which the starts after the first one resumed."""
-        return [float(start.steps[0].resumed_at) for start in self.starts[1:]]
 
     def time(self) -> tuple[Markup | None, list[str]]:
         """Tokens per second over the wall time, other classes of time as bands behind it; and the classes shown."""
@@ -184,26 +149,21 @@ class Run:
             spans = [(span, span.total(OF_A_STEP)) for span in start.spans]
             rates = [(at(one.at), tokens[one.step] / ns * 1e9) for one, ns in spans if one.step in tokens and ns]
             curves.append(_Curve("" if curves else "tokens/s", "c1", rates))
-        marks = [
-            (at(one.began_ns), "restarted" + ("" if one.resumed_at is None else f" from step {one.resumed_at}"))
-            for one in starts[1:]
-        ]
+        since = [(one.began_ns, "" if one.resumed_at is None else f" from step {one.resumed_at}") for one in starts[1:]]
         bands = [
             (at(one.begin), at(one.end), one.kind)
             for one in goodput.timeline(starts)
             if one.kind != PRODUCTIVE  # except what every step has a little of
             and (one.kind not in ("data", "idle") or one.end - one.begin > (ended - began) / 500)
         ]
-        summary = f"tokens per second over {clock(wall_s)}"
-        drawn = _chart("time-plot", summary, curves, marks=marks, bands=bands, unit=unit, end=at(ended))
+        looks: dict[str, Any] = {
+            "marks": [(at(since_ns), f"restarted{words}") for since_ns, words in since],
+            "bands": bands,
+        }
+        drawn = _chart(
+            "time-plot", f"tokens per second over {clock(wall_s)}", curves, **looks, unit=unit, end=at(ended)
+        )
         return drawn, [kind for kind in CLASSES if any(band[2] == kind for band in bands)]
-
-    @property
-    def peaks(self) -> list[tuple[int, int]]:
-        """Ranks with their memory peaks, largest first."""
-        ranks, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
-        numbers = ranks if len(ranks) == len(peaks) else range(len(peaks))
-        return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
     def backends(self) -> list[dict[str, Any]]:
         """Return the rows of ops, those that deviate first."""
@@ -213,20 +173,18 @@ class Run:
     def by_step(self) -> list[tuple[str, Markup]]:
         """Draw a small plot of every other metric that is known by step."""
         metrics = metrics_of(self.ranks)
-        others = [name for name in self.losses if name != "lm loss" and not name.startswith("mtp_")]
         series = {
             "gradient norm": _finite((one.step, one.grad_norm) for one in self.kept),
             "learning rate": _finite((one.step, one.learning_rate) for one in self.kept),
-            **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
-            **{
-                title: _finite(((one["step"], one.get(name)) for one in metrics), scale)
-                for title, (name, scale) in _OF_METRICS.items()
-            },
         }
+        for name in self.losses:
+            if name != "lm loss" and not name.startswith("mtp_"):
+                series[name] = _finite((one.step, one.losses.get(name)) for one in self.kept)
+        for title, (name, scale) in _OF_METRICS.items():
+            series[title] = _finite(((one["step"], one.get(name)) for one in metrics), scale)
         if series["allocated memory, GB"] == series["reserved memory, GB"]:
             del series["reserved memory, GB"]
-        marks = [(step, "") for step in self._resumed()]
-        found = []
+        marks, found = [(step, "") for step in self.resumed], []
         for number, (title, points) in enumerate(series.items()):
             curves = [_Curve("", "c1", points)] if len(points) > 1 else []
             if drawn := _chart(f"by-step-{number}", f"{title} by step", curves, marks=marks, small=True):
@@ -236,9 +194,6 @@ class Run:
 
 def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
     return [(float(x), scale * y) for x, y in points if y is not None and math.isfinite(y)]
-
-
-# --- Words ------------------------------------------------------------------------------------------------------------
 
 
 def clock(seconds: float) -> str:
@@ -280,13 +235,12 @@ def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = F
     if not curves or not can_draw():
         return None
     sizes = {"both": (250, 118)} if small else {"wide": (560, 262), "narrow": (340, 240)}
-    opening = Markup('<svg class="{}" role="img" aria-label="{}"')
-    drawn = [
-        opening.format(name, summary) + Markup(_svg(curves, size, small=small, **looks)) for name, size in sizes.items()
-    ]
+    opening, drawn = Markup('<svg class="{}" role="img" aria-label="{}"'), Markup("")
+    for name, size in sizes.items():
+        drawn += opening.format(name, summary) + Markup(_svg(curves, size, small=small, **looks))
     labels = [Markup('<li><i class="{}"></i>{}</li>').format(one.colour, one.label) for one in curves if one.label]
     legend = Markup('<ul class="legend">{}</ul>').format(Markup("").join(labels)) if labels else Markup("")
-    return Markup('<div class="plot" data-part="{}">{}</div>{}').format(part, Markup("").join(drawn), legend)
+    return Markup('<div class="plot" data-part="{}">{}</div>{}').format(part, drawn, legend)
 
 
 def can_draw() -> bool:
@@ -308,8 +262,7 @@ def _svg(
     """Draw a plot of ``size`` (pixels), without the first letters of its tag.
 
     Args:
-        marks: vertical lines at x, each with a label.
-        levels: horizontal lines at y, likewise.
+        marks, levels: vertical lines at x, and horizontal ones at y, each with a label.
         bands: stretches of the x axis, each with its class of time.
         unit: of the x axis; empty: steps, which are whole.
         end: where the x axis ends, the y axis then beginning at 0; None: both axes fit the points.
@@ -347,9 +300,8 @@ def _svg(
         for x, text in marks:
             axes.axvline(x, color=_INKS["ink"], linewidth=1, linestyle=(0, (2, 3)))
             at, side = (4, "left") if x < low + 0.6 * (high - low) else (-4, "right")
-            axes.annotate(
-                text, (x, 1), (at, -2), ("data", "axes fraction"), ha=side, va="top", color=_INKS["ink"], **note
-            )
+            place: Any = (x, 1), (at, -2), ("data", "axes fraction")
+            axes.annotate(text, *place, ha=side, va="top", color=_INKS["ink"], **note)
         for y, text in levels:
             axes.axhline(y, color=_INKS["dim"], linewidth=1, linestyle=(0, (6, 4)))
             axes.annotate(text, (1, y), (-3, 2), ("axes fraction", "data"), ha="right", color=_INKS["dim"], **note)
@@ -361,17 +313,12 @@ def _svg(
         axes.set_xlabel("" if small else f"wall time, {unit}" if unit else "step", color=_INKS["dim"])
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return _of_the_page(stream.getvalue())
-
-
-def _of_the_page(svg: str) -> str:
-    """Make an SVG file a part of the page: no addresses, the page's colours and font, and as wide as there is room."""
+    # A part of the page: no addresses, the page's colours and font, and as wide as there is room.
     gone = r"<metadata>.*?</metadata>|<defs>\s*<(?:style|clipPath).*?</defs>"
-    svg = re.sub(gone, "", svg[svg.index("<svg") + 4 :], flags=re.DOTALL)
+    svg = re.sub(gone, "", (made := stream.getvalue())[made.index("<svg") + 4 :], flags=re.DOTALL)
     svg = re.sub(r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"| font-family: [^;"]*;?', "", svg)
     svg = re.sub(r'^[^>]*?(viewBox="[^"]*")[^>]*>', r" \1>", svg, count=1)
-    for name, ink in _INKS.items():
-        svg = svg.replace(ink, f"var(--{name})")
+    svg = re.sub("#0bad[0-9a-f]{2}", lambda ink: f"var(--{_COLOURS[int(ink[0][5:], 16)]})", svg)
     return re.sub(r"\n\s*", "\n", svg)
 
 

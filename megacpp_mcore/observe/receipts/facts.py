@@ -64,6 +64,8 @@ _ARGUMENTS = {
     "tokenizer.vocab_size": "args.padded_vocab_size",
 }
 """Fields that are one of Megatron's arguments or a value of the model's config."""
+_OPTIMIZER = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Dtypes as configured: the states do not exist before the first step."""
 _ROUTING = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
@@ -84,9 +86,8 @@ def at_start(launched: LaunchPolicy) -> Facts:
     facts.attempt("versions", lambda found: found.put("versions", host.versions()))
     facts.attempt("commit", _commit)
     facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
-    plan = launched.compile
-    facts.put("compile_warmup", plan.warm_up)
-    facts.put_all("compile", {"mode": plan.mode, "reason": plan.reason, "precompile": plan.precompile})
+    facts.put("compile_warmup", launched.compile.warm_up)
+    facts.put_all("compile", {name: getattr(launched.compile, name) for name in ("mode", "reason", "precompile")})
     facts.put("experimental_taxes", list(launched.taxes))
     facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
     return facts
@@ -105,7 +106,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     for path, learn in (
         # again: only now has a checkout's Megatron been imported
         ("versions", lambda found: found.put("versions", host.versions())),
-        ("device", lambda found: _device(found, chunks)),
+        ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args, loop.data_words())),
@@ -120,15 +121,13 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     except Exception as error:
         facts.miss(f"{type(error).__name__}: {error}", *_OF_MODEL)
         return lambda found, pairs: None
-    facts.attempt("indexer", lambda found: _indexer(found, model))
-    count = partial(
-        _flops,
-        model=model,
-        args=args,
-        config=config,
-        recomputation=recomputation,
-        fp8=settings.fp8 if settings else FP8(),
-    )
+    names = {"top_k": "topk", "loss_coefficient": "loss_coeff", "warmup_steps": "warmup_steps"}
+    if {"F", "S"} & set(model.roles):
+        facts.put_all("indexer", {name: getattr(model.dsa, value) for name, value in names.items()})
+    else:
+        facts.miss("the model has no sparse attention", "indexer")
+    fp8 = settings.fp8 if settings else FP8()
+    count = partial(_flops, model=model, args=args, config=config, recomputation=recomputation, fp8=fp8)
     facts.attempt("flops", count)
     return count
 
@@ -148,9 +147,6 @@ def cache_files(folders: Mapping[str, Path]) -> dict[str, int]:
     return {name: sum(1 for _ in folder.glob(_KERNELS[name])) for name, folder in folders.items()}
 
 
-# --- The software -----------------------------------------------------------------------------------------------------
-
-
 def _commit(facts: Facts) -> None:
     head = host.own_git("rev-parse", "HEAD")
     if head is not None and host.own_git("status", "--porcelain", "--untracked-files=no"):
@@ -160,14 +156,10 @@ def _commit(facts: Facts) -> None:
 
 
 def _patches() -> list[dict[str, Any]]:
-    """Return the patches that are in effect."""
     from megacpp_mcore.patches.machinery import registry
 
     there = [record for record in registry.default().status() if record["state"] != "not applied"]
     return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in there]
-
-
-# --- The run ----------------------------------------------------------------------------------------------------------
 
 
 def _arguments(facts: Facts, args: Any, config: Any) -> None:
@@ -179,7 +171,6 @@ def _arguments(facts: Facts, args: Any, config: Any) -> None:
 
 
 def _model(facts: Facts, args: Any, config: Any) -> Model:
-    """Return the model's definition, if the run's spec is one of ours."""
     if lowering.host_of(args.spec) is None:
         facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
         spec = "no spec" if not args.spec else f"the spec {'.'.join(args.spec)}"
@@ -187,10 +178,8 @@ def _model(facts: Facts, args: Any, config: Any) -> Model:
     model: Model = getattr(config, RUN).model
     facts.put("family", model.name.partition("_")[0].upper())
     facts.put("pattern", model.pattern)
-    definition, parameters = dataclasses.asdict(model), sum(model.parameters().values())
-    facts.put_all(
-        "model", {"name": model.name, "layers": model.layers, "parameters": parameters, "definition": definition}
-    )
+    facts.put_all("model", {"name": model.name, "layers": model.layers, "definition": dataclasses.asdict(model)})
+    facts.put("model.parameters", sum(model.parameters().values()))
     return model
 
 
@@ -198,11 +187,10 @@ def _device_type(chunks: Sequence[Any]) -> str:
     return str(next(bare(chunks[0]).parameters()).device.type)
 
 
-def _device(facts: Facts, chunks: Sequence[Any]) -> None:
+def _device(chunks: Sequence[Any]) -> str:
     import torch
 
-    on_gpu = _device_type(chunks) == "cuda"
-    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({host.processor()})")
+    return torch.cuda.get_device_name() if _device_type(chunks) == "cuda" else f"CPU ({host.processor()})"
 
 
 def _batch(facts: Facts, args: Any) -> None:
@@ -213,19 +201,13 @@ def _batch(facts: Facts, args: Any) -> None:
 
 
 def _optimizer(facts: Facts, args: Any) -> None:
-    """Add the optimizer as configured; its states do not exist before the first step."""
-    states = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    found = {
-        "name": args.optimizer,
-        "distributed": bool(args.use_distributed_optimizer),
-        "precision_aware": bool(args.use_precision_aware_optimizer),
-    }
-    dtypes = {name: str(getattr(args, name)).removeprefix("torch.") for name in states if hasattr(args, name)}
-    facts.put("optimizer", found | dtypes)
+    dtypes = {name: str(getattr(args, name)).removeprefix("torch.") for name in _OPTIMIZER if hasattr(args, name)}
+    flags = {name: bool(getattr(args, f"use_{name}_optimizer")) for name in ("distributed", "precision_aware")}
+    facts.put("optimizer", {"name": args.optimizer, **flags, **dtypes})
 
 
 def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: PluginConfig | None) -> None:
-    """Return the configured plan in its four fields, and the layers whose experts were built for FP8."""
+    """Add the configured plan in its four fields, and the layers whose experts were built for FP8."""
     dtype = _DTYPES.get(str(config.params_dtype), str(config.params_dtype))
     if config.fp8:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8=f"megatron {config.fp8} {config.fp8_recipe}")
@@ -235,13 +217,18 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         plan = precision.PLANS[precision.FP8_EXPERTS]
     else:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
+
+    def in_fp8(kernels: str) -> precision.PrecisionPlan:  # which refuse what they cannot do
+        before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
+        return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
+
     if settings is not None and settings.fp8.recipe is not None:
-        plan = _also_in_fp8(plan, settings.fp8.label)
+        plan = in_fp8(settings.fp8.label)
         mixers = [one for one in FAMILIES.values() if one.is_mixer and one.fp8 in settings.fp8.on]
         if any(one.recompute in settings.recompute.on for one in mixers):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
-        plan = _also_in_fp8(plan, _BY_TRITON)
+        plan = in_fp8(_BY_TRITON)
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -249,12 +236,6 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         return
     experts = [one for one in _modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")]
     facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
-
-
-def _also_in_fp8(plan: precision.PrecisionPlan, kernels: str) -> precision.PrecisionPlan:
-    """Return ``plan`` with ``kernels`` in FP8, which refuse what they cannot do, listed before those already in FP8."""
-    before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
-    return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
 
 
 def _data(facts: Facts, args: Any, data_words: Sequence[str]) -> None:
@@ -295,21 +276,15 @@ def _routing(facts: Facts, config: Any) -> None:
     if config.num_moe_experts is None:
         facts.miss("the model has no experts", "routing")
         return
-    facts.put("routing.experts", config.num_moe_experts)
-    facts.put("routing.top_k", config.moe_router_topk)
-    reason = "experts have no capacity, nothing is dropped"
-    facts.put("routing.capacity_factor", config.moe_expert_capacity_factor, reason)
-    facts.put("routing.forced_balance", bool(config.moe_router_force_load_balancing))
-    facts.put("routing.expert_input", "padded" if config.moe_pad_expert_input_to_capacity else "jagged")
-    facts.put("routing.settings", {name: getattr(config, name) for name in _ROUTING})
-
-
-def _indexer(facts: Facts, model: Model) -> None:
-    if not {"F", "S"} & set(model.roles):
-        facts.miss("the model has no sparse attention", "indexer")
-        return
-    dsa = model.dsa
-    facts.put_all("indexer", {"top_k": dsa.topk, "loss_coefficient": dsa.loss_coeff, "warmup_steps": dsa.warmup_steps})
+    routing = {
+        "experts": config.num_moe_experts,
+        "top_k": config.moe_router_topk,
+        "capacity_factor": config.moe_expert_capacity_factor,
+        "forced_balance": bool(config.moe_router_force_load_balancing),
+        "expert_input": "padded" if config.moe_pad_expert_input_to_capacity else "jagged",
+        "settings": {name: getattr(config, name) for name in _ROUTING},
+    }
+    facts.put_all("routing", routing, "experts have no capacity, nothing is dropped")
 
 
 def _flops(
@@ -319,7 +294,7 @@ def _flops(
     model: Model,
     args: Any,
     config: Any,
-    recomputation: Recomputation,
+    recomputation: Any,
     fp8: FP8,
 ) -> None:
     """Add the FLOPs of a step, from which the assembly derives rates; ``pairs`` are those of a step of packed documents."""
@@ -333,34 +308,22 @@ def _flops(
     size: dict[str, Any] = {"seq_length": args.seq_length, "vocab_size": args.padded_vocab_size}
     step = flops.step(model, args.global_batch_size, pairs=pairs, **size)
     again = recomputed(model, step, recomputation, model_chunks(config))
-    kernels = facts.values["precision.kernel_fp8"].split("; ")
-    plan = precision.PrecisionPlan(
-        model_dtype=facts.values["precision.model_dtype"], kernel_fp8="experts" if "experts" in kernels else "none"
-    )
+    dtype, kernels = facts.values["precision.model_dtype"], facts.values["precision.kernel_fp8"].split("; ")
+    plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="experts" if "experts" in kernels else "none")
     numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
-    parts, more = (
-        flops_report.by_precision(
-            model,
-            one,
-            plan,
-            tf32=bool(torch.backends.cuda.matmul.allow_tf32),
-            experts=[
-                number
-                for number, letter in enumerate(model.layers, 1)
-                if letter == EXPERTS.letter and _BY_TRITON in kernels
-            ],
-            scoped=[number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
-        )
-        for one in (step, again)
-    )
+    in_fp8: dict[str, Any] = {
+        "experts": [
+            number for number, letter in enumerate(model.layers, 1) if letter == EXPERTS.letter and _BY_TRITON in kernels
+        ],
+        "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
+        "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
+    }
+    parts, more = (flops_report.by_precision(model, one, plan, **in_fp8) for one in (step, again))
     by_precision = {
         name: {"model_flops": part.total.training, "hardware_flops": part.total.training + more[name].total.training}
         for name, part in parts.items()
     }
     facts.put("flops", flops_report.record(step, again) | {"by_precision": by_precision})
-
-
-# --- What modules, buckets and the allocator say ----------------------------------------------------------------------
 
 
 def bare(chunk: Any) -> Any:
@@ -443,8 +406,9 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
 
 
 def _record(
-    op: str, layer: int | None, requested: str, have: str, speed: Speed, reason: str, *, slower: bool = False
+    op: str, layer: int | None, requested: str, have: str, is_kernel: bool, reason: str, *, slower: bool = False
 ) -> dict[str, Any]:
+    speed = Speed.KERNEL if is_kernel else Speed.COMPILED
     return Resolution(op, layer, requested, have, speed, slower, reason, fn=print).as_record()
 
 
@@ -460,8 +424,9 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
         follows = getattr(module, "follows_transformer_impl", True)
         is_ours = any(made.observed != STOCK for made in _answers(module))
         # In the place of a missing linear layer or norm, Megatron puts an IdentityOp.
-        computes = name.startswith("linear_") or name.endswith(("_proj", "norm"))
-        computes = computes and type(module).__name__ != "IdentityOp"
+        computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and type(
+            module
+        ).__name__ != "IdentityOp"
         if not is_ours and (computes or (name == "experts" and follows)):
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
             config = getattr(module, "config", None) or bare(chunks[0]).config
@@ -476,7 +441,7 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
             why = f"{classes}, whatever --transformer-impl is"
         elif asked != _TE or have == _TE:
             why = f"asked for by --transformer-impl: {classes}"
-        yield _record(op, number, asked, have, Speed.KERNEL if have == _TE else Speed.COMPILED, why)
+        yield _record(op, number, asked, have, have == _TE, why)
 
 
 def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -487,7 +452,7 @@ def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
         is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
         kind = f"{config.cross_entropy_fusion_impl}, fused" if config.cross_entropy_loss_fusion else "plain"
         reason = f"stock's cross-entropy ({kind}); the patch linear-cross-entropy is not applied"
-        yield _record("loss", None, AUTO, _TE if is_te else "megatron", Speed.COMPILED, reason)
+        yield _record("loss", None, AUTO, _TE if is_te else "megatron", False, reason)
 
 
 def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
@@ -498,7 +463,7 @@ def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
             runners = getattr(getattr(module, "cudagraph_manager", None), "cudagraph_runners", ())
             held = sum(graph is not None for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph))
             asked, have = "none" if why else "local", "local" if held else "none"
-            found.append(_record("cuda_graph", number, asked, have, Speed.COMPILED, why or f"{held} graphs"))
+            found.append(_record("cuda_graph", number, asked, have, False, why or f"{held} graphs"))
     return found
 
 
@@ -511,8 +476,7 @@ def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]
         reason = f"{name}, Megatron's choice among what it could import"
         if slow:
             reason += f"; neither Transformer Engine nor Apex: {probes.apex_parts()['apex.optimizers'].reason}"
-        speed = Speed.COMPILED if whose == "torch" else Speed.KERNEL
-        found[name] = _record("optimizer", None, AUTO, whose, speed, reason, slower=slow)
+        found[name] = _record("optimizer", None, AUTO, whose, whose != "torch", reason, slower=slow)
     return list(found.values())
 
 

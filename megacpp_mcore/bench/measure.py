@@ -22,20 +22,10 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench import csv_table
+from megacpp_mcore.bench import problem as parts
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Benchmark, Options
 from megacpp_mcore.bench.csv_table import GREEN, IS_REFERENCE
-from megacpp_mcore.bench.problem import (
-    BOTH,
-    FORWARD,
-    Call,
-    Floor,
-    Inputs,
-    Problem,
-    Result,
-    Tensors,
-    Variant,
-    with_gradients,
-)
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Call, Floor, Inputs, Problem, Result, Tensors, Variant
 from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 from megacpp_mcore.util import host
 
@@ -127,7 +117,7 @@ YARDSTICK_LIMIT = 0.1
 
 def in_double(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Compute the truth of a forward pass that supports float64: its output and the gradient of every leaf, by name."""
-    return dict(zip(inputs.names, with_gradients(call, inputs.in_double()), strict=True))
+    return dict(zip(inputs.names, parts.with_gradients(call, inputs.in_double()), strict=True))
 
 
 @dataclass(frozen=True)

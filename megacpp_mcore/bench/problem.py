@@ -52,9 +52,8 @@ class Inputs:
     def in_double(self) -> Inputs:
         """Return the same numbers in float64; fixed arguments are unchanged."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
-        return dataclasses.replace(
-            self, leaves=leaves, cotangents={name: given.double() for name, given in self.cotangents.items()}
-        )
+        cotangents = {name: given.double() for name, given in self.cotangents.items()}
+        return dataclasses.replace(self, leaves=leaves, cotangents=cotangents)
 
 
 Call = Callable[[Inputs], Any]
@@ -68,9 +67,8 @@ class Captured:
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+        self._call, self._results = call, None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._results: Any = None
 
     def __call__(self, *given: Any) -> Any:
         """Replay the graph; ``given`` must be the first call's arguments every time."""

@@ -28,14 +28,8 @@ def add_parser(subparsers: Any) -> None:
     runner.add_argument("--all", action="store_true", help="every one")
     runner.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     runner.add_argument("--size", choices=SIZES, default=FULL, help="full: the width of nam56r; tiny: for a dry run")
-    runner.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=N",
-        help="other sizes of one benchmark (see `bench list`)",
-    )
+    sizes = "other sizes of one benchmark (see `bench list`)"
+    runner.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=N", help=sizes)
     runner.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on cuda, float32 on cpu")
     runner.add_argument("--output", type=Path, metavar="FILE", help="add the rows to this CSV file")
     runner.add_argument("--against", type=Path, metavar="FILE", help="fail where a row is slower than in this CSV file")

@@ -357,8 +357,7 @@ def read(
     Raises:
         DataError: there is none, or a line is not what a run writes.
     """
-    found = read_any(run, summarise=summarise)
-    if not found:
+    if not (found := read_any(run, summarise=summarise)):
         raise DataError(
             f"{run} holds no whole line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
         )
@@ -507,7 +506,7 @@ def overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
     if not found:
         return ""
     (rank, both), *more = found
-    names = (
-        ", ".join(start.name for start in both) + f" of rank {rank}" + f", and of {len(more)} more ranks" * bool(more)
+    names = f"{', '.join(start.name for start in both)} of rank {rank}" + f", and of {len(more)} more ranks" * bool(
+        more
     )
     return f"{names} were recorded at the same time: two trainings in one folder, or clocks that differ"

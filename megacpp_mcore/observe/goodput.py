@@ -55,14 +55,9 @@ class Goodput:
 
     def record(self) -> dict[str, Any]:
         """Return a JSON-ready record, in seconds."""
-        return {
-            "goodput": self.share,
-            "wall_s": self.wall_ns / 1e9,
-            "seconds": {name: self.nanoseconds[name] / 1e9 for name in CLASSES},
-            "starts": self.starts,
-            "steps": self.steps,
-            "steps_lost": self.steps_lost,
-        }
+        seconds = {name: self.nanoseconds[name] / 1e9 for name in CLASSES}
+        counts = {name: getattr(self, name) for name in ("starts", "steps", "steps_lost")}
+        return {"goodput": self.share, "wall_s": self.wall_ns / 1e9, "seconds": seconds, **counts}
 
 
 class Recorder(Listener):

@@ -142,9 +142,8 @@ class Live(Listener):
             console.say(line(step, options.train_iters, self._first, metrics))
         scalars = {f"{TAG}{name}": metrics[name] for name in SCALARS if metrics[name] is not None}
         writer, wandb = self._loop.writers()
-        if writer is not None:
-            for tag, value in scalars.items():
-                writer.add_scalar(tag, value, step.step)
+        for tag, value in scalars.items() if writer is not None else ():
+            writer.add_scalar(tag, value, step.step)
         if wandb is not None:
             wandb.log(scalars, step.step)
 

@@ -14,9 +14,8 @@ import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from megacpp_mcore.errors import LaunchError
@@ -26,23 +25,13 @@ from megacpp_mcore.util.stand_in import stand_in
 
 logger = logging.getLogger(__name__)
 
-
-# --- A seam -----------------------------------------------------------------------------------------------------------
-
 Handler = Callable[..., Any]
 """Replaces a function of the loop: called with the notifier, the stock function and its arguments; returns the stock
 result."""
 
 
-@dataclass(frozen=True)
-class Seam:
-    """One function of the loop.
-
-    Attributes:
-        module: where the loop looks it up.
-        name: its name there, dotted for a method.
-        handler: what replaces it.
-    """
+class Seam(NamedTuple):
+    """One function of the loop: the module where the loop looks it up, its name there (dotted for a method), its handler."""
 
     module: str
     name: str
@@ -180,9 +169,8 @@ class ScalarTap:
 
 
 def _set_up(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Notify of the model's chunks and the optimizer, the first two results of ``setup_model_and_optimizer``."""
     made = stock(*args, **kwargs)
-    notifier.notify(lambda listener: listener.on_model(made[0], made[1]))
+    notifier.notify(lambda listener: listener.on_model(*made[:2]))
     return made
 
 

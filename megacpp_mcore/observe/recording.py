@@ -30,14 +30,7 @@ FOLDER = "observe"
 
 @dataclass(frozen=True)
 class Observation:
-    """What is recorded of a run.
-
-    Attributes:
-        folder: the run's folder; None: nothing is recorded.
-        why: where that choice comes from.
-        settings: the file that MEGACPP_CONFIG names, where the run's model is the one in it.
-        details: how it is recorded.
-    """
+    """What is recorded of a run: its folder (None: nothing) and where that choice comes from, its settings, and how."""
 
     folder: Path | None
     why: str

@@ -51,21 +51,17 @@ class Load:
         """The busiest expert's tokens over the mean: 1 is even."""
         return max(self.tokens) * len(self.tokens) / (sum(self.tokens) or 1)
 
-    def __add__(self, other: Load) -> Load:
-        return Load(tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)), self.asked + other.asked)
-
-    def __sub__(self, other: Load) -> Load:
-        return Load(tuple(a - b for a, b in zip(self.tokens, other.tokens, strict=True)), self.asked - other.asked)
+    def plus(self, other: Load | None, sign: int = 1) -> Load:
+        """Return the sum of both, or with a ``sign`` of -1 the difference; None: nothing."""
+        if other is None:
+            return self
+        tokens = tuple(a + sign * b for a, b in zip(self.tokens, other.tokens, strict=True))
+        return Load(tokens, self.asked + sign * other.asked)
 
     def record(self) -> dict[str, Any]:
         """Return a JSON-ready record."""
-        return {
-            "tokens_per_expert": list(self.tokens),
-            "asked": self.asked,
-            "dropped": self.dropped,
-            "entropy": self.entropy,
-            "max_over_mean": self.max_over_mean,
-        }
+        derived = {name: getattr(self, name) for name in ("asked", "dropped", "entropy", "max_over_mean")}
+        return {"tokens_per_expert": list(self.tokens), **derived}
 
 
 def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load]:
@@ -74,7 +70,7 @@ def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load
     for layers in records:
         for layer, one in layers.items():
             load = Load(tuple(one["tokens_per_expert"]), one["asked"])
-            loads[layer] = loads[layer] + load if layer in loads else load
+            loads[layer] = load.plus(loads.get(layer))
     return loads
 
 
@@ -172,8 +168,8 @@ class Routing(Listener):
             if not asked:
                 continue  # it has not run
             load = Load(tuple(tokens), asked)
-            now[router.layer] = now[router.layer] + load if router.layer in now else load
-        window = [load - self._read[layer] if layer in self._read else load for layer, load in now.items()]
+            now[router.layer] = load.plus(now.get(router.layer))
+        window = [load.plus(self._read.get(layer), -1) for layer, load in now.items()]
         self._read = now
         if asked := sum(load.asked for load in window):
             self.latest = {
@@ -184,8 +180,6 @@ class Routing(Listener):
 
     def record(self) -> dict[str, Any]:
         """Return this rank's counts as of the last reading; none once a hook failed, as they would be incomplete."""
-        failed = self._errors.failed
-        return {
-            "layers": {layer: load.record() for layer, load in self._read.items()} if failed is None else {},
-            "failed": None if failed is None else f"counting failed on a rank: {failed}",
-        }
+        if (failed := self._errors.failed) is not None:
+            return {"layers": {}, "failed": f"counting failed on a rank: {failed}"}
+        return {"layers": {layer: load.record() for layer, load in self._read.items()}, "failed": None}

@@ -20,18 +20,7 @@ import torch.nn.functional as F
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import (
-    BOTH,
-    FORWARD,
-    Call,
-    Draw,
-    Floor,
-    Inputs,
-    Problem,
-    Tensors,
-    Variant,
-    with_gradients,
-)
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.main_grad import MainGrad
@@ -67,7 +56,11 @@ def problem(options: Options) -> Problem:
         x, probs, w1, w2 = inputs.leaves.values()
         return fn(x, inputs.fixed["counts"], w1, w2, probs, **how)
 
-    peers = [_grouped_mm(options), _engine(options, inputs, counts_E.tolist())]
+    def by_engine(engine: _Engine, inputs: Inputs) -> Any:
+        return engine(inputs.leaves["x"], inputs.leaves["probs"], counts)
+
+    counts = counts_E.tolist()
+    peers = [_grouped_mm(options), _Engine.variant("TE GroupedLinear", options, inputs, by_engine)]
     return _problem("grouped_mlp", options, inputs, run, grouped_mlp, peers, shape={**options.shape, "T": T})
 
 
@@ -88,7 +81,12 @@ def routed_problem(options: Options) -> Problem:
         x, probs, w1, w2 = inputs.leaves.values()
         return fn(x, inputs.fixed["routing"], probs, w1, w2, topk=K, **how)
 
-    return _problem("routed_mlp", options, inputs, run, routed_mlp, list(_stock(options, inputs)))
+    # Megatron's permutation around TE's linears, as the alltoall dispatcher and TEGroupedMLP of one process have it.
+    stock = [
+        _Engine.variant(f"stock TEGroupedMLP{name}", options, inputs, partial(_permuted, K, fused))
+        for name, fused in (("", False), (", fused permutation", True))
+    ]
+    return _problem("routed_mlp", options, inputs, run, routed_mlp, stock)
 
 
 def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,13 +97,7 @@ def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch
 
 
 def _problem(
-    op: str,
-    options: Options,
-    inputs: Inputs,
-    run: Callable[..., Any],
-    reference: Any,
-    peers: Sequence[Variant],
-    **more: Any,
+    op: str, options: Options, inputs: Inputs, run: Any, reference: Any, peers: Sequence[Variant], **more: Any
 ) -> Problem:
     routed = options.shape["B"] * options.shape["S"] * options.shape["routed"]
     rows, weights = inputs.leaves["x"].nbytes, inputs.leaves["w1"].nbytes + inputs.leaves["w2"].nbytes
@@ -177,27 +169,7 @@ def _grouped_mm(options: Options) -> Variant:
     return Variant.of(name, PEER, call, limit=ROUNDED)
 
 
-def _engine(options: Options, inputs: Inputs, counts: list[int]) -> Variant:
-    name = "TE GroupedLinear"
-    if reason := lacking(options.device, ENGINE, "Transformer Engine"):
-        return Variant.missing(name, reason)
-    engine = _Engine(options, inputs)
-    return engine.variant(name, lambda inputs: engine(inputs.leaves["x"], inputs.leaves["probs"], counts))
-
-
-def _stock(options: Options, inputs: Inputs) -> Iterator[Variant]:
-    """Yield Megatron's permutation around TE's linears, as the alltoall dispatcher and TEGroupedMLP of one process have it."""
-    reason = lacking(options.device, ENGINE, "Transformer Engine")
-    for fused in (False, True):
-        name = f"stock TEGroupedMLP{', fused permutation' if fused else ''}"
-        if reason:
-            yield Variant.missing(name, reason)
-        else:
-            engine = _Engine(options, inputs)
-            yield engine.variant(name, partial(_permuted, engine, options.shape["routed"], fused))
-
-
-def _permuted(engine: _Engine, topk: int, fused: bool, inputs: Inputs) -> torch.Tensor:
+def _permuted(topk: int, fused: bool, engine: _Engine, inputs: Inputs) -> torch.Tensor:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
     counts = routing.sum(0).tolist()  # the host waits, as it does in stock
@@ -210,13 +182,11 @@ class _Engine:
     """TE's linears of the experts with their activation; the gradient of each weight matrix is one tensor per expert."""
 
     def __init__(self, options: Options, inputs: Inputs) -> None:
-        self.dtype = getattr(torch, options.dtype)
-        self.linears = []
+        self.dtype, self.linears = getattr(torch, options.dtype), []
+        made: dict[str, Any] = {"bias": False, "params_dtype": self.dtype, "device": options.device}
         for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
             self.experts, outputs, width = weight_EOI.shape
-            linear = te_imports.entry("GroupedLinear")(
-                self.experts, width, outputs, bias=False, params_dtype=self.dtype, device=options.device
-            )
+            linear = te_imports.entry("GroupedLinear")(self.experts, width, outputs, **made)
             with torch.no_grad():
                 for number, weight in enumerate(weight_EOI):
                     getattr(linear, f"weight{number}").copy_(weight)
@@ -227,15 +197,20 @@ class _Engine:
         hidden = (F.gelu(self.linears[0](x, counts)) * probs[:, None]).to(self.dtype)
         return self.linears[1](hidden, counts)
 
-    def variant(self, name: str, call: Call) -> Variant:
-        """Make a variant of ``call``, which uses these linears."""
+    @classmethod
+    def variant(cls, name: str, options: Options, inputs: Inputs, call: Callable[[_Engine, Inputs], Any]) -> Variant:
+        """Make a variant of ``call``, which uses such linears, or say why it cannot run here."""
+        if reason := lacking(options.device, ENGINE, "Transformer Engine"):
+            return Variant.missing(name, reason)
+        engine = cls(options, inputs)
 
         def leaves(inputs: Inputs) -> Tensors:
-            return [inputs.leaves["x"], inputs.leaves["probs"], *self.weights]
+            return [inputs.leaves["x"], inputs.leaves["probs"], *engine.weights]
 
         def results(found: Tensors) -> Tensors:
             if len(found) == 1:
                 return found
-            return [*found[:3], *(torch.stack(list(found[start:][: self.experts])) for start in (3, 3 + self.experts))]
+            starts = (3, 3 + engine.experts)
+            return [*found[:3], *(torch.stack(list(found[start:][: engine.experts])) for start in starts)]
 
-        return Variant.of(name, PEER, call, leaves=leaves, results=results, limit=ROUNDED)
+        return Variant.of(name, PEER, partial(call, engine), leaves=leaves, results=results, limit=ROUNDED)

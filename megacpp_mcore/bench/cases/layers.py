@@ -117,9 +117,8 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
     step = flops.step(model, options.shape["B"], seq_length=options.shape["S"])
-    work, head = (step.layers[number - 1].total, None) if number else (step.mtp[0].total, step.mtp[0].head)
-    if head is not None:
-        work = Work(work.forward - head.forward, work.backward - head.backward)
+    whole, head = (step.layers[number - 1].total, Work(0, 0)) if number else (step.mtp[0].total, step.mtp[0].head)
+    work = Work(whole.forward - head.forward, whole.backward - head.backward)
     return Problem(
         shape={"model": model.name, **options.shape},
         inputs=inputs,
@@ -186,12 +185,10 @@ def _config(options: Options, model: Model) -> Any:
     from megacpp_mcore.model.training import Training
 
     training = Training(
-        device=options.device,
-        precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
+        device=options.device, precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
         transformer_impl="transformer_engine" if peers.with_engine(options.device) else "local",
-        tokenizer=tokenizer_words(model),
-        data=("--mock-data",),
-    )
+        tokenizer=tokenizer_words(model), data=("--mock-data",),
+    )  # fmt: skip
     with (  # Megatron's parser reads the command line and the environment, and prints every argument
         mock.patch.object(sys, "argv", ["bench", *lower(Run(model, training=training))]),
         mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}),

@@ -13,21 +13,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
+from megacpp_mcore.bench import problem as parts
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import (
-    BOTH,
-    PRECISIONS,
-    Call,
-    Draw,
-    Floor,
-    Inputs,
-    Problem,
-    Tensors,
-    Variant,
-    obstacle,
-    with_gradients,
-)
+from megacpp_mcore.bench.problem import BOTH, PRECISIONS, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
 from megacpp_mcore.ops.main_grad import MainGrad
@@ -49,6 +38,7 @@ def problem(options: Options) -> Problem:
         cotangents={"loss": share_N},
         fixed={"label": draw.integers(vocab, tokens), "share": share_N},
     )
+    logit_NV = torch.empty(tokens, vocab, dtype=weight_VH.dtype, device=weight_VH.device).normal_()
     variants = [
         *_stock(hidden, vocab),
         *_reduced(options, inputs),
@@ -56,7 +46,7 @@ def problem(options: Options) -> Problem:
         _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
         _into("chunked, main_grad", weight_VH, are_weights_known=False),
         _into("known weights, main_grad", weight_VH),
-        Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
+        Variant(name="three dense products", side=BOUND, runs={BOTH: partial(_products, logit_NV)}),
     ]
     moved = 3 * (hidden_NH.nbytes + weight_VH.nbytes)  # both are read in both passes, and their gradients written
     operations = product(tokens * hidden * vocab).training
@@ -70,7 +60,7 @@ def problem(options: Options) -> Problem:
 
 def _variant(name: str, side: str, losses: Call) -> Variant:
     """Make a loss without a separate forward pass: some variants compute gradients in it."""
-    return Variant(name=name, side=side, runs={BOTH: partial(with_gradients, losses)})
+    return Variant(name=name, side=side, runs={BOTH: partial(parts.with_gradients, losses)})
 
 
 def _called(fn: Callable[..., torch.Tensor]) -> Call:
@@ -89,13 +79,9 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=hidden,
-        num_attention_heads=1,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-    )
+        num_layers=1, hidden_size=hidden, num_attention_heads=1, gradient_accumulation_fusion=False,
+        use_cpu_initialization=True, perform_initialization=False,
+    )  # fmt: skip
     head = ColumnParallelLinear(
         hidden, vocab, config=config, init_method=torch.nn.init.zeros_, bias=False, skip_weight_param_allocation=True
     )
@@ -119,8 +105,7 @@ def _into(name: str, weight_VH: torch.Tensor, *, are_weights_known: bool = True)
     def run(inputs: Inputs) -> Tensors:
         main_grad, leaves = MainGrad(buffer_VH, lambda: None), list(inputs.leaves.values())
         known = inputs.fixed["share"] if are_weights_known else None
-        hidden_NH, weight_VH = leaves
-        label_N = inputs.fixed["label"]
+        hidden_NH, weight_VH, label_N = *leaves, inputs.fixed["label"]
         made = chunked.linear_cross_entropy(hidden_NH, weight_VH, label_N, main_grad=main_grad, token_weight=known)
         grad_hidden, _ = torch.autograd.grad(made.loss, leaves, inputs.cotangents["loss"], allow_unused=True)
         return [made.loss.detach(), grad_hidden, buffer_VH]
@@ -128,18 +113,12 @@ def _into(name: str, weight_VH: torch.Tensor, *, are_weights_known: bool = True)
     return Variant(name=name, side=OURS, runs={BOTH: run})
 
 
-def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inputs], None]:
+def _products(logit_NV: torch.Tensor, inputs: Inputs) -> None:
     """Multiply for logits, gradient of hidden, gradient of weight."""
-    weight = weight_VH.detach()
-    logit_NV = torch.empty(tokens, vocab, dtype=weight.dtype, device=weight.device).normal_()
-
-    def run(inputs: Inputs) -> None:
-        hidden = inputs.leaves["hidden"].detach()
-        torch.mm(hidden, weight.t(), out=logit_NV)
-        torch.mm(logit_NV, weight)
-        torch.mm(logit_NV.t(), hidden)
-
-    return run
+    hidden, weight = (leaf.detach() for leaf in inputs.leaves.values())
+    torch.mm(hidden, weight.t(), out=logit_NV)
+    torch.mm(logit_NV, weight)
+    torch.mm(logit_NV.t(), hidden)
 
 
 def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
@@ -155,7 +134,7 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
     limit = max(LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
     for candidate in linear_cross_entropy_candidates():
         name, side = f"{candidate.name}, mean", OURS if candidate.name == "chunked" else PEER
-        if reason := obstacle(candidate, options, **sizes):
+        if reason := parts.obstacle(candidate, options, **sizes):
             yield Variant.missing(name, reason, side)
         else:
             yield Variant(name=name, side=side, runs={BOTH: partial(mean, candidate.load())}, truth=truth, limit=limit)

@@ -149,26 +149,14 @@ def _stock_core(options: Options, engine: bool) -> Any:
 
     H, K, V = options.sizes("heads", "qk", "v")
     config = MLATransformerConfig(
-        num_layers=1,
-        hidden_size=H * V,
-        num_attention_heads=H,
-        qk_head_dim=K // 2,
-        qk_pos_emb_head_dim=K - K // 2,
-        v_head_dim=V,
-        attention_dropout=0.0,
-        bf16=options.dtype == "bfloat16",
-        params_dtype=getattr(torch, options.dtype),
+        num_layers=1, hidden_size=H * V, num_attention_heads=H, qk_head_dim=K // 2, qk_pos_emb_head_dim=K - K // 2,
+        v_head_dim=V, attention_dropout=0.0, bf16=options.dtype == "bfloat16", params_dtype=getattr(torch, options.dtype),
         masked_softmax_fusion=False,
-    )
+    )  # fmt: skip
     with patched(PATCH):  # without the patch, stock's local module does not accept these widths
         core = (TEDotProductAttention if engine else DotProductAttention)(
-            config=config,
-            layer_number=1,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
-            softmax_scale=K**-0.5,
-            k_channels=K,
-            v_channels=V,
+            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
+            softmax_scale=K**-0.5, k_channels=K, v_channels=V,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
+        )  # fmt: skip
     return SimpleNamespace(core_attention=core.train(), attn_mask_type=AttnMaskType.causal, config=config)

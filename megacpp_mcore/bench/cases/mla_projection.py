@@ -62,10 +62,7 @@ def keys(options: Options) -> Problem:
 
 def indexer_inputs(options: Options) -> Problem:
     """Compare queries, keys and head weights of the indexer; hidden states and latents get no gradient."""
-    (B, S, D), (N, R, Q) = (
-        options.sizes("B", "S", "hidden"),
-        options.sizes("indexer_heads", "indexer_dim", "query_latent"),
-    )
+    B, S, D, N, R, Q = options.sizes("B", "S", "hidden", "indexer_heads", "indexer_dim", "query_latent")
     draw = Draw(options)
     leaves = {
         "q_up_XQ": draw.normal(N * R, Q, scale=Q**-0.5),
@@ -95,7 +92,7 @@ def _problem(
     op: str,
     function: str,
     options: Options,
-    leaves: Mapping[str, torch.Tensor],
+    leaves: Mapping[str, Any],
     how: Mapping[str, Any],
     work: Work,
     **needs: int,
@@ -127,7 +124,5 @@ def _problem(
             *ours[::-1],
         ],
         works=Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype),
-        check=AgainstTruth(
-            in_double(truth, inputs), LIMITS[options.dtype], outputs=len(outputs), yardstick="reference"
-        ),
+        check=AgainstTruth(in_double(truth, inputs), LIMITS[options.dtype], len(outputs), yardstick="reference"),
     )

@@ -13,7 +13,8 @@ import torch
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.rms_norm.reference import rms_norm
 
 EPS = 1e-5
@@ -49,10 +50,7 @@ def problem(options: Options) -> Problem:
     return Problem(
         inputs=inputs,
         variants=variants,
-        works={
-            work: Floor(operations=0, moved=times * moved, precision="fp32")
-            for work, times in ((FORWARD, 2), (BOTH, 6))
-        },
+        works=Floor.pair(Work(0, 0), 2 * moved, 6 * moved, "float32"),
         check=AgainstTruth(in_double(lambda inputs: run(rms_norm, inputs), inputs), LIMIT, outputs=2),
     )
 

@@ -11,7 +11,8 @@ import torch
 
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.router.reference import Routed, route
 
 LIMIT = 1e-5
@@ -45,10 +46,7 @@ def problem(options: Options) -> Problem:
             Variant.of("stock's functions", PEER, lambda inputs: run(_stock, inputs)),
             *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
         ],
-        works={
-            work: Floor(operations=0, moved=times * moved, precision="fp32")
-            for work, times in ((FORWARD, 1), (BOTH, 3))
-        },
+        works=Floor.pair(Work(0, 0), moved, 3 * moved, "float32"),
         check=AgainstTruth(in_double(lambda inputs: run(route, inputs), inputs), LIMIT),
     )
 

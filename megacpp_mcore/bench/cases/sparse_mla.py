@@ -33,15 +33,11 @@ CANCELS = {"dq": 2.0}
 """Factor by which a result may be off more because the mean over keys cancels in it; plain PyTorch in bf16 is off further."""
 
 TILELANG = "stock TileLang"
+_DIMS = {"qk_dim": (576,), "v_dim": (512,), "heads": (64, 128)}
 TILELANG_SUPPORT = Support(
     devices=("cuda",),
     dtypes=("bfloat16",),
-    dims={
-        "qk_dim": Dim(one_of=(576,)),
-        "v_dim": Dim(one_of=(512,)),
-        "heads": Dim(one_of=(64, 128)),
-        "selected": Dim(multiple_of=64),
-    },
+    dims={name: Dim(one_of=sizes) for name, sizes in _DIMS.items()} | {"selected": Dim(multiple_of=64)},
 )
 """What its kernels run without padding heads; stock attends unfused where they decline a call."""
 
@@ -56,7 +52,11 @@ def problem(options: Options) -> Problem:
     """Compare every implementation on one set of queries, latent keys and indices."""
     B, S, H, V, N = options.sizes("B", "S", "heads", "latent", "topk")
     K, draw = V + options.shape["rope"], Draw(options)
-    index_BSN = torch.cat([_selected(draw, B, range(S)[i : i + QUERIES], S, N) for i in range(0, S, QUERIES)], dim=1)
+    index = []
+    for start in range(0, S, QUERIES):
+        score_BRT = draw.normal(B, min(QUERIES, S - start), S, dtype=torch.float32)
+        index.append(causal_topk(score_BRT, N, first_row=start))
+    index_BSN = torch.cat(index, dim=1)
     inputs = Inputs(
         leaves=draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K)),
         cotangents={"o": draw.normal(S, B, H, V)},
@@ -79,6 +79,7 @@ def problem(options: Options) -> Problem:
     limits = {name: LIMITS[options.dtype] * CANCELS.get(name, 1.0) for name in inputs.names}
     queries, keys, output = (S * B * width * draw.itemsize for width in (H * K, K, H * V))
     forward = queries + keys + S * B * min(N, S) * 4 + output
+    work = product(B * selected_pairs(S, N) * H * (K + V))
     ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
     fixed = [one.deterministic() for one in ours if one.name == "triton" and one.runs]
     return Problem(
@@ -92,19 +93,9 @@ def problem(options: Options) -> Problem:
             *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
             *_dense(options, K, V),
         ],
-        works=Floor.pair(
-            product(B * selected_pairs(S, N) * H * (K + V)),
-            forward,
-            2 * forward + output + queries + keys,
-            options.dtype,
-        ),
+        works=Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype),
         check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
     )
-
-
-def _selected(draw: Draw, batch: int, rows: range, keys: int, topk: int) -> torch.Tensor:
-    score_BRT = draw.normal(batch, len(rows), keys, dtype=torch.float32)
-    return causal_topk(score_BRT, topk, first_row=rows.start)
 
 
 def _dense(options: Options, K: int, V: int) -> Iterator[Variant]:
@@ -124,12 +115,8 @@ def _dense(options: Options, K: int, V: int) -> Iterator[Variant]:
 
     for one in Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V):
         if one.name in DENSE:
-            name = f"dense, {one.name}"
-            yield (
-                Variant.missing(name, one.absent, BOUND)
-                if one.absent
-                else Variant.of(name, BOUND, one.runs[FORWARD], leaves)
-            )
+            name, run = f"dense, {one.name}", one.runs.get(FORWARD)
+            yield Variant.of(name, BOUND, run, leaves) if run else Variant.missing(name, one.absent, BOUND)
 
 
 def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:

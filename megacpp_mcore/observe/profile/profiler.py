@@ -51,32 +51,30 @@ class Profiler(Listener):
 
     def __init__(self, run: Path, rank: int, first: int, last: int, clock: Clock, *, trace: bool = False) -> None:
         self._folder, self._rank = Path(run) / tables.FOLDER, rank
-        self._first, self._last = first, last
-        self._trace, self._clock = trace, clock
-        self._chunks: Sequence[Any] = ()
-        self._optimizer: Any = None
+        self._first, self._last, self._trace, self._clock = first, last, trace, clock
+        self._built: tuple[Sequence[Any], Any] = (), None
         self._window: _Window | None = None
-        self._steps_before = 0
-        self._done = False
+        self._steps_before, self._done = 0, False
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Remember the chunks and the optimizer, which will be hooked."""
-        self._chunks, self._optimizer = chunks, optimizer
+        self._built = chunks, optimizer
 
     def on_step_begin(self, number: int) -> None:
         """Open the window at its first step, and the range of each step in it."""
         if self._window is None and not self._done and self._first <= number <= self._last:
             with self._clock.within(Phase.PROFILE):
-                self._window = _Window(number, self._chunks, self._optimizer)
+                self._window = _Window(number, *self._built)
         if self._window is None:
             self._steps_before += 1
         else:
-            self._window.begin(number)
+            self._window.ranges.open(f"{traces.STEP}/{number}")
 
     def on_step(self, step: Step) -> None:
         """Close the step's range and, after its last step, the window, which waits for the device."""
         if self._window is not None:
-            self._window.end(step.step)
+            self._window.ranges.close(f"{traces.STEP}/{step.step}")
+            self._window.last = step.step
             if step.step >= self._last:
                 self._close()
 
@@ -112,17 +110,11 @@ class Profiler(Listener):
         if window.compiled_s:
             phase, why = "warm-up", f"{window.compiled_s:.1f} s of it were compilation"
         record = {
-            "schema": SCHEMA,
-            "rank": self._rank,
-            "steps": [window.first, window.last],
-            "phase": phase,
-            "phase_why": why,
+            "schema": SCHEMA, "rank": self._rank, "steps": [window.first, window.last], "phase": phase, "phase_why": why,
             "device": window.device or tables.CPU,
             "problem": _NO_KERNEL if window.device is not None and not trace.kernels else None,
-            **found,
-            "events": len(events),
-            "read_s": round(time.monotonic() - began, 3),
-        }
+            **found, "events": len(events), "read_s": round(time.monotonic() - began, 3),
+        }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         replace(folder / "table.json", json.dumps(record, indent=1) + "\n")
         replace(folder / "table.txt", tables.page(record))
@@ -180,6 +172,7 @@ class _Window:
 
     Attributes:
         first, last: its first step, and the last completed one (0: none).
+        ranges: those that are open in this process.
         device: the GPU's name; None on a CPU.
         profiler: torch's.
         compiled_s: seconds of compilation in it, known once it is closed.
@@ -194,29 +187,18 @@ class _Window:
         on_device = torch.cuda.is_available() and not cpu.is_active()  # the CPU lane pretends to be a GPU
         self.first, self.last, self.compiled_s = first, 0, 0.0
         self.device = torch.cuda.get_device_name() if on_device else None
-        self._clock = Clock()
-        self._ranges = Ranges()
+        self._clock, self.ranges = Clock(), Ranges()
         self.profiler: Any = torch.autograd.profiler.profile(
             use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
         )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.profiler)
-            stack.enter_context(compilation_timed(self._clock))
-            stack.enter_context(named(self._ranges, chunks, optimizer))
+            for each in (self.profiler, compilation_timed(self._clock), named(self.ranges, chunks, optimizer)):
+                stack.enter_context(each)
             self._stack = stack.pop_all()
-
-    def begin(self, number: int) -> None:
-        """Step ``number`` begins."""
-        self._ranges.open(f"{traces.STEP}/{number}")
-
-    def end(self, number: int) -> None:
-        """Step ``number`` has ended."""
-        self._ranges.close(f"{traces.STEP}/{number}")
-        self.last = number
 
     def close(self) -> None:
         """Remove the hooks and stop the profiler, after the device has finished its work."""
-        self._ranges.close_all()
+        self.ranges.close_all()
         self._stack.close()
         spent = self._clock.take()
         self.compiled_s = sum(spent.get(phase, 0) for phase in (Phase.COMPILE, Phase.JIT)) / 1e9

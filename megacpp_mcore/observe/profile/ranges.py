@@ -133,10 +133,15 @@ def family(layer: torch.nn.Module) -> str:
 
 
 def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None:
+    def leave() -> None:
+        if not ranges.in_forward_step:  # in a forward step the loss belongs to the stage, too
+            ranges.close_stages()
+
     for module in chunk.modules():
         decoder = getattr(module, "decoder", None)
         if isinstance(decoder, torch.nn.Module) and hasattr(module, "pre_process"):
-            _name_stages(stack, ranges, module, decoder)
+            _hook(stack, module, lambda: ranges.begin_stage(EMBEDDING), leave)
+            _hook(stack, decoder, lambda: ranges.begin_stage(BETWEEN_LAYERS), lambda: ranges.begin_stage(HEAD))
             layers: Any = decoder.layers
             parts = [(layer, f"{family(layer)}/{layer.layer_number}") for layer in layers]
             for part, label in (*parts, (getattr(decoder, "final_layernorm", None), NORM)):
@@ -149,17 +154,6 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
                             _name_module(stack, ranges, inner, f"{label}/{name}")
         elif isinstance(module, MultiTokenPredictionBlock):
             _name_depths(stack, ranges, module)
-
-
-def _name_stages(stack: contextlib.ExitStack, ranges: Ranges, model: torch.nn.Module, decoder: torch.nn.Module) -> None:
-    """Open the stages before the stack of layers, between its layers, and after it."""
-
-    def leave() -> None:
-        if not ranges.in_forward_step:  # in a forward step the loss belongs to the stage, too
-            ranges.close_stages()
-
-    _hook(stack, model, lambda: ranges.begin_stage(EMBEDDING), leave)
-    _hook(stack, decoder, lambda: ranges.begin_stage(BETWEEN_LAYERS), lambda: ranges.begin_stage(HEAD))
 
 
 def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenPredictionBlock) -> None:

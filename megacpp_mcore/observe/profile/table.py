@@ -73,13 +73,9 @@ class _Row:
         return self
 
     def record(self, whole_ns: int) -> dict[str, Any]:
-        return {
-            "total_ns": self.ns.total(),
-            "share": self.ns.total() / whole_ns if whole_ns else None,
-            **{f"{column}_ns": self.ns[column] for column in COLUMNS},
-            "kernels": self.calls_by_name.total(),
-            "host_ns": self.host_ns,
-        }
+        record = {"total_ns": self.ns.total(), "share": self.ns.total() / whole_ns if whole_ns else None}
+        record |= {f"{column}_ns": self.ns[column] for column in COLUMNS}
+        return record | {"kernels": self.calls_by_name.total(), "host_ns": self.host_ns}
 
     def top(self) -> list[dict[str, Any]]:
         longest = sorted(self.ns_by_name.items(), key=lambda item: (-item[1], item[0]))[:TOP]
@@ -146,16 +142,9 @@ def table(trace: Trace) -> dict[str, Any]:
 
 
 def _times(unit: str, window_ns: int) -> dict[str, Any]:
+    none = dict.fromkeys(("communication_ns", "hidden_ns", "bubble_ns"), 0)
     unknown = dict.fromkeys(("busy_ns", "host_bound_share", "no_operator_ns", "hidden_share"))
-    return {
-        "unit": unit,
-        "window_ns": window_ns,
-        "communication_ns": 0,
-        "hidden_ns": 0,
-        "bubble_ns": 0,
-        **unknown,
-        "collectives": {},
-    }
+    return {"unit": unit, "window_ns": window_ns, **none, **unknown, "collectives": {}}
 
 
 def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> dict[str, Any]:
@@ -206,9 +195,7 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
 
 # --- As text -----------------------------------------------------------------------------------------------------------
 
-_HEADS = dict(
-    zip(COLUMNS, ("forward", "recompute", "backward", "optimizer", "other", "comm exp.", "comm hid."), strict=True)
-)
+_HEADS = {column: column for column in COLUMNS} | {EXPOSED: "comm exp.", HIDDEN: "comm hid."}
 _WIDTH = 11
 
 

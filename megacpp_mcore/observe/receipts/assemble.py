@@ -8,13 +8,13 @@ all starts.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,10 +35,7 @@ from megacpp_mcore.observe.steps import kept, recorded
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
 RECEIPT = "receipt.json"
-_COMPILING, _OF_A_STEP = (
-    ("compile", "jit"),
-    (*map(str, OF_A_STEP),),
-)  # an enum's hash takes most of a long run's reading
+_COMPILING, _OF_A_STEP = ("compile", "jit"), tuple(map(str, OF_A_STEP))  # an enum's hash takes most of a run's reading
 _OF_LETTER = {family.letter: family.group for family in mixers_first()}
 
 
@@ -100,12 +97,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     if status == STOPPED:
         notes += [f"stopped: {one.facts['stopped']}" for one in processes if "stopped" in one.facts][:1]
     if later:
-        began = fields.utc(min(one.began_ns for one in later[-1]))
-        fate = (
-            "has not come to its first step yet, or was killed before"
-            if after is None
-            else f"ended before its first step: {after}"
-        )
+        began, fate = fields.utc(min(one.began_ns for one in later[-1])), f"ended before its first step: {after}"
+        fate = "has not come to its first step yet, or was killed before" if after is None else fate
         notes.append(f"a start at {began} {fate}" + (f" (the last of {len(later)})" if len(later) > 1 else ""))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
@@ -215,24 +208,23 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
 # --- What processes know ----------------------------------------------------------------------------------------------
 
 
-def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    names = sorted({name for one in counts for name in one})
-    return {name: sum(one.get(name, 0) for one in counts) for name in names}
+def _by_name(merge: Callable[[list[Any]], Any]) -> Callable[[Any], dict[str, Any] | None]:
+    def merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        return {
+            name: merge([one[name] for one in ranks if name in one]) for name in sorted({*chain.from_iterable(ranks)})
+        }
 
-
-def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    names = sorted({name for one in shares for name in one})
-    return {name: fmean(one[name] for one in shares if name in one) for name in names} or None
+    return merged
 
 
 _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
-    "backends": lambda ranks: fields.by_span(itertools.chain.from_iterable(ranks)),
+    "backends": lambda ranks: fields.by_span(chain.from_iterable(ranks)),
     "memory.allocated_peak_bytes": max,
     "memory.reserved_peak_bytes": max,
     "precision.fp8_layers": lambda ranks: sorted({layer for layers in ranks for layer in layers}),
     "precision.dequantised": sum,
-    "indexer.overlap": _means,
-    **dict.fromkeys(("precision.fp8_scopes", "cache.files", "cache.added"), _sums),
+    "indexer.overlap": lambda ranks: _by_name(fmean)(ranks) or None,
+    **dict.fromkeys(("precision.fp8_scopes", "cache.files", "cache.added"), _by_name(sum)),
     **dict.fromkeys(("card.matmul_tflops_per_s", "card.copy_bytes_per_s", "card.sm_clock_mhz"), min),
 }
 """How the values of all ranks become one; the other fields are rank 0's."""
@@ -327,8 +319,8 @@ def _speed(found: Facts) -> None:
         return
     rate = None if tokens is None else tokens / seconds
     per_device = None if rate is None else rate / values["ranks.expected"]
-    of_tokens = {"tokens_per_s": rate, "tokens_per_s_per_device": per_device}
-    found.put_all("throughput", of_tokens, unknown.get("batch.effective_tokens", "no step was recorded"))
+    why = unknown.get("batch.effective_tokens", "no step was recorded")
+    found.put_all("throughput", {"tokens_per_s": rate, "tokens_per_s_per_device": per_device}, why)
     if values.get("flops") is None:
         rates = (f"throughput.{name}" for name in ("tflops_per_s_per_device", "mfu", "hfu"))
         found.miss(unknown.get("flops", "the work of a step is not known"), *rates)

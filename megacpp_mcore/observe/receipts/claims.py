@@ -14,16 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.receipts.fields import (
-    BESIDE,
-    DISQUALIFIERS,
-    FIELDS,
-    RESIDENT,
-    flatten,
-    is_off,
-    plain,
-    why_unknown,
-)
+from megacpp_mcore.observe.receipts import fields
+from megacpp_mcore.observe.receipts.fields import BESIDE, DISQUALIFIERS, FIELDS, flatten, plain, why_unknown
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -76,15 +68,6 @@ def judge(case: Case) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return found, unjudged
 
 
-def _mocked(case: Case) -> str:
-    return "the run trains on Megatron's mock data" if case.known("data.kind") == "mock" else ""
-
-
-def _forced(case: Case) -> str:
-    forced = case.known("moe_enabled") and case.known("routing.forced_balance")
-    return "tokens are routed at random (--moe-router-force-load-balancing)" if forced else ""
-
-
 def _dropped(case: Case) -> str:
     if not case.known("moe_enabled"):
         return ""
@@ -118,7 +101,7 @@ def _compiled(case: Case) -> str:
 def _fallen_back(case: Case) -> str:
     """Name ops that run slower than the best available, or not on what was requested."""
     found = []
-    for one in filter(is_off, case.known("backends")):
+    for one in filter(fields.is_off, case.known("backends")):
         op, layers, requested, observed = (one[name] for name in ("op", "layers", "requested", "observed"))
         is_slow = requested in ("auto", observed)
         asked = "" if is_slow else f"asked for {requested} and "
@@ -127,7 +110,7 @@ def _fallen_back(case: Case) -> str:
         found.append(f"op {op}{where} {asked}runs on {observed}{slower}: {one['reason']}")
     if times := case.values.get("precision.dequantised"):
         found.append(f"a quantised tensor was dequantised {times} times")
-    return "; ".join([*found[:3], *([f"and {len(found) - 3} more"] if len(found) > 3 else [])])
+    return "; ".join([*found[:3], *[f"and {len(found) - 3} more"] * (len(found) > 3)])
 
 
 def _skipped(case: Case) -> str:
@@ -162,8 +145,12 @@ def _not_hidden(case: Case) -> str:
     return shown if hidden <= _HIDDEN else ""
 
 
+_MOCK = "the run trains on Megatron's mock data"
+_FORCED = "tokens are routed at random (--moe-router-force-load-balancing)"
 _JUDGES: tuple[Callable[[Case], str], ...] = (
-    _mocked, _forced, _dropped, _untrained, _compiled, _fallen_back, _skipped, _batch, _not_hidden, lambda case: case.overlap,
+    lambda case: _MOCK if case.known("data.kind") == "mock" else "",
+    lambda case: _FORCED if case.known("moe_enabled") and case.known("routing.forced_balance") else "",
+    _dropped, _untrained, _compiled, _fallen_back, _skipped, _batch, _not_hidden, lambda case: case.overlap,
 )  # fmt: skip
 """The evidence of each of :data:`DISQUALIFIERS`, in their order; empty where there is none."""
 
@@ -405,8 +392,7 @@ def _line(key: str, both: _Both) -> Line:
 
 
 def _compared(receipt: Mapping[str, Any], path: str) -> Any:
-    value = receipt[path]
-    return value if value is None or path not in _COMPARED else _COMPARED[path](value)
+    return None if receipt[path] is None else _COMPARED.get(path, lambda value: value)(receipt[path])
 
 
 def _differences(both: _Both) -> tuple[Line, ...]:
@@ -451,8 +437,7 @@ def _own_refusals(name: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _ratio(both: _Both, path: str) -> float | None:
-    first, second = both[0][path], both[1][path]
-    return second / first if first and second else None
+    return both[1][path] / both[0][path] if both[0][path] and both[1][path] else None
 
 
 def _memory(both: _Both) -> tuple[float | None, str]:
@@ -469,7 +454,7 @@ def _memory(both: _Both) -> tuple[float | None, str]:
         return None, f"memory not compared: {plain(kinds[0])} in A, {plain(kinds[1])} in B"
     if profiled[0] is not profiled[1]:
         return None, f"memory not compared: only {'AB'[profiled.index(True)]} was profiled"
-    return ratio, f"{ratio:.2f}x {'peak resident set' if kinds[0] == RESIDENT else 'peak allocated memory'}"
+    return ratio, f"{ratio:.2f}x {'peak resident set' if kinds[0] == fields.RESIDENT else 'peak allocated memory'}"
 
 
 def _noise(both: _Both, noise: float | None) -> tuple[float, str]:

@@ -40,12 +40,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Kind(NamedTuple):
-    """A type of values.
-
-    Attributes:
-        words: its name in the documentation's table.
-        fits: whether a value is of it.
-    """
+    """A type of values: its name in the documentation's table, and whether a value is of it."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -417,13 +412,10 @@ def dumps(value: Any, indent: str = "") -> str:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if len(indent + line) <= 160 or not any(isinstance(each, dict | list) for each in inner):
         return line
-    names = (
-        [f"{json.dumps(name, ensure_ascii=False)}: " for name in value]
-        if isinstance(value, dict)
-        else [""] * len(value)
-    )
+    is_map = isinstance(value, dict)
+    names = [f"{json.dumps(name, ensure_ascii=False)}: " if is_map else "" for name in value]
     lines = ",\n".join(f"{indent} {name}{dumps(each, indent + ' ')}" for name, each in zip(names, inner, strict=True))
-    begin, end = "{}" if isinstance(value, dict) else "[]"
+    begin, end = "{}" if is_map else "[]"
     return f"{begin}\n{lines}\n{indent}{end}"
 
 
@@ -447,11 +439,10 @@ _OF_THE_RUN = ("loss", "optimizer", "sdpa")
 
 def spans(layers: Iterable[int | str]) -> str:
     """Write layers as text: ``1-3, 5, mtp``."""
-    numbers = sorted({layer for layer in layers if isinstance(layer, int)})
-    runs = [
-        [layer for _, layer in run] for _, run in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0])
-    ]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    numbers, words = sorted({layer for layer in layers if isinstance(layer, int)}), []
+    for _, run in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+        first, *more = [layer for _, layer in run]
+        words.append(f"{first}-{more[-1]}" if more else str(first))
     return ", ".join([*words, *sorted({layer for layer in layers if isinstance(layer, str)})])
 
 
@@ -488,10 +479,7 @@ def _shown(records: Sequence[Mapping[str, Any]]) -> str:
     of: dict[tuple[str, str, str], list[int | str]] = {}
     for one in records:
         of.setdefault((one["op"], one["requested"], one["observed"]), []).extend(layers(one["layers"]))
-    words = [
-        f"{op} {requested} → {observed} ({spans(of[op, requested, observed])})"
-        for op, requested, observed in sorted(of)
-    ]
+    words = [f"{op} {requested} → {observed} ({spans(on)})" for (op, requested, observed), on in sorted(of.items())]
     return ", ".join(words) or "none of this package"
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -141,6 +141,14 @@ _GROUPS: Mapping[str, type] = MappingProxyType(
         "fp8": FP8,
     }
 )
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "cache_root": (lambda path: path is None or os.path.isabs(path), "the full path of a folder, or null"),
+    "heartbeat_s": (lambda seconds: bool(seconds <= LONGEST_BEAT_S), f"at most {LONGEST_BEAT_S:g} seconds"),
+    "recipe": (lambda recipe: recipe is None or recipe in RECIPES, f"{', '.join(RECIPES)} or null"),
+    "policy": (lambda form: form in ("text", "json"), "text or json"),
+    "console": (lambda form: form in CONSOLES, " or ".join(CONSOLES)),
+}
+"""What a key of a group has to be beside its type, and that in words."""
 _KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", "max_documents", *_GROUPS)
 
 
@@ -349,23 +357,16 @@ def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
     except schema.SchemaError as error:
         raise ConfigFileError(f"{file}: {error}") from error
     for name, value in values.items():
-        if name == "cache_root" and value is not None and not os.path.isabs(value):
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected the full path of a folder, or null")
+        fits, expected = _VALUES.get(name, (lambda _: True, ""))
         if type(value) in (int, float) and not value > 0:
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected a number above 0")
-        if name == "heartbeat_s" and not value <= LONGEST_BEAT_S:
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected at most {LONGEST_BEAT_S:g} seconds")
+        if not fits(value):
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {expected}")
         if name == "profile" and value is not None:
             try:
                 parse_steps(str(value))
             except LaunchError as error:
                 raise ConfigFileError(f"{file}: {key}.{name}: {error}") from error
-        if name == "recipe" and value is not None and value not in RECIPES:
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {', '.join(RECIPES)} or null")
-        if name == "policy" and value not in ("text", "json"):
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected text or json")
-        if name == "console" and value not in CONSOLES:
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {' or '.join(CONSOLES)}")
     return group
 
 

@@ -32,11 +32,6 @@ _ALIKE = {
 """Settings by part of the configuration; each has the name of the stock argument."""
 
 
-def _build_writer(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tap the writer to which ``training_log`` passes auxiliary losses, which are not among its arguments."""
-    return notifier.scalars.tap(stock(*args, **kwargs))
-
-
 def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Count the call as part of a save only if saving is asynchronous: the loop makes it every step."""
     asynchronous = inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
@@ -69,14 +64,16 @@ SEAMS = (
     Seam(f"{_BRIDGE}.checkpointing", "load_checkpoint", timed(Phase.LOAD)),
     Seam(f"{_BRIDGE}.train", "train_step", timed(Phase.STEP)),
     Seam(f"{_BRIDGE}.train", "training_log", _training_log),
-    Seam(f"{_BRIDGE}.utils.train_utils", "_build_moe_metric_writer", _build_writer),
+    # The writer to which training_log passes auxiliary losses, which are not among its arguments.
+    Seam(f"{_BRIDGE}.utils.train_utils", "_build_moe_metric_writer",
+         lambda notifier, stock, *args, **kwargs: notifier.scalars.tap(stock(*args, **kwargs))),
     Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", timed(Phase.SAVE)),
     Seam(f"{_BRIDGE}.checkpointing", "maybe_finalize_async_save", _finalize),
     Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", timed(Phase.EVALUATION)),
     Seam(f"{_BRIDGE}.train", "barrier_and_log", note_stop),
     Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", timed(Phase.EVALUATION)),
     BATCH,
-)
+)  # fmt: skip
 """The functions of Bridge's loop for which there is no callback."""
 
 
@@ -85,13 +82,11 @@ class BridgeLoop(Loop):
 
     Args:
         config: Bridge's ``ConfigContainer`` of the run.
-        callbacks: the ``CallbackManager`` passed to its ``pretrain``. Callbacks already registered there, such as the warm-up
-            of compiled code, run before the listeners.
+        callbacks: the ``CallbackManager`` passed to its ``pretrain``.
     """
 
     def __init__(self, config: Any, callbacks: Any) -> None:
-        self._config = config
-        self._callbacks = callbacks
+        self._config, self._callbacks = config, callbacks
         self._state: Any = None
 
     @contextlib.contextmanager
@@ -138,6 +133,4 @@ class BridgeLoop(Loop):
 
     def writers(self) -> tuple[Any, Any]:
         """Return the writers of Bridge's state, which creates them when it first logs a step."""
-        if self._state is None:
-            return None, None
-        return self._state.tensorboard_logger, self._state.wandb_logger
+        return (None, None) if self._state is None else (self._state.tensorboard_logger, self._state.wandb_logger)

@@ -313,7 +313,9 @@ def _flops(
     numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
     in_fp8: dict[str, Any] = {
         "experts": [
-            number for number, letter in enumerate(model.layers, 1) if letter == EXPERTS.letter and _BY_TRITON in kernels
+            number
+            for number, letter in enumerate(model.layers, 1)
+            if letter == EXPERTS.letter and _BY_TRITON in kernels
         ],
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),

@@ -14,7 +14,6 @@ import yaml
 
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
-from megacpp_mcore.model.run import words_of
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, stock
 from tests.saved import tensors_in
@@ -107,27 +106,11 @@ class Laboratory:
         load = ["--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
         return self.run("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load])
 
-    def compared(self, name: str) -> Run:
+    def compared(self, name: str, *words: str, save_every: int | None = 1, replicas: int = 1) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
-        return self.run(name, LAYOUTS[name], COMPARED, self._from_main(), save_every=1)
-
-    def recomputed(self, name: str) -> Run:
-        """:meth:`compared` with every layer run again in the backward pass."""
-        words = [*self._from_main(), *stock.full_recompute()]
-        return self.run(f"{name}, recomputed", LAYOUTS[name], COMPARED, words, save_every=1)
-
-    def sent(self, name: str) -> Run:
-        """:meth:`compared` with tokens sent to the ranks of their experts, instead of gathered."""
-        words = [*self._from_main(), "--moe-token-dispatcher-type", "alltoall"]
-        return self.run(f"{name}, sent", LAYOUTS[name], COMPARED, words, save_every=1)
-
-    def overlapped(self, name: str, replicas: int) -> Run:
-        """:meth:`compared` with what several replicas are lowered with on GPUs; every parameter is a bucket of its own."""
-        asked = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-        words = [word for name in asked for word in words_of(name, True)]
-        # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.
-        words += ["--ddp-bucket-size", "1", "--no-save-optim", *self._from_main()]
-        return self.run(f"{name}, overlapped", LAYOUTS[name], COMPARED, words, replicas=replicas)
+        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
+        label, words = " ".join((name, *words)), (*_WARM_UP, *load, *words)
+        return self.run(label, LAYOUTS[name], COMPARED, words, save_every=save_every, replicas=replicas)
 
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
@@ -139,10 +122,6 @@ class Laboratory:
         extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
         label = f"{source.checkpoints.parent.name} to {name}"
         return self.run(label, LAYOUTS[name], COMPARED, extra, save_only=True)
-
-    def _from_main(self) -> list[str]:
-        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return [*_WARM_UP, *load]
 
     def run(
         self,

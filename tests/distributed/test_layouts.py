@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megacpp_mcore.model import preset
+from megacpp_mcore.model.run import words_of
 from tests import stock
 from tests.distributed.comparing import SCALARS, assert_same_bytes, differing_runs, differing_scalars, tensors_of
 from tests.distributed.runs import (
@@ -22,30 +23,24 @@ from tests.distributed.runs import (
     launch,
     write_config,
 )
+from tests.lanes import exhaustive_but
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 """Relative: for losses and the gradient norm of each step, and for the norm of the first step's gradient of each parameter."""
 
-OTHERS = [
-    # PP 2 × VPP 2 is pipelined, too.
-    name if name in ("PP 2 × VPP 2", "EP 2") else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in LAYOUTS
-    if name != ONE
-]
+CASES: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in LAYOUTS if name != ONE]
+CASES += [(name, ("--moe-token-dispatcher-type", "alltoall")) for name in ("EP 2", "TP 2 with SP, EP 4")]
+# In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass.
+CASES += [("PP 2 × VPP 2", stock.full_recompute())]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_losses_gradient_norm_and_every_gradient_of_the_first_step(laboratory: Laboratory, name: str) -> None:
-    expected, found = laboratory.compared(ONE), laboratory.compared(name)
-    assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["EP 2", "TP 2 with SP, EP 4"])
-def test_tokens_sent_to_their_experts_alone(laboratory: Laboratory, name: str) -> None:
-    expected, found = laboratory.compared(ONE), laboratory.sent(name)
+@pytest.mark.parametrize(("name", "words"), exhaustive_but(CASES, ("PP 2 × VPP 2", ()), ("EP 2", ())))
+def test_losses_gradient_norm_and_every_gradient_of_the_first_step(
+    laboratory: Laboratory, name: str, words: tuple[str, ...]
+) -> None:
+    expected, found = laboratory.compared(ONE), laboratory.compared(name, *words)
     assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
 
 
@@ -56,15 +51,12 @@ def test_tokens_sent_to_their_experts_alone(laboratory: Laboratory, name: str) -
 )
 def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
     """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
-    expected, found = laboratory.compared(ONE), laboratory.overlapped(name, replicas)
-    assert differing_scalars(expected.scalars, found.scalars, TOLERANCE) == []
-
-
-@pytest.mark.exhaustive
-def test_recompute_with_micro_batches_in_flight(laboratory: Laboratory) -> None:
-    """In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass."""
-    expected, found = laboratory.compared("PP 2 × VPP 2"), laboratory.recomputed("PP 2 × VPP 2")
-    assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
+    asked = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    words = [word for feature in asked for word in words_of(feature, True)]
+    # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.
+    words += ["--ddp-bucket-size", "1", "--no-save-optim"]
+    found = laboratory.compared(name, *words, save_every=None, replicas=replicas)
+    assert differing_scalars(laboratory.compared(ONE).scalars, found.scalars, TOLERANCE) == []
 
 
 def test_what_is_compared_is_the_whole_model_at_work(laboratory: Laboratory) -> None:

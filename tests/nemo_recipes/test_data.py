@@ -22,36 +22,25 @@ def config(**dataset: Any) -> Any:
 @pytest.mark.parametrize(
     ("dataset", "words", "prefixes"),
     [
-        ({"data_path": "one"}, ["--data-path", "one"], ["one"]),
-        ({"data_path": ["0.3", "one", "0.7", "two"]}, ["--data-path", "0.3", "one", "0.7", "two"], ["one", "two"]),
-        ({"blend": (["one"], None)}, ["--data-path", "one"], ["one"]),
-        ({"data_path": "one", "split": "98,2,0"}, ["--data-path", "one", "--split", "98,2,0"], ["one"]),
-        (
-            {"blend": (["one", "two"], [3, 7]), "data_path": "other"},
-            ["--data-path", "3", "one", "7", "two"],
-            ["one", "two"],
-        ),
+        ({"data_path": "one"}, "--data-path one", "one"),
+        ({"data_path": ["0.3", "one", "0.7", "two"]}, "--data-path 0.3 one 0.7 two", "one two"),
+        ({"blend": (["one"], None)}, "--data-path one", "one"),
+        ({"data_path": "one", "split": "98,2,0"}, "--data-path one --split 98,2,0", "one"),
+        ({"blend": (["one", "two"], [3, 7]), "data_path": "other"}, "--data-path 3 one 7 two", "one two"),
         # What Bridge makes of data_path when it is about to train.
-        (
-            {"blend": (["one", "two"], [3.0, 7.0]), "data_path": "3 one 7 two"},
-            ["--data-path", "3", "one", "7", "two"],
-            ["one", "two"],
-        ),
-        ({"blend": (["one"], None), "data_path": ["one"]}, ["--data-path", "one"], ["one"]),
-        ({"blend": (["one", "two"], None)}, ["--data-path", "one", "two"], ["one", "two"]),
+        ({"blend": (["one", "two"], [3.0, 7.0]), "data_path": "3 one 7 two"}, "--data-path 3 one 7 two", "one two"),
+        ({"blend": (["one"], None), "data_path": ["one"]}, "--data-path one", "one"),
+        ({"blend": (["one", "two"], None)}, "--data-path one two", "one two"),
         (
             {"blend_per_split": [(["one"], None), None, (["two", "three"], [1, 2])]},
-            ["--train-data-path", "one", "--test-data-path", "1", "two", "2", "three"],
-            ["one", "two", "three"],
+            "--train-data-path one --test-data-path 1 two 2 three", "one two three",
         ),
     ],
-)
-def test_each_way_to_name_them(dataset: dict[str, Any], words: list[str], prefixes: list[str]) -> None:
+)  # fmt: skip
+def test_each_way_to_name_them(dataset: dict[str, Any], words: str, prefixes: str) -> None:
     found = data_words(config(**dataset))
-    assert found == [
-        *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "260", "--null-tokenizer-eod-id", "256",
-    ]  # fmt: skip
-    assert dataset_prefixes(found) == prefixes
+    assert found == f"{words} --tokenizer-type NullTokenizer --vocab-size 260 --null-tokenizer-eod-id 256".split()
+    assert dataset_prefixes(found) == prefixes.split()
 
 
 def test_two_ways_at_once_are_refused() -> None:

@@ -277,9 +277,7 @@ def prepare(model: Model, config: TransformerConfig, settings: plugin_config.Plu
     config.hetereogenous_dist_checkpoint = True
     # Read by the patch checkpoint-layout: checkpoints of this model record the layout number.
     setattr(config, checkpoint_layout.KEY, checkpoint_layout.LAYOUT)
-    full_attention = [number for number, role in enumerate(model.roles, 1) if role == grammar.FULL_ATTENTION]
-    mamba3 = {"mamba3.decay_activation": model.mamba3.decay_activation, "mamba3.a_floor": model.mamba3.a_floor}
-    setattr(config, checkpoint_layout.MODEL_KEY, {**mamba3, "layers of full attention": full_attention})
+    setattr(config, checkpoint_layout.MODEL_KEY, checkpoint_layout.recorded(model))
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
     # Read by the code that packs documents and by the layers (megacpp_mcore.layer_specs.documents).

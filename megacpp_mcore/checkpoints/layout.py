@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.model import Model
+from megacpp_mcore.model.pattern import FULL_ATTENTION
 from megacpp_mcore.util.collectives import gathered
 
 LAYOUT = 2
@@ -33,6 +35,17 @@ RESAVE = (
 )
 """What to do with a checkpoint that is cut as its run was."""
 _SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
+
+
+def recorded(model: Model) -> dict[str, Any]:
+    """Return what of ``model`` changes a forward pass and shows in no Megatron argument and no parameter."""
+    full_attention = [number for number, role in enumerate(model.roles, 1) if role == FULL_ATTENTION]
+    ssm = model.mamba3
+    return {
+        "mamba3.decay_activation": ssm.decay_activation,
+        "mamba3.a_floor": ssm.a_floor,
+        "layers of full attention": full_attention,
+    }
 
 
 def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:

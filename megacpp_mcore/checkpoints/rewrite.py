@@ -41,7 +41,7 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
         CheckpointError: ``old`` is not a checkpoint, or is damaged, or its optimizer state is in a format without the
             parameters' shapes; ``new`` exists or cannot be written; or raised by ``plan``. Nothing is left behind.
     """
-    folder = _iteration_folder(old)
+    folder = newest_iteration(old)
     if not re.fullmatch(r"iter_\d+|release", folder.name):
         raise CheckpointError(
             f"{folder} is called {folder.name!r}, which no tracker file can name; expected iter_NUMBER or release: rename it"
@@ -82,7 +82,12 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
     return new / folder.name
 
 
-def _iteration_folder(old: Path) -> Path:
+def newest_iteration(old: Path) -> Path:
+    """Return the folder of one iteration: ``old``, or that of the latest one in ``old``.
+
+    Raises:
+        CheckpointError: it is no checkpoint in the format torch_dist.
+    """
     if (old / METADATA).is_file():
         return old.absolute()
     named = read_tracker(old)

@@ -1,4 +1,4 @@
-"""``megacpp-mcore checkpoint schedule``: a checkpoint rewritten for another DSA schedule; imports no torch."""
+"""``megacpp-mcore checkpoint``: written for another DSA schedule, or for Hugging Face's formats and back; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     """Add ``checkpoint`` to the command line."""
-    parser = subparsers.add_parser("checkpoint", help="rewrite a checkpoint for another DSA schedule")
+    parser = subparsers.add_parser("checkpoint", help="export, import, or another DSA schedule")
     actions = parser.add_subparsers(dest="checkpoint_action", required=True, metavar="ACTION")
     words = "write OLD for another DSA schedule to NEW: F layers become S, or S layers F; OLD stays as it is"
     schedule = actions.add_parser("schedule", help=words, description=words)
@@ -18,14 +18,43 @@ def add_parser(subparsers: Any) -> None:
     schedule.add_argument("new", metavar="NEW", help="a folder that does not exist yet, for --load")
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
     schedule.add_argument("--schedule", required=True, help="one of - F S for each A layer, tiled: -FSFF")
+    words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
+    export = actions.add_parser("export", help=words, description=words)
+    export.add_argument("old", metavar="CHECKPOINT", help=old)
+    export.add_argument("new", metavar="FOLDER", help="a folder that does not exist yet")
+    export.add_argument("--tokenizer", metavar="FOLDER", help="a Hugging Face tokenizer; without it, that of bytes")
+    export.add_argument(
+        "--shard-bytes", type=int, default=4 * 10**9, metavar="N", help="of a file at most (default: 4e9)"
+    )
+    words = (
+        "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer begins anew"
+    )
+    load = actions.add_parser("import", help=words, description=words)
+    load.add_argument("old", metavar="FOLDER", help="an exported folder, or what save_pretrained wrote")
+    load.add_argument("new", metavar="CHECKPOINT", help="a folder that does not exist yet, for --load")
+    for one in (export, load):
+        one.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``checkpoint``; returns the exit status."""
-    from megacpp_mcore.checkpoints.schedule import reschedule
     from megacpp_mcore.commands.recipe import chosen_model
 
-    done = reschedule(Path(args.old), Path(args.new), chosen_model(args.model)[0], args.schedule)
+    old, new, model = Path(args.old), Path(args.new), chosen_model(args.model)[0]
+    if args.checkpoint_action == "export":
+        from megacpp_mcore.huggingface.export import export
+
+        source = export(old, new, model, args.tokenizer and Path(args.tokenizer), args.shard_bytes)
+        print(f"{new}: {source} for transformers (trust_remote_code=True)")
+        return 0
+    if args.checkpoint_action == "import":
+        from megacpp_mcore.huggingface.load import load
+
+        print(f"{load(old, new, model)}: for --load and --finetune; the run begins at step 0")
+        return 0
+    from megacpp_mcore.checkpoints.schedule import reschedule
+
+    done = reschedule(old, new, model, args.schedule)
     shared = ", ".join(map(str, done.became_shared)) or "none"
     full = ", ".join(f"{layer} (as {source})" for layer, source in done.became_full.items()) or "none"
     print(f"{done.folder}: layers that became Shared: {shared}; that became Full: {full}")

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megacpp_mcore.checkpoints.folder import RELEASE, read_tracker
 from megacpp_mcore.data.index import read_index
 from megacpp_mcore.data.manifest import verify
 from megacpp_mcore.data.score import BitsPerByte, byte_counts
@@ -110,6 +112,6 @@ def load_model(args: Namespace) -> Any:
         cfg_container=pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    if not args.iteration:
+    if not args.iteration and not (args.load and read_tracker(Path(args.load)) == RELEASE):
         raise LaunchError(f"no checkpoint was loaded from --load {args.load}; expected one with trained weights")
     return unwrap_model(model).eval()

@@ -1,0 +1,264 @@
+"""Writes a checkpoint as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, one shard at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+import megacpp_mcore
+from megacpp_mcore.checkpoints.integrity import damages, read_metadata
+from megacpp_mcore.checkpoints.rewrite import newest_iteration
+from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
+from megacpp_mcore.model import Model
+from megacpp_mcore.util.files import flush_to_disk
+
+INDEX = "model.safetensors.index.json"
+CODE = ("configuration_nam56r.py", "modeling_nam56r.py")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+
+
+def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None, shard_bytes: int) -> Path:
+    """Write the weights of ``checkpoint``, of any layout in the format torch_dist, to ``folder``.
+
+    Needs the memory of one shard, and no GPU. The tensors keep their dtypes; rows that pad the vocabulary are left out.
+
+    Args:
+        checkpoint: the folder of ``--save``, for its latest checkpoint, or one iter_… in it.
+        folder: must not exist.
+        model: the trained model.
+        tokenizer: a Hugging Face tokenizer's folder; None: that of bytes, where the model's vocabulary is.
+        shard_bytes: at most so many in a file, if a tensor is not larger.
+
+    Returns:
+        The checkpoint's folder of one iteration.
+
+    Raises:
+        CheckpointError: ``folder`` exists; the checkpoint is none, damaged, or of another model; the tokenizer is not in its
+            folder; safetensors is not installed. Nothing is left behind.
+    """
+    library = safetensors()
+    source = newest_iteration(checkpoint)
+    if found := damages(source):
+        raise CheckpointError(
+            f"{source} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
+        )
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    for path in (folder, unfinished):
+        if path.exists():
+            raise CheckpointError(f"{path} already exists; name a new folder, or delete it")
+    reader = _Reader(source)
+    wanted = list(tensors(model))
+    stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    _check(source, model, wanted, stored)
+    files = tokenizer_files(model, tokenizer)
+    try:
+        unfinished.mkdir(parents=True)
+        shards, size = list(_shards(wanted, stored, shard_bytes)), 0
+        places: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            values = _read(reader, shard, stored)
+            size += sum(value.nbytes for value in values.values())
+            library.save_file(values, str(unfinished / name), metadata={"format": "pt"})
+            (unfinished / name).chmod(0o644)
+            places |= dict.fromkeys(values, name)
+        _write_json(unfinished / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        widest = stored["output_layer.weight"].properties.dtype
+        ids = _special_ids(files)
+        dtype = {"dtype": str(widest).removeprefix("torch."), "megacpp_mcore": megacpp_mcore.__version__}
+        _write_json(unfinished / "config.json", configuration(model) | dtype | ids)
+        _write_json(unfinished / "generation_config.json", {"_from_model_config": True, **ids})
+        for name in CODE:
+            shutil.copyfile(Path(__file__).with_name(name), unfinished / name)
+        for name, content in files.items():
+            (unfinished / name).write_text(content, encoding="utf-8")
+        receipt = source.parent / "observe" / "receipt.json"
+        if receipt.is_file():
+            shutil.copyfile(receipt, unfinished / "receipt.json")
+        (unfinished / "README.md").write_text(_card(model, source, receipt.is_file()), encoding="utf-8")
+        for path in (*unfinished.iterdir(), unfinished):
+            flush_to_disk(path)
+        unfinished.rename(folder)
+        flush_to_disk(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(f"{source} cannot be exported to {folder}: {error}") from error
+    return source
+
+
+class _Reader(FileSystemReader):
+    """A reader that runs no code from the checkpoint's metadata."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = read_metadata(folder)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+
+def _check(folder: Path, model: Model, wanted: Sequence[Tensor], stored: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose tensors are not those of ``model``."""
+    keys = {tensor.key for tensor in wanted}
+    prefixes = ("decoder.", "embedding.", "output_layer.", "mtp.")
+    more = [
+        key for key, entry in stored.items() if key.startswith(prefixes) and isinstance(entry, TensorStorageMetadata)
+    ]
+    wrong = [f"{key} is missing" for key in keys - stored.keys()] + [f"{key} is not its" for key in set(more) - keys]
+    for tensor in wanted:
+        if (entry := stored.get(tensor.key)) is None:
+            continue
+        rows, *rest = entry.size
+        if (
+            rest != list(tensor.shape[1:])
+            or rows < tensor.shape[0]
+            or (rows > tensor.shape[0] and not tensor.rows_may_follow)
+        ):
+            wrong.append(f"{tensor.key} has the shape {list(entry.size)}, expected {list(tensor.shape)}")
+    if wrong:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint of {model.name}: {'; '.join(sorted(wrong)[:3])}"
+            f"{f', and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; name the model that was trained, by MEGACPP_CONFIG "
+            "if not a preset"
+        )
+
+
+def _shards(wanted: Sequence[Tensor], stored: Mapping[str, Any], most: int) -> Iterator[list[Tensor]]:
+    """Cut the tensors into runs of at most ``most`` bytes."""
+    shard: list[Tensor] = []
+    size = 0
+    for tensor in wanted:
+        entry = stored[tensor.key]
+        own = entry.size.numel() * entry.properties.dtype.itemsize
+        if shard and size + own > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += own
+    yield shard
+
+
+def _read(reader: FileSystemReader, shard: Sequence[Tensor], stored: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of one shard by their names in the export."""
+    state = {one.key: torch.empty(stored[one.key].size, dtype=stored[one.key].properties.dtype) for one in shard}
+    load(state, storage_reader=reader, no_dist=True)
+    return {one.name: state[one.key][: one.shape[0]].contiguous() for one in shard}
+
+
+def tokenizer_files(model: Model, folder: Path | None) -> dict[str, str]:
+    """Return a tokenizer's files by name: those in ``folder``, or of bytes.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer.json, or one that does not fit the model; or none is named, and the
+            model's tokens are no bytes.
+    """
+    if folder is None:
+        if model.vocab_size != BYTE_VOCAB_SIZE:
+            raise CheckpointError(
+                f"{model.name} has {model.vocab_size} tokens, and no tokenizer is named; pass --tokenizer FOLDER, the one that "
+                f"`data prepare` took (bytes have {BYTE_VOCAB_SIZE})"
+            )
+        return _byte_tokenizer()
+    files = {name: (folder / name).read_text(encoding="utf-8") for name in TOKENIZER if (folder / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise CheckpointError(f"{folder} has no tokenizer.json; expected a Hugging Face tokenizer's folder")
+    content = json.loads(files["tokenizer.json"])
+    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", []))]
+    if max(ids) >= model.vocab_size:
+        raise CheckpointError(
+            f"{folder} has ids up to {max(ids)}, and {model.name} {model.vocab_size} tokens; name the tokenizer of its data"
+        )
+    return files
+
+
+def _byte_tokenizer() -> dict[str, str]:
+    """Return the files of the tokenizer that ``data prepare`` calls ``byte``: a byte-level BPE without merges."""
+    # GPT-2's characters for bytes: printable Latin-1 ones are themselves, the rest follow from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    characters = [chr(byte if byte in printable else next(others)) for byte in range(BYTE_COUNT)]
+    by_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": token, "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            for token, number in BYTE_SPECIALS.items()
+        ],
+        "pre_tokenizer": by_level,
+        "decoder": by_level,
+        "model": {"type": "BPE", "vocab": {character: byte for byte, character in enumerate(characters)}, "merges": []},
+    }
+    named = {"eos_token": "<|eod|>", "bos_token": "<|bos|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
+    dump = lambda value: json.dumps(value, indent=1, ensure_ascii=False) + "\n"  # noqa: E731
+    return {"tokenizer.json": dump(tokenizer), "tokenizer_config.json": dump(config | named)}
+
+
+def _special_ids(files: Mapping[str, str]) -> dict[str, int]:
+    """Return the ids of the tokens that generation has to know."""
+    config, content = json.loads(files.get("tokenizer_config.json", "{}")), json.loads(files["tokenizer.json"])
+    ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    found = {}
+    for name in ("bos", "eos", "pad"):
+        token = config.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            found[f"{name}_token_id"] = ids[token]
+    return found
+
+
+def _card(model: Model, source: Path, has_receipt: bool) -> str:
+    """Return the model card."""
+    count = sum(model.parameters().values())
+    facts = "`receipt.json` says how it was trained." if has_receipt else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {model.name}
+
+A hybrid language model of {model.depth} layers (`{model.layers}`): A multi-head latent attention, E mixture of experts,
+M Mamba-3, R M²RNN; {count:,} parameters. Exported from `{source.name}` by megacpp-mcore {megacpp_mcore.__version__}. {facts}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
+print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)[0]))
+```
+"""
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def safetensors() -> Any:
+    """Return the module safetensors.torch.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    try:
+        import safetensors.torch as found
+    except ImportError:
+        raise CheckpointError("safetensors is not installed; pip install 'megacpp-mcore[huggingface]'") from None
+    return found

@@ -1,0 +1,128 @@
+"""Reads an exported folder back into a checkpoint of the format torch_dist: the weights, for any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from megacpp_mcore.checkpoints.folder import RELEASE, TRACKER
+from megacpp_mcore.checkpoints.integrity import write_manifest
+from megacpp_mcore.checkpoints.layout import KEY, LAYOUT, MODEL_KEY, recorded
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.huggingface.export import INDEX, safetensors
+from megacpp_mcore.huggingface.names import configuration, tensors
+from megacpp_mcore.model import Model
+from megacpp_mcore.util.files import flush_to_disk
+
+_EXTRA = "{}_extra_state/shard_{}_{}"
+"""Megatron's name of the extra state of a linear layer, of its prefix, and of one expert among many."""
+_COMMON = "common_state/shard_0_1"
+
+
+def load(folder: Path, checkpoint: Path, model: Model) -> Path:
+    """Write the weights in ``folder`` to ``checkpoint``, for ``--load`` and ``--finetune``: a run then begins at step 0.
+
+    Args:
+        folder: what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote.
+        checkpoint: must not exist.
+        model: of which ``folder`` has to be.
+
+    Returns:
+        The folder of the release in ``checkpoint``.
+
+    Raises:
+        CheckpointError: ``folder`` is incomplete, cannot be read or is of another model; ``checkpoint`` exists; safetensors is
+            not installed. Nothing is left behind.
+    """
+    if checkpoint.exists() or (unfinished := checkpoint.with_name(f"{checkpoint.name}.partial")).exists():
+        raise CheckpointError(
+            f"{checkpoint} or {checkpoint.name}.partial already exists; name a new folder, or delete it"
+        )
+    _check_configuration(folder, model)
+    state: dict[str, Any] = {}
+    values = _read(folder)
+    for tensor in tensors(model):
+        value = values.pop(tensor.name, None)
+        if value is None or tuple(value.shape) != tensor.shape:
+            found = "is missing" if value is None else f"has the shape {list(value.shape)}"
+            raise CheckpointError(f"{folder}: {tensor.name} {found}, expected {list(tensor.shape)}; export it again")
+        state[tensor.key] = value
+        if tensor.linear:
+            prefix, shards = tensor.key.removesuffix("weight"), tensor.shape[0] if value.dim() == 3 else 1
+            state |= {_EXTRA.format(prefix, shard, shards): [None] for shard in range(shards)}
+    if values:
+        raise CheckpointError(f"{folder} has tensors that {model.name} has not: {', '.join(sorted(values)[:3])}")
+    content = {KEY: LAYOUT, MODEL_KEY: recorded(model)}
+    arguments = Namespace(
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1, ckpt_format="torch_dist"
+    )
+    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+    target = unfinished / RELEASE
+    try:
+        target.mkdir(parents=True)
+        state[_COMMON] = [common]
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(state, storage_writer=FileSystemWriter(target, thread_count=1), planner=planner, no_dist=True)
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+        (target / "metadata.json").write_text(json.dumps(backend | {"common_backend_version": 1}), encoding="utf-8")
+        write_manifest(target)
+        (unfinished / TRACKER).write_text(RELEASE, encoding="utf-8")
+        for path in (*unfinished.rglob("*"), unfinished):
+            flush_to_disk(path)
+        unfinished.rename(checkpoint)
+        flush_to_disk(checkpoint.parent)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(f"{folder} cannot be written to {checkpoint}: {error}") from error
+    return checkpoint / RELEASE
+
+
+def _check_configuration(folder: Path, model: Model) -> None:
+    found = _json(folder / "config.json")
+    for name, value in configuration(model).items():
+        if name in ("architectures", "auto_map", "mtp_depth", "max_position_embeddings"):
+            continue  # of the code, or without a tensor or a figure of its own
+        if found.get(name) != value:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is {found.get(name)!r}, and {value!r} in {model.name}; name the model "
+                "that was exported, by MEGACPP_CONFIG if not a preset"
+            )
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors, mapped from their files."""
+    library = safetensors()
+    index = folder / INDEX
+    places = _json(index)["weight_map"] if index.is_file() else None
+    names = sorted(set(places.values())) if places else ["model.safetensors"]
+    values: dict[str, torch.Tensor] = {}
+    for name in names:
+        path = folder / name
+        try:
+            values |= library.load_file(str(path))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; the export is incomplete, export it again") from None
+        except Exception as error:  # a damaged header can raise anything
+            raise CheckpointError(f"{path} cannot be read ({error}); export it again") from error
+    if places and (lost := sorted(places.keys() - values.keys())):
+        raise CheckpointError(
+            f"{folder / places[lost[0]]} has no {lost[0]}, which {INDEX} says it has; export it again"
+        )
+    return values
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; expected an exported folder") from error
+    return content

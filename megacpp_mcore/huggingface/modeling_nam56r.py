@@ -1,0 +1,699 @@
+"""NAM56R for transformers, in plain PyTorch: latent attention, full or sparse (A), Mamba-3 (M), experts (E) and M²RNN (R).
+
+This file is copied beside every exported checkpoint and needs torch and transformers only. Where megacpp-mcore is installed,
+its kernels run Mamba-3 and M²RNN on a GPU (``config.kernels``).
+
+Legend: B batch, S rows of this call, T rows so far, D hidden, H heads, C content and R rotary width of queries and keys,
+V values, L latent of keys and values, N selected keys, P head width, R rank, N state of Mamba-3, K key width of M²RNN.
+Sources: DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3.2's report for A, Mamba-3 (arXiv 2603.15569), M²RNN (arXiv 2603.14360),
+DeepSeek-V3 (arXiv 2412.19437) for E and multi-token prediction.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_nam56r import NAM56RConfig
+
+CHUNK_ELEMENTS = 2**25
+"""Elements of the largest temporary of sparse attention, which goes through its queries in chunks."""
+
+
+class NAM56RCache:
+    """What every layer keeps of earlier rows: tensors by name, their first axis the batch."""
+
+    is_compileable = False
+
+    def __init__(self, layers: int) -> None:
+        self.layers: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+        self.rows = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the rows so far."""
+        return self.rows
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return -1: it grows."""
+        return -1
+
+    def extend(self, layer: int, name: str, rows: Tensor) -> Tensor:
+        """Append ``rows [B, S, …]`` and return all ``[B, T, …]``."""
+        before = self.layers[layer].get(name)
+        self.layers[layer][name] = rows if before is None else torch.cat([before, rows], dim=1)
+        return self.layers[layer][name]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows of the batch that a beam search continues."""
+        for kept in self.layers:
+            for name, tensor in kept.items():
+                kept[name] = tensor.index_select(0, beam_idx.to(tensor.device))
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        for kept in self.layers:
+            for name, tensor in kept.items():
+                kept[name] = tensor.repeat_interleave(repeats, dim=0)
+
+
+class Step(NamedTuple):
+    """What all layers of one call share.
+
+    Attributes:
+        rotation: cosines and sines of the rows' rotary angles, each ``[S, R / 2]``, float32.
+        visible: which keys a row may attend to, bool ``[B or 1, S, T]``.
+        real: which rows of this call are no padding, bool ``[B, S, 1]``; None: all.
+        cache: of earlier rows; None: there are none, and nothing is kept.
+    """
+
+    rotation: tuple[Tensor, Tensor]
+    visible: Tensor
+    real: Tensor | None
+    cache: NAM56RCache | None
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+    """Apply the rotary embedding to ``x [B, S, H, R]``: pairs (2i, 2i + 1), or (i, i + R / 2)."""
+    cos, sin = (table[:, None].to(x.dtype) for table in rotation)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class NAM56RNorm(nn.Module):
+    """RMSNorm in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x [..., D]`` normed, in its dtype."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class NAM56RMLP(nn.Module):
+    """Two matrices with GELU (erf) between them."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(hidden, width, bias=False), nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D] -> [..., D]``."""
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+# --- A ------------------------------------------------------------------------------------------------------------------
+
+
+class NAM56RIndexer(nn.Module):
+    """Selects the keys that each query of its layer, and of the ``S`` layers after it, attends to."""
+
+    def __init__(self, config: NAM56RConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.topk, self.rotary = layer, config.index_topk, config.qk_rope_head_dim
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.width, bias=False)
+        self.wk = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.k_norm = nn.LayerNorm(self.width, eps=config.rms_norm_eps)
+        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+
+    def _rotated(self, x_BSHX: Tensor, step: Step) -> Tensor:
+        rotary, plain = x_BSHX.split([self.rotary, self.width - self.rotary], dim=-1)
+        return torch.cat([rotate(rotary, step.rotation, interleaved=False), plain], dim=-1)
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, latent: Tensor, step: Step) -> Tensor:
+        """Return the best keys of each row, ``[B, S, N]``, -1 where fewer are visible; N = min(top-k, T)."""
+        q = self._rotated(self.wq_b(latent).unflatten(-1, (self.heads, self.width)), step)
+        k = self._rotated(self.k_norm(self.wk(hidden)).unsqueeze(2), step).squeeze(2)
+        w = self.weights_proj(hidden) * (self.heads * self.width) ** -0.5
+        if step.cache is not None:
+            k = step.cache.extend(self.layer, "indexer", k)
+        best, keys = [], min(self.topk, k.shape[1])
+        rows = max(1, CHUNK_ELEMENTS // (q.shape[0] * self.heads * k.shape[1]))
+        for q_BRHX, w_BRH, visible in zip(q.split(rows, 1), w.split(rows, 1), step.visible.split(rows, 1), strict=True):
+            logits = torch.einsum("brhx,btx->brht", q_BRHX.float(), k.float()).relu()
+            score = (logits * w_BRH.float().unsqueeze(-1)).sum(2)
+            score = score.masked_fill(~visible, -math.inf)
+            index = score.argsort(dim=-1, descending=True, stable=True)[..., :keys]  # equal scores: the lower key first
+            best.append(index.masked_fill(~visible.expand_as(score).gather(-1, index), -1))
+        return torch.cat(best, dim=1)
+
+
+class NAM56RAttention(nn.Module):
+    """Multi-head latent attention to every visible key (``-``), or over latents to selected ones (``F``, ``S``)."""
+
+    def __init__(self, config: NAM56RConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.heads = layer, config.num_attention_heads
+        self.role = (config.attention_roles + "-")[layer]  # the block for multi-token prediction comes after the layers
+        self.content, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value, self.latent, eps = config.v_head_dim, config.kv_lora_rank, config.rms_norm_eps
+        query = self.content + self.rotary
+        self.scale = query**-0.5
+        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = NAM56RNorm(config.q_lora_rank, eps)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * query, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent + self.rotary, bias=False)
+        self.kv_a_layernorm = NAM56RNorm(self.latent, eps)
+        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.content + self.value), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value, config.hidden_size, bias=False)
+        if self.role == "F":
+            self.indexer = NAM56RIndexer(config, layer)
+
+    def forward(self, hidden: Tensor, step: Step, index: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``[B, S, D] -> [B, S, D]``, and the selected keys, which an ``F`` layer computes and an ``S`` layer takes."""
+        q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+        latent, rotary = self.kv_a_proj_with_mqa(hidden).split([self.latent, self.rotary], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        queries = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
+        content, q_rotary = queries.split([self.content, self.rotary], dim=-1)
+        q_rotary = rotate(q_rotary, step.rotation, interleaved=True)
+        k_rotary = rotate(rotary.unsqueeze(2), step.rotation, interleaved=True)
+        if self.role == "F":
+            index = self.indexer(hidden, q_latent, step)
+        attend = self._to_all if self.role == "-" else self._to_selected
+        return self.o_proj(attend(content, q_rotary, latent, k_rotary, step, index).flatten(2)), index
+
+    def _to_all(
+        self, content: Tensor, q_rotary: Tensor, latent: Tensor, k_rotary: Tensor, step: Step, _: Any
+    ) -> Tensor:
+        k_content, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.content, self.value], dim=-1)
+        k = torch.cat([k_content, k_rotary.expand(-1, -1, self.heads, -1)], dim=-1)
+        if step.cache is not None:
+            k, v = step.cache.extend(self.layer, "key", k), step.cache.extend(self.layer, "value", v)
+        q = torch.cat([content, q_rotary], dim=-1)
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads_first, attn_mask=step.visible.unsqueeze(1), scale=self.scale)
+        return out.transpose(1, 2)
+
+    def _to_selected(
+        self, content: Tensor, q_rotary: Tensor, latent: Tensor, k_rotary: Tensor, step: Step, index: Tensor | None
+    ) -> Tensor:
+        if index is None:
+            raise ValueError(f"layer {self.layer} attends to another layer's keys, and no layer before it selects any")
+        k_up_HCL, v_up_HVL = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split([self.content, self.value], 1)
+        q = torch.cat([torch.einsum("bshc,hcl->bshl", content, k_up_HCL), q_rotary], dim=-1)
+        kv = torch.cat([latent, k_rotary.squeeze(2)], dim=-1)
+        if step.cache is not None:
+            kv = step.cache.extend(self.layer, "latent", kv)
+        batch = torch.arange(len(kv), device=kv.device)[:, None, None]
+        rows = max(1, CHUNK_ELEMENTS // (index.shape[0] * index.shape[2] * (kv.shape[2] + self.heads)))
+        out = []
+        for q_BRHX, index_BRN in zip(q.split(rows, 1), index.split(rows, 1), strict=True):
+            kv_BRNX = kv[batch, index_BRN.clamp_min(0)].float()
+            score = (q_BRHX.float() @ kv_BRNX.mT) * self.scale
+            score = score.masked_fill(index_BRN.unsqueeze(2) < 0, -math.inf)
+            out.append((score.softmax(-1) @ kv_BRNX[..., : self.latent]).to(kv.dtype))
+        return torch.einsum("bshl,hvl->bshv", torch.cat(out, dim=1), v_up_HVL)
+
+
+# --- E ------------------------------------------------------------------------------------------------------------------
+
+
+class NAM56RExperts(nn.Module):
+    """Routed experts, their matrices stacked, and one shared expert."""
+
+    def __init__(self, config: NAM56RConfig, _: int) -> None:
+        super().__init__()
+        experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.topk = config.num_experts_per_tok
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(experts), requires_grad=False)
+        self.up_proj = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.shared_experts = NAM56RMLP(hidden, config.shared_expert_intermediate_size)
+
+    def forward(self, hidden: Tensor, _: Step) -> Tensor:
+        """``[B, S, D] -> [B, S, D]``: top-k experts by biased score, weighted by their scores, and the shared one."""
+        x = hidden.flatten(0, 1)
+        score = torch.sigmoid(F.linear(x.float(), self.gate.weight.float()))
+        biased = score.detach() + self.e_score_correction_bias.float()
+        chosen = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
+        weight = score.gather(1, chosen)
+        weight = weight / (weight.sum(1, keepdim=True) + 1e-20)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert in range(len(self.up_proj)):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            inner = F.gelu(F.linear(x[token], self.up_proj[expert]).float()) * weight[token, place].unsqueeze(1)
+            out = out.index_add(0, token, F.linear(inner.to(x.dtype), self.down_proj[expert]).float())
+        return out.to(x.dtype).view_as(hidden) + self.shared_experts(hidden)
+
+
+# --- M ------------------------------------------------------------------------------------------------------------------
+
+
+def mamba3(
+    x_SBHP: Tensor, z_SBHP: Tensor, b_SBGRN: Tensor, c_SBGRN: Tensor,
+    dt_SBH: Tensor, a_SBH: Tensor, trap_SBH: Tensor, angles_SBA: Tensor,
+    *, chunk_size: int, A_floor: float, eps: float, activation: str,
+    initial_state: Any = None, return_final_state: bool = False, **weights: Tensor | None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Everything between the projections of a Mamba-3 mixer, in float32, chunk by chunk; the signature is megacpp-mcore's.
+
+    With ``V_t = x_t ⊙ mimo_x``, ``γ_t = λ_t Δ_t`` and ``w_s = γ_s + (1 − λ_{s+1}) Δ_{s+1}``, for every rank r::
+
+        y_{t,r} = Σ_q γ_t (C_{t,r}·B_{t,q}) V_{t,q} + Σ_{s<t} exp(Σ_{k=s+1..t} A_k Δ_k) w_s Σ_q (C_{t,r}·B_{s,q}) V_{s,q}
+    """
+    x, z, dt, a, trap, angles = (
+        t.transpose(0, 1).float() for t in (x_SBHP, z_SBHP, dt_SBH, a_SBH, trap_SBH, angles_SBA)
+    )
+    rows, heads = x.shape[1:3]
+    rate = F.softplus(a) if activation == "softplus" else torch.where(a < 0, 1 / (1 - a.clamp(max=0)), 1 + a)
+    step = F.softplus(dt + weights["dt_bias"].float())
+    decay, own, pending = -rate.clamp_min(A_floor) * step, torch.sigmoid(trap) * step, torch.sigmoid(-trap) * step
+    turn = step.double().unsqueeze(-1) * (math.pi * torch.tanh(angles.double())).unsqueeze(2)
+    if initial_state is not None:
+        turn = torch.cat([turn[:, :1] + initial_state[3].double().unsqueeze(1), turn[:, 1:]], dim=1)
+    theta = torch.remainder(turn.cumsum(1), 2 * math.pi).float()
+
+    mimo_x, mimo_z, mimo_o, out_norm_weight = (
+        weights[name] for name in ("mimo_x", "mimo_z", "mimo_o", "out_norm_weight")
+    )
+
+    def by_head(t_SBGRN: Tensor, name: str) -> Tensor:
+        weight, bias_HRN = weights[f"{name}_norm_weight"], weights[f"{name}_bias"]
+        t = t_SBGRN.permute(1, 0, 3, 2, 4).float()
+        t = F.rms_norm(t, weight.shape, weight.float(), eps).repeat_interleave(heads // t.shape[3], dim=3)
+        return _turned(t + bias_HRN.float().transpose(0, 1), theta, mimo_x is not None)
+
+    b, c = by_head(b_SBGRN, "b"), by_head(c_SBGRN, "c")
+
+    def by_rank(t: Tensor, mix_HRP: Tensor | None) -> Tensor:
+        return t.unsqueeze(2) if mix_HRP is None else t.unsqueeze(2) * mix_HRP.float().transpose(0, 1)
+
+    v, state = by_rank(x, mimo_x), None
+    if initial_state is not None:
+        before = by_rank(initial_state[2].float().unsqueeze(1), mimo_x)[:, 0]
+        joins = torch.einsum("brhp,brhn->bhpn", before, initial_state[1].float())
+        state = initial_state[0].float() + pending[:, 0, :, None, None] * joins
+    later = own + F.pad(pending[:, 1:], (0, 0, 0, 1))
+    y, state = _scan(v, b, c, decay, own, later, state, min(chunk_size, rows))
+    out = torch.addcmul(y, weights["D"].float().unsqueeze(-1), v) * F.silu(by_rank(z, mimo_z))
+    out = out.squeeze(2) if mimo_o is None else torch.einsum("bsrhp,hrp->bshp", out, mimo_o.float())
+    if out_norm_weight is not None:
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * out_norm_weight.float().view(out.shape[2:])
+    kept = (state, b[:, -1], x[:, -1], theta[:, -1]) if return_final_state else None
+    return out.to(x_SBHP.dtype).transpose(0, 1), kept
+
+
+def _turned(x_BSRHN: Tensor, theta_BSHA: Tensor, half: bool) -> Tensor:
+    """Rotate A planes of the state, of the pairs (i, i + N / 2) or (2i, 2i + 1); the rest stays."""
+    cos, sin = torch.cos(theta_BSHA).unsqueeze(2), torch.sin(theta_BSHA).unsqueeze(2)
+    planes, middle = theta_BSHA.shape[-1], x_BSRHN.shape[-1] // 2
+    if half:
+        first, second = x_BSRHN[..., :planes], x_BSRHN[..., middle : middle + planes]
+        one, two = first * cos - second * sin, first * sin + second * cos
+        return torch.cat([one, x_BSRHN[..., planes:middle], two, x_BSRHN[..., middle + planes :]], dim=-1)
+    first, second = x_BSRHN[..., : 2 * planes].unflatten(-1, (planes, 2)).unbind(-1)
+    both = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
+    return torch.cat([both, x_BSRHN[..., 2 * planes :]], dim=-1)
+
+
+def _scan(
+    v_BSRHP: Tensor,
+    b_BSRHN: Tensor,
+    c_BSRHN: Tensor,
+    decay_BSH: Tensor,
+    own_BSH: Tensor,
+    later_BSH: Tensor,
+    state_BHPN: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Return ``y [B, S, R, H, P]`` and the state after the last row."""
+    (batch, rows, _, heads, width), states = v_BSRHP.shape, b_BSRHN.shape[-1]
+    padding = -rows % chunk
+
+    def cut(t: Tensor) -> Tensor:
+        """``[B, S, …] -> [chunks, B, L, …]``."""
+        padded = F.pad(t, (0, 0) * (t.dim() - 2) + (0, padding))
+        return padded.unflatten(1, (-1, chunk)).transpose(0, 1)
+
+    state = v_BSRHP.new_zeros(batch, heads, width, states) if state_BHPN is None else state_BHPN
+    found = []
+    strictly = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSRHP.device).tril(-1)
+    chunks = map(cut, (v_BSRHP, b_BSRHN, c_BSRHN, decay_BSH, own_BSH, later_BSH))
+    for v, b, c, decay, own, later in zip(*chunks, strict=True):
+        decay_BHL = decay.transpose(1, 2)
+        # Sums of each column by itself: the difference of two running sums would lose small decays after a large one.
+        sums_BHLM = decay_BHL.unsqueeze(-1).expand(-1, -1, -1, chunk).masked_fill(~strictly, 0).cumsum(-2)
+        weight = torch.exp(sums_BHLM).masked_fill(~strictly, 0) * later.transpose(1, 2).unsqueeze(-2)
+        weight = weight + torch.diag_embed(own.transpose(1, 2))
+        score = torch.einsum("blrhn,bmqhn->bhlrmq", c, b) * weight[:, :, :, None, :, None]
+        y = torch.einsum("bhlrmq,bmqhp->blrhp", score, v)
+        since = torch.exp(decay_BHL.cumsum(-1)).transpose(1, 2)
+        found.append(y + torch.einsum("blrhn,bhpn->blrhp", c, state) * since[:, :, None, :, None])
+        to_end = (torch.exp(sums_BHLM[:, :, -1]) * later.transpose(1, 2)).transpose(1, 2)
+        added = torch.einsum("blrhp,blrhn->bhpn", v * to_end[:, :, None, :, None], b)
+        state = state * torch.exp(decay_BHL.sum(-1))[..., None, None] + added
+    return torch.cat(found, dim=1)[:, :rows], state
+
+
+class NAM56RMamba3(nn.Module):
+    """Mamba-3 between its projections."""
+
+    def __init__(self, config: NAM56RConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.config = layer, config
+        self.heads, self.width, self.rank = config.mamba_heads, config.mamba_head_dim, config.mamba_rank
+        state = config.mamba_state
+        self.by_group = (config.mamba_groups, self.rank, state)
+        inner, columns = self.heads * self.width, math.prod(self.by_group)
+        sizes = dict.fromkeys("zx", inner) | dict.fromkeys("BC", columns)
+        sizes |= dict.fromkeys(("dt", "A", "trap"), self.heads) | {"angles": config.mamba_angles}
+        self.in_proj = nn.ModuleDict({name: nn.Linear(config.hidden_size, n, bias=False) for name, n in sizes.items()})
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        one_dimensional = {"b_norm_weight": state, "c_norm_weight": state, "dt_bias": self.heads, "D": self.heads}
+        one_dimensional |= dict.fromkeys(("b_bias", "c_bias"), self.heads * self.rank * state)
+        if config.mamba_out_norm:
+            one_dimensional["out_norm_weight"] = inner
+        if self.rank > 1:
+            one_dimensional |= dict.fromkeys(("mimo_x", "mimo_z", "mimo_o"), self.rank * inner)
+        for name, size in one_dimensional.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(size)))
+
+    def _by_head(self, name: str, width: int) -> Tensor | None:
+        found = getattr(self, name, None)
+        return None if found is None else found.view(self.heads, self.rank, width)
+
+    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        """``[B, S, D] -> [B, S, D]``."""
+        parts = {name: linear(hidden) for name, linear in self.in_proj.items()}
+        if step.real is not None:  # a row of padding then adds nothing to the state
+            parts["x"] = parts["x"] * step.real
+        parts = {name: part.transpose(0, 1) for name, part in parts.items()}
+        z, x = (parts[name].unflatten(-1, (self.heads, self.width)) for name in "zx")
+        b, c = (parts[name].unflatten(-1, self.by_group) for name in "BC")
+        kept = None if step.cache is None else step.cache.layers[self.layer]
+        names, state = ("h", "b", "x", "theta"), self.by_group[2]
+        out, left = kernel("mamba3", mamba3, hidden, self.config)(
+            x, z, b, c, parts["dt"], parts["A"], parts["trap"], parts["angles"],
+            dt_bias=self.dt_bias, D=self.D, b_bias=self._by_head("b_bias", state), c_bias=self._by_head("c_bias", state),
+            b_norm_weight=self.b_norm_weight, c_norm_weight=self.c_norm_weight,
+            mimo_x=self._by_head("mimo_x", self.width), mimo_z=self._by_head("mimo_z", self.width),
+            mimo_o=self._by_head("mimo_o", self.width), out_norm_weight=getattr(self, "out_norm_weight", None),
+            chunk_size=self.config.mamba_chunk, A_floor=self.config.mamba_a_floor, eps=self.config.rms_norm_eps,
+            activation=self.config.mamba_decay_activation, return_final_state=kept is not None,
+            initial_state=state_of("mamba3", "Mamba3State", [kept[name] for name in names]) if kept else None,
+        )  # fmt: skip
+        if kept is not None:
+            kept |= zip(names, left, strict=True)
+        return self.out_proj(out.transpose(0, 1).flatten(2))
+
+
+# --- R ------------------------------------------------------------------------------------------------------------------
+
+
+def m2rnn(
+    q_SBK: Tensor, k_SBK: Tensor, v_SBHV: Tensor, g_SBHV: Tensor, f_SBH: Tensor,
+    *, eps: float, norm_width: int, real: Tensor | None = None,
+    initial_state: Any = None, return_final_state: bool = False, **weights: Tensor,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Everything between the projections of an M²RNN mixer, token by token; the signature is megacpp-mcore's, with ``real``.
+
+    ``c_t = tanh(h_{t−1} W + k_t v_tᵀ)``, ``h_t = f_t h_{t−1} + (1 − f_t) c_t``, ``y_t = h_tᵀ q_t`` for every head.
+    """
+    heads, width = v_SBHV.shape[2:]
+    rows_BSC = torch.cat([q_SBK, k_SBK, v_SBHV.flatten(2)], dim=-1).transpose(0, 1)
+    taps = weights["qk_conv_weight"].shape[1]
+    before = (
+        rows_BSC.new_zeros(len(rows_BSC), taps - 1, rows_BSC.shape[2]) if initial_state is None else initial_state[1]
+    )
+    window = torch.cat([before.to(rows_BSC.dtype), rows_BSC], dim=1)
+    weight, bias = (torch.cat([weights[f"{part}_conv_{name}"] for part in ("qk", "v")]) for name in ("weight", "bias"))
+    convolved = F.silu(F.conv1d(window.mT, weight.unsqueeze(1), bias, groups=len(weight)).mT)
+    q, k, v = convolved.split([q_SBK.shape[-1], k_SBK.shape[-1], heads * width], dim=-1)
+    if real is not None:  # so that a row of padding leaves a state of zeros as it is
+        v = v * real
+    v = v.unflatten(-1, (heads, width))
+    f = torch.exp(
+        -torch.exp(weights["A_log"].float()) * F.softplus(f_SBH.transpose(0, 1).float() + weights["dt_bias"].float())
+    )
+    h = v.new_zeros(len(v), heads, q.shape[-1], width).float() if initial_state is None else initial_state[0].float()
+    outer = torch.einsum("bsk,bshv->bshkv", k.float(), v.float())
+    y = []
+    for t in range(v.shape[1]):
+        forget = f[:, t, :, None, None]
+        h = forget * h + (1 - forget) * torch.tanh(h @ weights["W"].float() + outer[:, t])
+        y.append(torch.einsum("bk,bhkv->bhv", q[:, t].float(), h))
+    y = torch.stack(y, dim=1).to(v.dtype).float()
+    gated = (
+        (y + weights["D"].float().view(heads, width) * v.float()) * F.silu(g_SBHV.transpose(0, 1).float())
+    ).flatten(2)
+    out = gated * torch.rsqrt(gated.square().sum(-1, keepdim=True) / norm_width + eps) * weights["norm_weight"]
+    kept = (h, window[:, window.shape[1] - taps + 1 :]) if return_final_state else None
+    return out.to(v_SBHV.dtype).transpose(0, 1), kept
+
+
+class NAM56RRecurrent(nn.Module):
+    """M²RNN between its projections."""
+
+    def __init__(self, config: NAM56RConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.config = layer, config
+        self.heads, self.width, key = config.rnn_heads, config.rnn_value_dim, config.rnn_key_dim
+        self.values = self.heads * self.width
+        sizes = {"q": key, "k": key, "v": self.values, "g": self.values, "f": self.heads}
+        self.in_proj = nn.ModuleDict({name: nn.Linear(config.hidden_size, n, bias=False) for name, n in sizes.items()})
+        self.out_proj = nn.Linear(self.values, config.hidden_size, bias=False)
+        shapes = {
+            "qk_conv_weight": (2 * key, config.rnn_conv_kernel), "qk_conv_bias": (2 * key,),
+            "v_conv_weight": (self.values, config.rnn_conv_kernel), "v_conv_bias": (self.values,),
+            "norm_weight": (self.values,), "W": (self.heads * self.width**2,), "A_log": (self.heads,),
+            "dt_bias": (self.heads,), "D": (self.values,),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        self.weights = tuple(shapes)
+
+    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        """``[B, S, D] -> [B, S, D]``."""
+        parts = {name: linear(hidden) for name, linear in self.in_proj.items()}
+        if step.real is not None:  # the convolution's window of padding is of zeros, as before the first row
+            parts |= {name: parts[name] * step.real for name in "qkv"}
+        parts = {name: part.transpose(0, 1) for name, part in parts.items()}
+        v, g = (parts[name].unflatten(-1, (self.heads, self.width)) for name in "vg")
+        weights = {name: getattr(self, name) for name in self.weights}
+        weights["W"] = self.W.view(self.heads, self.width, self.width)
+        kept = None if step.cache is None else step.cache.layers[self.layer]
+        run = kernel("m2rnn", m2rnn, hidden, self.config) if step.real is None else m2rnn
+        padding = {} if step.real is None else {"real": step.real}
+        out, left = run(
+            parts["q"], parts["k"], v, g, parts["f"], **weights, **padding,
+            eps=self.config.rms_norm_eps, norm_width=self.values, return_final_state=kept is not None,
+            initial_state=state_of("m2rnn", "M2RNNState", [kept["h"], kept["window"]]) if kept else None,
+        )  # fmt: skip
+        if kept is not None:
+            kept |= zip(("h", "window"), left, strict=True)
+        return self.out_proj(out.transpose(0, 1))
+
+
+def kernel(op: str, plain: Callable[..., Any], like: Tensor, config: NAM56RConfig) -> Callable[..., Any]:
+    """Return megacpp-mcore's kernels of ``op`` for tensors on a GPU, as ``config.kernels`` says, or ``plain``."""
+    if config.kernels is False or not like.is_cuda:
+        return plain
+    try:
+        return getattr(importlib.import_module(f"megacpp_mcore.ops.{op}.triton"), op)
+    except ImportError:
+        if config.kernels:
+            raise
+        return plain
+
+
+def state_of(op: str, name: str, values: list[Tensor]) -> Any:
+    """Return ``values`` as megacpp-mcore's kernels take a state, where that package is installed."""
+    try:
+        return getattr(importlib.import_module(f"megacpp_mcore.ops.{op}.reference"), name)(*values)
+    except ImportError:
+        return values
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------
+
+
+class NAM56RLayer(GradientCheckpointingLayer):
+    """A norm, one mixer, and the residual."""
+
+    def __init__(self, config: NAM56RConfig, layer: int) -> None:
+        super().__init__()
+        self.letter = config.pattern[layer]
+        self.norm = NAM56RNorm(config.hidden_size, config.rms_norm_eps)
+        mixers = {"A": NAM56RAttention, "E": NAM56RExperts, "M": NAM56RMamba3, "R": NAM56RRecurrent}
+        self.mixer = mixers[self.letter](config, layer)
+
+    def forward(self, hidden: Tensor, step: Step, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """``[B, S, D] -> [B, S, D]``, and the keys that the last ``F`` layer selected."""
+        normed = self.norm(hidden)
+        if self.letter == "A":
+            out, index = self.mixer(normed, step, index)
+        else:
+            out = self.mixer(normed, step)
+        return hidden + out, index
+
+
+class NAM56RPrediction(nn.Module):
+    """Multi-token prediction: one block that every depth applies to the hidden states of the depth before."""
+
+    def __init__(self, config: NAM56RConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm, self.norm = (NAM56RNorm(hidden, eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.input_norm, self.mlp_norm = NAM56RNorm(hidden, eps), NAM56RNorm(hidden, eps)
+        self.attention = NAM56RAttention(config, config.num_hidden_layers)
+        self.mlp = NAM56RMLP(hidden, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, step: Step) -> Tensor:
+        """Return the hidden states that predict one token further; ``embedded``: of each row's next known token."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        x = x + self.attention(self.input_norm(x), step, None)[0]
+        return self.norm(x + self.mlp(self.mlp_norm(x)))
+
+
+class NAM56RPreTrainedModel(PreTrainedModel):
+    """What transformers asks of a model."""
+
+    config_class = NAM56RConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NAM56RLayer"]  # noqa: RUF012
+    _is_stateful = True  # states of M and R cannot be cut back, as assisted generation would
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        "dt_bias", "mixer.D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o", "mixer.W", "A_log", "e_score_correction_bias",
+    ]  # fmt: skip
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # forward makes a NAM56RCache
+
+
+class NAM56RModel(NAM56RPreTrainedModel):
+    """The embedding, the layers and the final norm."""
+
+    def __init__(self, config: NAM56RConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(NAM56RLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = NAM56RNorm(config.hidden_size, config.rms_norm_eps)
+        if config.mtp_depth:
+            self.mtp = NAM56RPrediction(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def step(self, hidden: Tensor, attention_mask: Tensor | None, cache: NAM56RCache | None) -> Step:
+        """Return what the layers share in a call with ``hidden [B, S, D]`` after the rows of ``cache``.
+
+        Raises:
+            ValueError: the mask is not ``[B, T]``.
+        """
+        first, rows, width = 0 if cache is None else cache.rows, hidden.shape[1], self.config.qk_rope_head_dim
+        rates = 1.0 / self.config.rope_theta ** (torch.arange(0, width, 2, device=hidden.device).float() / width)
+        place = torch.arange(first, first + rows, device=hidden.device)
+        angle = torch.outer(place.float(), rates)
+        visible = torch.arange(first + rows, device=hidden.device) <= place[:, None]
+        real = None
+        if attention_mask is None:
+            visible = visible.unsqueeze(0)
+        else:
+            if attention_mask.shape != (len(hidden), first + rows):
+                raise ValueError(
+                    f"attention_mask has the shape {list(attention_mask.shape)}; expected {[len(hidden), first + rows]}, 1 for "
+                    "tokens and 0 for padding on the left"
+                )
+            real = attention_mask.bool()
+            # A row of padding sees itself: a softmax over nothing is NaN.
+            itself = torch.arange(first + rows, device=hidden.device) == place[:, None]
+            visible = visible & real.unsqueeze(1) | itself
+            real = real[:, first:].unsqueeze(2)
+        return Step((angle.cos(), angle.sin()), visible, real, cache)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: NAM56RCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """``input_ids [B, S] -> last_hidden_state [B, S, D]``, after the final norm.
+
+        Args:
+            attention_mask: ``[B, T]``, 0 for padding, which stands on the left.
+            past_key_values: of an earlier call, which this one continues and extends.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected input_ids or inputs_embeds, one of the two")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = NAM56RCache(len(self.layers))
+        if attention_mask is not None and cache is None and bool(attention_mask.all()):
+            attention_mask = None
+        shared, index = self.step(hidden, attention_mask, cache), None
+        for layer in self.layers:
+            hidden, index = layer(hidden, shared, index)
+        if cache is not None:
+            cache.rows += hidden.shape[1]
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
+
+
+class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
+    """NAM56R with its output head."""
+
+    def __init__(self, config: NAM56RConfig) -> None:
+        super().__init__(config)
+        self.model = NAM56RModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: NAM56RCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits ``[B, S, vocabulary]``, of the last ``logits_to_keep`` rows if that is not 0, and with labels the loss.
+
+        Args:
+            labels: ``[B, S]``, the tokens themselves, -100 where no loss is wanted; the loss is of the next token.
+        """
+        found = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache)
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, rows])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+
+    def predict_ahead(self, input_ids: Tensor) -> list[Tensor]:
+        """Return the logits ``[B, S, vocabulary]`` of every depth of multi-token prediction: depth k is of the token k further.
+
+        Row i of depth k knows the tokens up to i + k; the last k rows, whose next tokens are not given, take token 0 for them.
+        """
+        hidden, logits = self.model(input_ids, use_cache=False).last_hidden_state, []
+        shared = self.model.step(hidden, None, None)
+        for _ in range(self.config.mtp_depth):
+            input_ids = F.pad(input_ids[:, 1:], (0, 1))
+            hidden = self.model.mtp(hidden, self.model.embed_tokens(input_ids), shared)
+            logits.append(self.lm_head(hidden))
+        return logits

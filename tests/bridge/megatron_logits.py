@@ -1,0 +1,33 @@
+"""Saves what Megatron's model of ``--load`` makes of the tokens in a file: ``--tokens FILE.pt``, a dict that is added to."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+import torch
+
+from megacpp_mcore.launch.heldout import load_model
+
+
+def main() -> None:
+    from megatron.training.arguments import parse_and_validate_args
+
+    def more(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--tokens", required=True)
+        return parser
+
+    args = parse_and_validate_args(more, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    model, found = load_model(args), torch.load(args.tokens)
+    tokens = found["tokens"]
+    positions, ahead = torch.arange(tokens.shape[1])[None], []
+    model.mtp.register_forward_hook(lambda *call: ahead.append(call[-1]))
+    with torch.no_grad():
+        found["logits"] = model(tokens, positions, None)
+        model(tokens, positions, None, labels=tokens.roll(-1, 1))
+        predicted = ahead[-1].chunk(2, dim=0)[1]
+        found["ahead"] = model.output_layer(predicted, weight=None)[0].transpose(0, 1)
+    torch.save(found, args.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Export to Hugging Face's formats and back: the model, its tokens, its files, in an environment with transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny_run
+from tests.bridge.processes import run
+
+pytestmark = [pytest.mark.bridge, pytest.mark.slow]
+
+PYTHON = "MEGACPP_BRIDGE_PYTHON"
+HERE = Path(__file__).parent
+LAUNCH = ("megacpp_mcore", "launch", "--device", "cpu", "--")
+CUT = 20
+"""Tokens of the prompt in from_pretrained.py."""
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return Path(os.environ[PYTHON])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a checkpoint of three steps in ``saved``, and tokens."""
+    folder = tiny_run.make_data(tmp_path_factory.mktemp("huggingface"))
+    words = tiny_run.words(folder, 3, "--save", str(folder / "saved"), "--save-interval", "3")
+    tiny_run.start(LAUNCH, words, folder).finish()
+    tokens = torch.tensor([list(Path(__file__).read_bytes()[: tiny_run.SEQ_LENGTH])])
+    torch.save({"tokens": tokens}, folder / "megatron.pt")
+    return folder
+
+
+Command = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def command(python: Path, place: Path) -> Command:
+    """``megacpp-mcore checkpoint …`` of the tiny model; ``status``: what it has to end with."""
+
+    def call(*words: object, status: int = 0, settings: str = str(place / "config.yaml")) -> str:
+        options = ("megacpp_mcore", "checkpoint", *map(str, words), "--model", "nam56r_tiny")
+        done = run(python, *options, MEGACPP_CONFIG=settings)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def exported(command: Command, place: Path) -> Path:
+    command("export", place / "saved", place / "exported")
+    return place / "exported"
+
+
+def megatrons(place: Path, checkpoint: Path, *more: str) -> dict[str, torch.Tensor]:
+    """What Megatron's model of a checkpoint makes of the tokens."""
+    shutil.copyfile(place / "megatron.pt", tokens := place / "found.pt")
+    words = tiny_run.words(place, 1, "--load", str(checkpoint), "--tokens", str(tokens), *more)
+    tiny_run.start((*LAUNCH, str(HERE / "megatron_logits.py")), words, place).finish()
+    return torch.load(tokens)
+
+
+@pytest.fixture(scope="module")
+def megatron(place: Path) -> dict[str, torch.Tensor]:
+    return megatrons(place, place / "saved")
+
+
+@pytest.fixture(scope="module")
+def found(python: Path, place: Path, exported: Path) -> dict[str, Any]:
+    """What from_pretrained.py finds."""
+    elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
+    words = [
+        str(python),
+        str(HERE / "from_pretrained.py"),
+        str(exported),
+        str(place / "megatron.pt"),
+        str(place / "hf.pt"),
+    ]
+    done = subprocess.run(
+        words, cwd=place, env=elsewhere | {"HF_HOME": str(place)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(place / "hf.pt")
+
+
+def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:
+    vocabulary = found["logits"].shape[-1]
+    torch.testing.assert_close(found["logits"], megatron["logits"][..., :vocabulary], rtol=0, atol=1e-5)
+    # The last token that multi-token prediction knows is another there.
+    torch.testing.assert_close(found["ahead"][:, :-2], megatron["ahead"][:, :-2, :vocabulary], rtol=0, atol=1e-5)
+    assert found["text"] == "ümläut(\n"
+
+
+def test_caches_and_padding_change_nothing(found: dict[str, Any]) -> None:
+    logits = found["logits"]
+    torch.testing.assert_close(found["cached"], logits, rtol=0, atol=1e-5)
+    padding = 7
+    torch.testing.assert_close(found["padded"][0, padding:], logits[0, :-padding], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["padded"][1], logits[0], rtol=0, atol=1e-5)
+    assert torch.equal(found["by two"][1], found["generated"][0])
+    assert len(found["beams"][0]) == CUT + 5
+    torch.testing.assert_close(found["gradient True"], found["gradient False"])
+    assert found["gradient True"].abs().sum() > 0
+
+
+def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -> None:
+    prompt = bytes(torch.load(place / "megatron.pt")["tokens"][0, :CUT].tolist()).decode()
+    options = ["--prompt", prompt, "--sample-tokens", "40", "--temperature", "0", "--load", str(place / "saved")]
+    program = (*LAUNCH, str(tiny_run.ROOT / "examples" / "sample.py"))
+    said = tiny_run.start(program, [*tiny_run.words(place, 1), *options], place).finish()
+    generated = bytes(found["generated"][0].tolist())
+    assert said.strip().endswith(generated.decode(errors="replace").strip())
+
+
+def test_import_is_the_inverse(
+    command: Command, exported: Path, place: Path, megatron: dict[str, torch.Tensor]
+) -> None:
+    command("import", exported, place / "imported")
+    command("export", place / "imported", place / "again", "--shard-bytes", "1000000")
+    one, two = (stored(folder) for folder in (exported, place / "again"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) and value.dtype == two[name].dtype for name, value in one.items())
+    assert len(list((place / "again").glob("model-*.safetensors"))) > 1
+    command("export", place / "imported", place / "third")
+    for path in (path for path in exported.iterdir() if path.name not in ("README.md", "receipt.json")):
+        assert path.read_bytes() == (place / "third" / path.name).read_bytes(), path.name
+    loaded = megatrons(place, place / "imported", "--finetune")
+    vocabulary = slice(tiny_run.model().vocab_size)  # rows that pad it are zeros now
+    assert torch.equal(loaded["logits"][..., vocabulary], megatron["logits"][..., vocabulary])
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an export, read without the library, which this process does not have."""
+    values = {}
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8 : 8 + size]).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                assert entry["dtype"] == "F32"
+                data = bytearray(content[8 + size + first : 8 + size + last])
+                values[name] = torch.frombuffer(data, dtype=torch.float32).view(entry["shape"])
+    return values
+
+
+def test_what_save_pretrained_wrote_is_imported(
+    command: Command, found: dict[str, Any], exported: Path, place: Path
+) -> None:
+    command("import", f"{exported}_saved", place / "from_saved")
+    command("export", place / "from_saved", place / "saved_again")
+    one, two = stored(exported), stored(place / "saved_again")
+    assert found["parameters"] == sum(value.numel() for value in one.values())
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.fixture
+def damaged(exported: Path, tmp_path: Path) -> Path:
+    """A copy that a test damages."""
+    return shutil.copytree(exported, tmp_path / "damaged")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda folder: (folder / "model-00001-of-00001.safetensors").unlink(),
+            "model-00001-of-00001.safetensors is missing",
+        ),
+        (
+            lambda folder: os.truncate(folder / "model-00001-of-00001.safetensors", 5000),
+            "model-00001-of-00001.safetensors",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: edit(folder / "config.json", index_topk=7), "index_topk is 7"),
+    ],
+    ids=["a file deleted", "a file cut", "no configuration", "another model"],
+)
+def test_a_damaged_export_is_named(
+    command: Command, damaged: Path, tmp_path: Path, change: Callable[[Path], object], named: str
+) -> None:
+    change(damaged)
+    assert named in command("import", damaged, tmp_path / "new", status=2)
+    assert not list(tmp_path.glob("new*"))
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_what_cannot_be_exported_is_named(command: Command, exported: Path, place: Path, tmp_path: Path) -> None:
+    assert str(exported) in command("export", place / "saved", exported, status=2)  # exists
+    said = command("export", place / "saved", tmp_path / "new", status=2, settings="")  # another schedule
+    assert "core_attention.indexer" in said
+    assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)
+    shutil.copytree(place / "saved", tmp_path / "saved")
+    (shard,) = (tmp_path / "saved").glob("iter_*/*.distcp")
+    os.truncate(shard, 1000)
+    assert shard.name in command("export", tmp_path / "saved", tmp_path / "new", status=2)
+    assert not list(tmp_path.glob("new*"))

@@ -70,7 +70,8 @@ def test_every_command_is_one_that_its_program_takes(page: str) -> None:
 TOOLS = {
     "megacpp-mcore": """
 case " $* " in
-    *" --device cuda "*" -- "*) exit ;;
+    *" --device cuda -- "*|*" --device cuda "*" -- "*) exit ;;
+    " checkpoint export "*|" checkpoint import "*) exit ;; # needs safetensors: tests/bridge/test_huggingface.py
     *" launch "*" -- pretrain_"*) [ -d "$MEGATRON_LM" ] || { echo "a checkout is needed"; exit; } ;;
     " data corpus --output corpus ") if [ -d "$DOC_CORPUS" ]; then cp -r "$DOC_CORPUS" corpus; exit; fi ;;
 esac

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -45,7 +45,6 @@ def measure(facts: Facts) -> None:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Seconds that one call takes, over calls for :data:`SECONDS`."""
     import torch
 
     def run(calls: int) -> float:
@@ -71,9 +70,8 @@ def reader() -> _Read:
     import torch
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(
-        f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    )
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     return lambda: (
         pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
@@ -102,8 +100,7 @@ class Samples:
 
     def record(self) -> dict[str, Any]:
         """Return the fields of a receipt: medians, and the share of samples by reason; empty before a sample."""
-        taken: Sequence[tuple[int, float, int]] = list(self._taken)
-        if not taken:
+        if not (taken := list(self._taken)):
             return {}
         clocks, powers, bits = zip(*taken, strict=True)
         found = Counter(name for one in bits for bit, name in enumerate(REASONS) if one >> bit & 1)

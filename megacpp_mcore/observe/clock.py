@@ -27,7 +27,7 @@ class Phase(enum.StrEnum):
     """From the start of the process to the training loop: imports, groups, model, data sets."""
     LOAD = "checkpoint_load"
     COMPILE = "compile"
-    """torch.compile with its autotuning, whether run as a warm-up or triggered by a step."""
+    """torch.compile with its autotuning."""
     JIT = "jit"
     """Compilation and autotuning of Triton kernels outside of torch.compile."""
     STEP = "step"
@@ -127,9 +127,6 @@ def process_age_ns() -> int:
     """Return the nanoseconds since the kernel started this process, to its tick (10 ms)."""
     since_boot_s = psutil.Process().create_time() - psutil.boot_time()  # either alone may be off by half a second
     return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - round(since_boot_s * 1e9))
-
-
-# --- Compilation ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

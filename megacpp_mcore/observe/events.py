@@ -139,9 +139,6 @@ class HookErrors:
             raise error
 
 
-# --- Writing ----------------------------------------------------------------------------------------------------------
-
-
 class Log:
     """This process's file in the run's folder ``run``, which it creates, and its heartbeat.
 
@@ -239,9 +236,6 @@ def replace(path: Path, text: str) -> None:
         raise DataError(f"{path}: {error.strerror}; expected a file that can be written") from error
 
 
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-
 _NUMBER = (int, float)
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "at": (int,), "began": (int,), "rank": (int,), "world_size": (int,), "heartbeat_s": _NUMBER, "how": (str, NoneType),
@@ -277,10 +271,8 @@ class Span(NamedTuple):
 
     def total(self, phases: Iterable[str]) -> int:
         """Return the nanoseconds in several phases."""
-        total, get = 0, self.phases.get
-        for phase in phases:
-            total += get(phase, 0)
-        return total
+        get = self.phases.get
+        return sum([get(phase, 0) for phase in phases])
 
 
 @dataclass

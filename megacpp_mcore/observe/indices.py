@@ -37,8 +37,7 @@ class IndexOverlap(Listener):
         self.by_pair: dict[str, float] = {}
         """The last sampled share of keys that two layers have in common, keyed by their numbers: ``5-9``."""
         self._rows: dict[int, tuple[Any, int]] = {}
-        self._captured: dict[int, tuple[Any, int]] = {}
-        """Samples that graphs write, as :attr:`_rows`."""
+        self._captured: dict[int, tuple[Any, int]] = {}  # samples that graphs write
         self._hooks = contextlib.ExitStack()
         self._sampling = False
         self._errors = HookErrors()

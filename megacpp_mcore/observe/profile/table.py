@@ -111,10 +111,6 @@ def _record(layers: _Rows) -> dict[str, Any]:
     }
 
 
-def _label(place: Place) -> str:
-    return place.label or UNATTRIBUTED
-
-
 def table(trace: Trace) -> dict[str, Any]:
     """Return the table of a trace, JSON-ready; rows with the most time first.
 
@@ -130,9 +126,9 @@ def table(trace: Trace) -> dict[str, Any]:
     """
     found, rows = Attribution(trace), _Rows(_Row)
     for (place, name), (ns, calls) in found.self_time.items():
-        rows[_label(place)].host_ns += ns
+        rows[place.label or UNATTRIBUTED].host_ns += ns
         if not trace.kernels:
-            rows[_label(place)].add(place.phase, name, ns, calls)
+            rows[place.label or UNATTRIBUTED].add(place.phase, name, ns, calls)
     if trace.kernels:
         times = _of_device(trace.kernels, found, rows)
     else:
@@ -163,16 +159,16 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
             moving.append((kernel, place))
         else:
             compute.append((kernel.start_ns, kernel.end_ns))
-            rows[_label(place)].add(place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
+            rows[place.label or UNATTRIBUTED].add(place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
     computing = Cover(compute)
     collectives: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"calls": 0, "ns": 0, "exposed_ns": 0})
     for kernel, place in moving:
         ns, name = kernel.end_ns - kernel.start_ns, collective(kernel.name, place.label)
         hidden_ns = computing.within(kernel.start_ns, kernel.end_ns)
-        rows[_label(place)].add(EXPOSED, name, ns - hidden_ns)
-        rows[_label(place)].add(HIDDEN, name, hidden_ns, calls=0)
-        for field_, more in (("calls", 1), ("ns", ns), ("exposed_ns", ns - hidden_ns)):
-            collectives[name][field_] += more
+        rows[place.label or UNATTRIBUTED].add(EXPOSED, name, ns - hidden_ns)
+        rows[place.label or UNATTRIBUTED].add(HIDDEN, name, hidden_ns, calls=0)
+        for figure, more in (("calls", 1), ("ns", ns), ("exposed_ns", ns - hidden_ns)):
+            collectives[name][figure] += more
     together = [(kernel.start_ns, kernel.end_ns) for kernel, _ in moving]
     communication = Cover(together)
     between_stages = Cover((kernel.start_ns, kernel.end_ns) for kernel, place in moving if place.label == PIPELINE)
@@ -225,21 +221,18 @@ def page(profile: Mapping[str, Any]) -> str:
         f"profile of steps {first} to {last}, rank {profile['rank']}, {profile['device']}: "
         f"{profile['phase']} ({profile['phase_why']})"
     ]
-    if (dominant := profile["dominant"]) is None:
-        lines.append("nothing was recorded")
-    else:
+    words = "nothing was recorded"
+    if (dominant := profile["dominant"]) is not None:
         share, whose = profile["families"][dominant]["share"], "the kernels'" if on_device else "the operators'"
-        attributed = f"{profile['attributed_share']:.1%} of {whose} time belongs to a family"
-        lines.append(f"dominant: {dominant}, {share:.1%}; {attributed}")
-    lines += ["", f"milliseconds a step, {profile['unit']}:", *rows("family"), ""]
-    if profile["device"] == CPU:
-        lines.append(f"step: {a_step(profile['window_ns'])} ms")
-    else:
-        bound = profile["host_bound_share"]
-        known = (
-            "not measured: no kernel was recorded" if bound is None else f"{bound:.1%} (the device had nothing to do)"
+        words = (
+            f"dominant: {dominant}, {share:.1%}; {profile['attributed_share']:.1%} of {whose} time belongs to a family"
         )
-        lines.append(f"step: {a_step(profile['window_ns'])} ms; host-bound share: {known}")
+    lines.append(words)
+    lines += ["", f"milliseconds a step, {profile['unit']}:", *rows("family"), ""]
+    known, bound = "not measured: no kernel was recorded", profile["host_bound_share"]
+    known = known if bound is None else f"{bound:.1%} (the device had nothing to do)"
+    words = "" if profile["device"] == CPU else f"; host-bound share: {known}"
+    lines.append(f"step: {a_step(profile['window_ns'])} ms{words}")
     if (outside := profile["no_operator_ns"]) is not None and profile["window_ns"]:
         share = outside / profile["window_ns"]
         lines.append(f"not in any operator (Python, waiting): {a_step(outside)} ms, {share:.1%} of the step")

@@ -118,8 +118,6 @@ def read(events: Sequence[Any]) -> Trace:
     return trace
 
 
-# --- Intervals --------------------------------------------------------------------------------------------------------
-
 Interval = tuple[int, int]
 """Begin and end, nanoseconds."""
 
@@ -141,11 +139,8 @@ class Cover:
         self._before = [0]
         for start, end in zip(self._starts, self._ends, strict=True):
             self._before.append(self._before[-1] + end - start)
-
-    @property
-    def total(self) -> int:
+        self.total = self._before[-1]
         """Nanoseconds that are covered."""
-        return self._before[-1]
 
     def within(self, start: int, end: int) -> int:
         """Return the nanoseconds of the interval from ``start`` to ``end`` that are covered."""

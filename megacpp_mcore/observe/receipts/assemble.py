@@ -111,9 +111,6 @@ def _ending(processes: Sequence[Start]) -> str | None:
     return next((how for how in hows if how not in (None, FINISHED)), None if None in hows else FINISHED)
 
 
-# --- The steps that are measured --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Window:
     """The measured steps of a start, or of one process of it.
@@ -205,9 +202,6 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     found.put("throughput.tokens_per_s_mean", mean, "no step was recorded")
 
 
-# --- What processes know ----------------------------------------------------------------------------------------------
-
-
 def _by_name(merge: Callable[[list[Any]], Any]) -> Callable[[Any], dict[str, Any] | None]:
     def merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return {
@@ -282,9 +276,6 @@ def _cache(found: Facts, window: Window) -> None:
     found.put("cache.state", state, "the caches are empty before and after")
 
 
-# --- Profiles, speed and shares ---------------------------------------------------------------------------------------
-
-
 def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
     """Rank 0's last profile of steady steps, or else its last one; other ranks' profiles lie in folders below."""
     profiles = [read_table(path) for path in (run / PROFILES).glob("*/table.json")]
@@ -292,9 +283,8 @@ def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
     if best is None:
         found.miss("the run was not profiled", "profiler")
         return None
-    found.put_all("profiler", {"step_range": best["steps"], "phase": best["phase"]})
-    why = "there was no communication, or no device to see it hidden"
-    found.put("profiler.hidden_share", best["hidden_share"], why)
+    known = {"step_range": best["steps"], "phase": best["phase"], "hidden_share": best["hidden_share"]}
+    found.put_all("profiler", known, "there was no communication, or no device to see it hidden")
     return best
 
 
@@ -333,10 +323,10 @@ def _speed(found: Facts) -> None:
 def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
     """Add what dominates a step: time by the profile, FLOPs by the count; and the shares with their source."""
     counted, unknown = found.values.get("flops"), found.unknown
-    why_no_count = unknown.get("flops", "the work of a step is not known")
-    found.miss(why_no_count, "dominant_flops")
+    why = unknown.get("flops", "the work of a step is not known")
+    found.miss(why, "dominant_flops")
     found.miss(unknown.get("profiler", "the profile recorded nothing"), "dominant_time")
-    found.miss(f"no profile, and no count: {why_no_count}", "shares", "attention_share")
+    found.miss(f"no profile, and no count: {why}", "shares", "attention_share")
     shares: dict[str, float] = {}
     if counted is not None:
         shares = {group: sum(counted["families"][name]["share"] for name in of) for group, of in FAMILIES.items()}
@@ -352,9 +342,6 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         shares = {group: min(1.0, share) for group, share in shares.items()}
         found.put("shares.groups", shares)
         found.put("attention_share", shares.get("attention", 0.0))
-
-
-# --- The receipt in the folder ----------------------------------------------------------------------------------------
 
 
 def write(run: str | os.PathLike[str]) -> Path:

@@ -53,9 +53,16 @@ class ReceiptWriter(Listener):
     """
 
     def __init__(
-        self, log: Log, *, settings: PluginConfig | None, launched: LaunchPolicy, routes: Routing, indices: IndexOverlap,
-        loop: Loop, every_s: float = 30.0,
-    ) -> None:  # fmt: skip
+        self,
+        log: Log,
+        *,
+        settings: PluginConfig | None,
+        launched: LaunchPolicy,
+        routes: Routing,
+        indices: IndexOverlap,
+        loop: Loop,
+        every_s: float = 30.0,
+    ) -> None:
         self._log, self._every_s = log, every_s
         self._settings, self._routes, self._indices, self._loop = settings, routes, indices, loop
         self._written = -math.inf

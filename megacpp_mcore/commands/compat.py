@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from megacpp_mcore import versions
+import megacpp_mcore
+from megacpp_mcore import settings, versions
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+
+STEPS = 3
+TOLERANCE = 1e-3
+"""Relative; of a figure that rounds otherwise on another CPU. Another model is further off."""
+FIGURES = {
+    "lm loss": (6.097632, 6.098476, 5.491178),
+    "mtp_1 loss": (6.080987, 6.092325, 5.829654),
+    "indexer loss": (1.498690e-4, 1.581253e-4, 1.432061e-4),
+    "grad norm": (1.400721, 1.383224, 1.304774),
+}
+"""What nam56r_tiny trains on Megatron's mock data, step by step; of 0.19.2, on either host."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,6 +44,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="TAG",
         help=f"the tag to compare with (default: {versions.CHECKOUT_TAG}, or the installed Megatron)",
     )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        dest="train",
+        help=f"also train {STEPS} steps of nam56r_tiny on the CPU, on both of its hosts",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--write", action="store_true", help="print fingerprints to paste into the patches' records")
@@ -32,12 +61,57 @@ def run(args: argparse.Namespace) -> int:
     from megacpp_mcore.patches.machinery.checkout import Checkout
 
     report = compat.examine(Checkout(args.checkout), args.since)
+    report["runs"] = {}
+    if args.train:
+        report["runs"] = {host: _trained(Path(report["root"]), host) for host in (GPT, HYBRID)}
+        if any(report["runs"].values()):
+            report |= {"status": len(compat.VERDICTS) - 1, "verdict": compat.VERDICTS[-1]}
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(_fingerprints(report) if args.write else _text(report)))
     status: int = report["status"]
     return status
+
+
+def _trained(root: Path, host: str) -> list[str]:
+    """Train in a process that imports Megatron from ``root``; returns what is not as recorded, or how the run ended."""
+    from megacpp_mcore.observe.steps import read_steps
+
+    model = preset("nam56r_tiny")
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=("--mock-data",),
+        tokenizer=tokenizer_words(model),
+        train_iters=STEPS,
+        micro_batch_size=2,
+        global_batch_size=4,
+        learning_rate=1e-3,
+    )
+    environment = {name: value for name, value in os.environ.items() if name != settings.VARIABLE}
+    paths = [
+        str(root),
+        str(Path(megacpp_mcore.__file__).parents[1]),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.TemporaryDirectory(prefix="megacpp-mcore-compat-") as folder:
+        command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--verbose", "--observe", folder]
+        command += ["--", *lower(Run(model, Layout(), training, host))]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), -1)
+            return [f"ended with status {done.returncode}", *lines[first:]]
+        steps = [step.values() for step in read_steps(Path(folder))]
+    return [
+        f"{name} of step {number} is {found.get(name)}, expected {expected}"
+        for name, values in FIGURES.items()
+        for number, (found, expected) in enumerate(zip(steps, values, strict=True), 1)
+        if not math.isclose(found.get(name, math.nan), expected, rel_tol=TOLERANCE)
+    ]
 
 
 def _text(report: dict[str, Any]) -> Iterator[str]:
@@ -64,6 +138,9 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
     for name in ("flags", "fields"):
         found = report[name]
         yield f"{name} used: {found['known']}, gone: {', '.join(found['gone']) or 'none'}"
+    for host, problems in report["runs"].items():
+        yield f"{STEPS} steps on the {host} host: {'as recorded' if not problems else 'not as recorded'}"
+        yield from (f"  {problem}" for problem in problems)
     yield f"verdict: {report['verdict']}"
 
 

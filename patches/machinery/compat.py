@@ -1,7 +1,7 @@
 """What of a Megatron tree differs from the one that this package was written for, and is used by it; nothing is imported.
 
-Compared are the targets of the patches, the functions and classes that the package imports by name, Megatron's flags and the
-fields of its configurations that the package names.
+Compared are the targets of the patches, functions whose contract the package relies on without replacing them, the functions
+and classes that it imports by name, Megatron's flags and the fields of its configurations that it names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import megacpp_mcore
 from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git
 from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit
 from megacpp_mcore.patches.machinery.source_tree import Definition, SourceTree, nodes
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.versions import CHECKOUT_TAG
@@ -31,6 +31,42 @@ VERDICTS = ("fits", "fingerprints to add", "code to review", "broken")
 # CHANGED: it cannot be said how, as no source with a known fingerprint is at hand.
 EQUAL, COMMENTS, CODE, CHANGED, GONE = "equal", "comments only", "code", "changed", "gone"
 _STATUS = {EQUAL: 0, COMMENTS: 1, CODE: 2, CHANGED: 2, GONE: 3}
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+WATCHED = {
+    # What an input norm may return, and how mixers and experts are called.
+    f"{_LAYER}._forward_attention": (
+        "257c7c162bd0e11d97baeedcaae09375a7787c942cfd6fb50093d8ca248f92e4",
+        "cd954b04f33b9ab8cf1f3750da002779e841f7dfe3ee929ec031b24716f197cc",
+    ),
+    f"{_LAYER}._forward_mlp": (
+        "04ae2df5a64af9d6878cf8b2b090863d0664b2303e71047b00b82426e6b3de8e",
+        "c3fba511c02adfa2254de89bb115294316267f5a0d10c046a0b38cd53ca164b5",
+    ),
+    # How a hybrid model builds its stack, and the stack its layers and MTP.
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": (
+        "e7cf7dec1dc7a10d0b969820ea3f93d7a6a7452c136db28f5d9b90d6220eb19f",
+        "c7b4e92511b7eebe7eecd45f79cd4068c62f7a3bdfad7a8ddb9706f61a178c0a",
+    ),
+    "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__": (
+        "8f31e2dfaa3491fa9849cbf2825c9d42f089a49293ea832819c38290ca0db1e3",
+        "911a0b5c3559e4915569bd8d4cae9159003a592633a2dc5eec1c92bfd2e47495",
+    ),
+    "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": (
+        "debd25cfb08e553de2d3b056a8034e3f455eb800df518ab4fb93059cfddb10f5",
+    ),
+    # The layer that RepeatedLayer is.
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__": (
+        "2c81012ef48203c3733fe4c03da9971eb133bd3eeb6cae451ac19f6859bc6d93",
+        "f6e6af68979108ede246c0053f4a1530b83a2a6227b1f3ba84191f7416158455",
+    ),
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward": (
+        "09140b455726abb5531e8c7d16468bb6b285166806017adaa86383818779139c",
+    ),
+}
+"""Functions whose contract our layers rely on, with the sources of 0.19 and of main that were read for it."""
+_OPTIONAL = "=…"
+"""Ends a parameter that came and need not be passed."""
+
 _FLAG = re.compile(r"--[a-z][a-z0-9-]+(?=$|[ =])")
 _QUOTED_FLAG = re.compile(r"""["'](--[a-z][a-z0-9-]+)["']""")
 _CONFIGURATION = re.compile(r"^class \w*(Config|Args)\b", re.MULTILINE)
@@ -59,7 +95,12 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         trees = list(bases.values())
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
-        patches = [_patch(patch, checkout.tree, trees, history) for patch in checkout.registry.patches]
+        edits = {patch.name: (patch.edits, patch.upstream) for patch in checkout.registry.patches}
+        edits["not patched"] = (
+            tuple(Edit.of(name, known, lambda original: original) for name, known in WATCHED.items()),
+            (),
+        )
+        patches = [_patch(name, *of_patch, checkout.tree, trees, history) for name, of_patch in edits.items()]
         symbols, *used = _uses()
         imported = _symbols(symbols, trees[0], checkout.tree) if trees else []
         known = _names(trees[0]) if trees else (set(), set())
@@ -68,7 +109,9 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
             for ours, old, new in zip(used, known, _names(checkout.tree), strict=True)
         )
     states = [target["state"] for patch in patches for target in patch["targets"]]
-    states += [row["state"] for row in imported if row["parameters"] or row["state"] == GONE]
+    # A parameter that need not be passed changes no call of ours.
+    states += [row["state"] for row in imported if not all(name.endswith(_OPTIONAL) for name in row["parameters"])]
+    states += [GONE for row in imported if row["state"] == GONE]
     status = max(map(_STATUS.__getitem__, [*states, *[GONE] * bool(flags["gone"] or fields["gone"])]))
     return {
         "status": status,
@@ -144,11 +187,18 @@ def _history(checkout: Checkout, since: str | None, folder: Path) -> tuple[_Hist
     return _History(root, tag, files[0], files[1], f"{fork}..{head}", summary), notes
 
 
-def _patch(patch: Patch, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
-    targets = [_target(edit, tree, bases, history) for edit in patch.edits]
-    merged = {f"#{number}": history and history.merged(number) for number in patch.upstream}
+def _patch(
+    name: str,
+    edits: Sequence[Edit],
+    upstream: Sequence[int],
+    tree: SourceTree,
+    bases: Sequence[SourceTree],
+    history: _History | None,
+) -> dict[str, Any]:
+    targets = [_target(edit, tree, bases, history) for edit in edits]
+    merged = {f"#{number}": history and history.merged(number) for number in upstream}
     verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
-    return {"name": patch.name, "verdict": verdict, "targets": targets, "upstream_merged": merged}
+    return {"name": name, "verdict": verdict, "targets": targets, "upstream_merged": merged}
 
 
 def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
@@ -169,9 +219,11 @@ def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: 
 def _compare(old: str, new: str) -> tuple[str, list[str]]:
     """Say how two sources of a function or class differ, and which parameters came (``+``) and went (``-``)."""
     before, after = _definition_in(old), _definition_in(new)
-    names = [_parameters(node) for node in (before, after)]
-    parameters = [f"+{name}" for name in names[1] if name not in names[0]]
-    parameters += [f"-{name}" for name in names[0] if name not in names[1]]
+    old_names, new_names = (_parameters(node) for node in (before, after))
+    is_open = any(name.startswith("*") for name in old_names)  # what was passed through it may have names now
+    came = {name: is_needed for name, is_needed in new_names.items() if is_needed > old_names.get(name, -1)}
+    parameters = [f"+{name}{'' if is_needed and not is_open else _OPTIONAL}" for name, is_needed in came.items()]
+    parameters += [f"-{name}" for name in old_names if name not in new_names]
     state = CODE if ast.dump(before) != ast.dump(after) else COMMENTS if old != new else EQUAL
     return state, parameters
 
@@ -185,12 +237,18 @@ def _definition_in(text: str) -> ast.AST:
     return definition.body[0] if isinstance(definition, ast.If) else definition
 
 
-def _parameters(node: ast.AST | None) -> list[str]:
-    """Return the names of a function's parameters, or of a class's ``__init__``."""
+def _parameters(node: ast.AST | None) -> dict[str, bool]:
+    """Return the parameters of a function, or of a class's ``__init__``: by name, whether each has to be passed."""
     if isinstance(node, ast.ClassDef):
         node = next((inner for inner in node.body if getattr(inner, "name", "") == "__init__"), None)
-    arguments = getattr(node, "args", None)
-    return [one.arg for one in ast.walk(arguments) if isinstance(one, ast.arg)] if arguments else []
+    found = getattr(node, "args", None)
+    if not isinstance(found, ast.arguments):
+        return {}
+    positional = [*found.posonlyargs, *found.args]
+    needed = {one.arg: index < len(positional) - len(found.defaults) for index, one in enumerate(positional)}
+    needed |= {one.arg: value is None for one, value in zip(found.kwonlyargs, found.kw_defaults, strict=True)}
+    rest = {"*": found.vararg, "**": found.kwarg}
+    return needed | {f"{stars}{one.arg}": False for stars, one in rest.items() if one is not None}
 
 
 def _uses() -> tuple[dict[str, set[str]], set[str], set[str]]:

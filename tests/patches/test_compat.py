@@ -14,14 +14,16 @@ import pytest
 
 from megacpp_mcore import versions
 from megacpp_mcore.commands import cli
+from megacpp_mcore.commands import compat as command
 from megacpp_mcore.errors import CheckoutError
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches.machinery import checkout as checkout_module
 from megacpp_mcore.patches.machinery import compat
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.machinery.symbols import digest
 from tests.errors import raises
-from tests.trees import commit, git, patch_of, snapshot
+from tests.trees import commit, git, patch_of, snapshot, wheel_root
 
 TAG = versions.CHECKOUT_TAG
 FILES = {
@@ -41,6 +43,10 @@ FILES = {
 
         def scale(x, by):
             return x * by
+
+
+        def called(x):
+            return x
     ''',
     "bridge/__init__.py": "nothing = 1\n",  # of another distribution
     "training/arguments.py": '''
@@ -54,6 +60,7 @@ FILES = {
     ''',
 }  # fmt: skip
 FORWARD, SCALE = "megatron.core.layers:Layer.forward", "megatron.core.layers:scale"
+CALLED = "megatron.core.layers:called"
 PACKAGE = """
     from megatron.core import LIMIT, Plain, layers
     from megatron.core.layers import scale
@@ -80,6 +87,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(package / "__init__.py"))
     registry = Registry([patch_of(root, "one", FORWARD, upstream=(7, 8)), patch_of(root, "two", SCALE)])
     monkeypatch.setattr(checkout_module, "default", lambda: registry)
+    monkeypatch.setattr(compat, "WATCHED", {CALLED: patch_of(root, "watched", CALLED).edits[0].fingerprints})
 
     def none(registry: Any = None) -> Checkout:
         raise CheckoutError("none")
@@ -112,7 +120,9 @@ def report(tree: Path, capsys: pytest.CaptureFixture[str], status: int, *words: 
 
 def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(tree, capsys, 0)
-    assert [patch["verdict"] for patch in found["patches"]] == ["fits", "fits"]
+    assert {patch["name"]: patch["verdict"] for patch in found["patches"]} == dict.fromkeys(
+        ("one", "two", "not patched"), "fits"
+    )
     assert found["symbols"] == {"known": 4, "changed": []}
     assert found["flags"] == {"known": 3, "gone": []}
     assert found["fields"] == {"known": 2, "gone": []}
@@ -126,7 +136,8 @@ def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.Captur
         ('"""Run."""', '"""Runs."""', 1, "comments only", []),
         ("x + 1", "x + 2", 2, "code", []),
         ("forward(self, x)", "forward(self, y, *, x)", 2, "code", ["+y"]),
-        ("forward(self, x)", "forward(self, *x)", 2, "code", []),
+        ("forward(self, x)", "forward(self, x, y=1)", 2, "code", ["+y=…"]),
+        ("forward(self, x)", "forward(self, *x)", 2, "code", ["+*x=…", "-x"]),
         ("def forward", "def run", 3, "gone", []),
     ],
 )
@@ -136,9 +147,9 @@ def test_changes_of_a_target_are_told_apart(
 ) -> None:  # fmt: skip
     seed("core/layers.py", old, new)
     seed("core/layers.py", '"""A layer."""', '"""A class of layers."""')
-    one, two = report(tree, capsys, status)["patches"]
+    one, two, watched = report(tree, capsys, status)["patches"]
     (target,) = one["targets"]
-    assert (one["verdict"], two["verdict"]) == (compat.VERDICTS[status], "fits")
+    assert (one["verdict"], two["verdict"], watched["verdict"]) == (compat.VERDICTS[status], "fits", "fits")
     assert (target["state"], target["parameters"]) == (state, parameters)
     (changed,) = target["commits"]
     assert changed.endswith(f"{old.strip()} becomes {new.strip()} (#7)")
@@ -180,7 +191,10 @@ def test_fingerprints_of_several_sources(tree: Path, seed: Seed, capsys: pytest.
 @pytest.mark.parametrize(
     ("name", "old", "new", "status", "key", "expected"),
     [
-        ("core/layers.py", "name=None", "name=None, group=None", 2, "symbols", ["+group"]),
+        ("core/layers.py", "name=None", "name=None, *, group=None, **more", 0, "symbols", ["+group=…", "+**more=…"]),
+        ("core/layers.py", "name=None", "group, name=None", 2, "symbols", ["+group"]),
+        ("core/layers.py", "name=None", "*, name", 2, "symbols", ["+name"]),
+        ("core/layers.py", ", name=None", "", 2, "symbols", ["-name"]),
         ("core/layers.py", "self.config = config", "self.settings = config", 0, "symbols", []),
         ("core/__init__.py", "Layer as Plain", "Layer", 3, "symbols", "megatron.core:Plain"),
         ("core/__init__.py", "LIMIT", "BOUND", 3, "symbols", "megatron.core:LIMIT"),
@@ -195,13 +209,23 @@ def test_changes_of_what_the_package_names(
 ) -> None:  # fmt: skip
     seed(name, old, new)
     found = report(tree, capsys, status)
-    assert [patch["verdict"] for patch in found["patches"]] == ["fits", "fits"]
+    assert [patch["verdict"] for patch in found["patches"][:2]] == ["fits", "fits"]
     if key != "symbols":
         assert found[key]["gone"] == expected
         return
     (row,) = found[key]["changed"]
     assert expected == (row["symbol"] if status == 3 else row["parameters"])
     assert row["files"] == ["__init__.py"]
+
+
+def test_functions_that_no_patch_replaces_are_watched(
+    tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed("core/layers.py", "called(x)", "called(x, y)")
+    *patches, watched = report(tree, capsys, 2)["patches"]
+    assert [patch["verdict"] for patch in patches] == ["fits", "fits"]
+    assert (watched["name"], watched["verdict"]) == ("not patched", "code to review")
+    assert [(row["target"], row["parameters"]) for row in watched["targets"]] == [(CALLED, ["+y"])]
 
 
 def test_a_reverted_pull_request_is_not_merged(tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +272,25 @@ def test_trees_that_cannot_be_compared(
     (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
     with raises(CheckoutError, "arguments.py", code="syntax"):
         compat.examine(Checkout(tree))
+
+
+def test_a_run_that_does_not_end_well_is_broken(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(tree, capsys, 3, "--run")
+    assert [patch["verdict"] for patch in found["patches"]] == ["fits"] * 3
+    for host in (GPT, HYBRID):
+        said = found["runs"][host]
+        assert said[0].startswith("ended with status ")
+        assert "No module named 'megatron." in said[1]  # of the tree, which has three files
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+def test_a_run_has_to_give_the_recorded_figures(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.FIGURES["grad norm"]
+    monkeypatch.setitem(command.FIGURES, "grad norm", (1.0, command.FIGURES["grad norm"][1], 1.0))
+    problems = command._trained(wheel_root(), host)
+    assert [problem.partition(" is ")[0] for problem in problems] == ["grad norm of step 1", "grad norm of step 3"]
 
 
 @pytest.mark.checkout

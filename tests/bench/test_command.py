@@ -32,9 +32,6 @@ ROOT = Path(__file__).parents[2]
 OTHER = str(ROOT / "experiments" / "results" / "train_h200.csv")
 
 
-# --- the registry -----------------------------------------------------------------------------------------------------
-
-
 def test_every_op_and_every_kind_of_layer_has_a_benchmark() -> None:
     ops = {one.covers for one in BENCHMARKS.values() if one.kind == OP}
     assert {candidate.op for candidate in own_candidates()} <= ops | {EXPERTS}  # whose rows are those of the E layer
@@ -81,9 +78,6 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
 ) -> None:
     assert cli.main(["bench", "run", *words.split()]) == cli.USER_ERROR
     assert says in capsys.readouterr().err
-
-
-# --- against a committed table ------------------------------------------------------------------------------------------
 
 
 Row = dict[str, str]
@@ -181,9 +175,6 @@ def test_a_row_of_the_wrong_result_or_of_other_conditions_is_no_baseline(change:
     together = compare([other, row(work="both")], [row(ms="9.0"), row(work="both")], 0.1)
     assert (together.compared, together.slower) == (1, [])
     assert any(line.startswith(SDPA) and says in line for line in together.lines)
-
-
-# --- a real run ---------------------------------------------------------------------------------------------------------
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:

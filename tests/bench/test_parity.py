@@ -42,9 +42,6 @@ def run(name: str) -> Outcome:
     return measure.run(BENCHMARKS[name], tiny(name), lambda line: None)
 
 
-# --- injected ops -------------------------------------------------------------------------------------------------------
-
-
 def inject(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any]) -> None:
     """A backend of ``m2rnn`` called ``injected`` that ``auto`` prefers."""
     known = backends.own_candidates()
@@ -106,9 +103,6 @@ def test_a_layer_is_checked_with_its_op_and_on_references_claims_nothing(monkeyp
     assert failure.startswith("layer_r: ours (")
     assert "m2rnn injected) FAILS: worst row out" in failure
     assert {row["ms"] for row in found.rows} == {""}
-
-
-# --- made-up problems -----------------------------------------------------------------------------------------------------
 
 
 def times(factor: float, name: str, side: str, **more: Any) -> Variant:
@@ -249,9 +243,6 @@ def test_shapes_and_what_is_no_number_fail(spoil: Callable[[Any], Any], outcome:
     assert outcome(one).failures == ["mla: ours FAILS: worst row y inf > 1.0e-06"]
 
 
-# --- the judge of selections ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("change", ["twice", "future", "too few", "second best"])
 def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
     made = measure.load(BENCHMARKS["indexer"], tiny("indexer", topk=4))
@@ -266,9 +257,6 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
     index[0, row, slot] = key
     spoiled = dataclasses.replace(ours, runs={FORWARD: lambda _: index})
     assert made.check(spoiled, FORWARD, made.inputs).right is False
-
-
-# --- stock's TileLang kernels of sparse_mla -------------------------------------------------------------------------------
 
 
 def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +278,6 @@ def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dsa_tilelang_kernels, hook, lambda *call: None)
     with pytest.raises(BenchmarkError, match="TileLang"):
         made.check(variant, FORWARD, made.inputs)
-
-
-# --- the command --------------------------------------------------------------------------------------------------------
 
 
 def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(

@@ -108,8 +108,6 @@ def test_errors_of_the_command_line_alone_come_before_heavy_imports(tmp_path: Pa
     assert [said in line for said, line in zip(commands.values(), errors, strict=True)] == [True] * len(commands)
 
 
-# --- what others say while they are imported -----------------------------------------------------------------------------
-
 NOISY = """
 import logging, warnings
 warnings.warn("not installed, falling back")
@@ -158,9 +156,6 @@ def test_a_command_leaves_out_what_others_warn_of_and_a_training_shows_it(
     assert caplog.messages == theirs
     logging.getLogger("torch.utils.cpp_extension").warning("afterwards")
     assert caplog.messages == [*theirs, "afterwards"]
-
-
-# --- how it ends ----------------------------------------------------------------------------------------------------------
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -26,9 +26,6 @@ TOTAL = STEP.total.training
 FULL = recomputed(MODEL, STEP, Recomputation(granularity="full", method="uniform", num_layers=1))
 
 
-# --- peaks -------------------------------------------------------------------------------------------------------------
-
-
 def test_peaks_are_dense_and_of_known_devices_only() -> None:
     """Half of what the datasheets give with sparsity; fp32 has none."""
     for device in DEVICES:
@@ -43,9 +40,6 @@ def test_peaks_are_dense_and_of_known_devices_only() -> None:
         assert "'NVIDIA H200'" in (found.reason or "")
     with raises(ModelError, "'fp4'", "fp8, bf16, tf32, fp32"):
         peak(H200, "fp4")
-
-
-# --- by precision ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,9 +65,6 @@ def test_fp8_experts_are_split_off_and_nothing_is_lost(name: str) -> None:
 
 def _times(work: Work, count: int) -> Work:
     return Work(count * work.forward, count * work.backward)
-
-
-# --- utilisation -------------------------------------------------------------------------------------------------------
 
 
 def utilisation(
@@ -115,9 +106,6 @@ def test_fp8_time_is_held_against_the_fp8_peak() -> None:
     assert in_bf16.mfu == pytest.approx(naive, rel=1e-12)
 
 
-# --- the record --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_record_adds_up_and_survives_json(recompute: bool) -> None:
     again = {"again": FULL} if recompute else {}
@@ -133,9 +121,6 @@ def test_the_record_adds_up_and_survives_json(recompute: bool) -> None:
     assert families["embedding"] == {"forward": 0, "backward": 0, "recomputed": 0, "share": 0}
     assert found["tokens"] == 8 * 4096
     assert [part["forward"] for part in found["mtp_depths"]] == [part.total.forward for part in STEP.mtp]
-
-
-# --- for people --------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_tells_model_from_hardware_flops() -> None:

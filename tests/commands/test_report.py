@@ -54,9 +54,6 @@ def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["0"]["seconds"]["startup"] == 3.0
 
 
-# --- a run whose status is `running` -------------------------------------------------------------------------------------
-
-
 def of_ranks(run: Path, silent_s: Mapping[int, float], ended: tuple[int, ...] = (), beat_s: float = 1.0) -> Path:
     """A run's folder, as ranks leave it that gave their last sign of life so many seconds ago."""
     for rank, seconds in silent_s.items():
@@ -100,9 +97,6 @@ def test_damage_is_named_with_its_file_and_line(tmp_path: Path, capsys: pytest.C
     for action in ("show", "goodput", "html"):
         assert cli.main(["report", action, str(run)]) == 2
         assert f"{file_of(run, rank=1)}, line 3: no line that a run writes (KeyError: 'at')" in capsys.readouterr().err
-
-
-# --- what is shown of a receipt -----------------------------------------------------------------------------------------
 
 
 def test_the_memory_of_a_process_is_called_that_and_shown_once(

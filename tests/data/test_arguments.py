@@ -295,8 +295,6 @@ def test_the_cache_is_beside_the_first_dataset_unless_it_is_named(prefix: str) -
         cache_words(["--data-path", prefix])
 
 
-# --- fill in the middle --------------------------------------------------------------------------------------------------
-
 MARKS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 

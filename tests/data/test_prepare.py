@@ -91,9 +91,6 @@ def test_megatron_reads_the_texts_back_in_order(texts, tmp_path):
     assert not (tmp_path / "out" / "data.unfinished").exists()
 
 
-# --- splits -------------------------------------------------------------------------------------------------------------
-
-
 def test_split_is_stable_and_complete(texts, tmp_path):
     train, valid = run(texts, tmp_path / "a", split=SPLIT)
     assert (train, valid) == (str(tmp_path / "a_train"), str(tmp_path / "a_valid"))
@@ -123,9 +120,6 @@ def test_output_does_not_depend_on_workers_pieces_or_machine(texts, tmp_path, mo
         run(texts, tmp_path / name / "data", split=SPLIT, workers=workers)
         assert read_outputs(tmp_path / name) == read_outputs(tmp_path / "a")
     assert len(read_outputs(tmp_path / "a")) == 6
-
-
-# --- crashes ------------------------------------------------------------------------------------------------------------
 
 
 def prepare_until_killed(texts: Path, output: Path, operation: int, overwrite: bool) -> None:
@@ -246,9 +240,6 @@ def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [texts]
 
 
-# --- what is in the way -------------------------------------------------------------------------------------------------
-
-
 def test_existing_datasets_are_kept_unless_told(texts, tmp_path):
     (prefix,) = run(texts, tmp_path / "data")
     before = Path(prefix + ".bin").read_bytes()
@@ -288,9 +279,6 @@ def test_indices_that_megatron_cached_of_a_dataset_are_neither_removed_nor_outli
         run(texts, prefix, overwrite=True)
     assert cached.exists()
     verify(prefix)
-
-
-# --- sources ------------------------------------------------------------------------------------------------------------
 
 
 def test_undecodable_text_is_named_with_its_offset_and_leaves_nothing(texts, tmp_path):
@@ -438,9 +426,6 @@ def test_a_source_that_becomes_unreadable_or_changes_is_named(texts, tmp_path, m
         run(texts, tmp_path / "data")
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     save_words(tmp_path / "hf", {f"w{n}": n for n in range(70_000)} | {"<eos>": 70_000}, eos_token="<eos>")
     (tmp_path / "a.txt").write_text("w69999 w3")
@@ -463,9 +448,6 @@ def test_progress_names_the_rate_and_the_time_left(monkeypatch, capsys):
         "1/2 files  2.0/6.0 MB  0.1 MB/s  left 40 s",
         "2/2 files  6.0/6.0 MB  0.1 MB/s  left 0 s",
     ]
-
-
-# --- the standard library -----------------------------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_a_corpus(tmp_path):

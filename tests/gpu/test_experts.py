@@ -160,8 +160,6 @@ def test_the_routers_kernels(case: Case) -> None:
     compared(fused.route, case, torch.device("cuda"))
 
 
-# --- Training -----------------------------------------------------------------------------------------------------------
-
 STEPS, SAVED = 10, 5
 
 

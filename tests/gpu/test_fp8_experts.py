@@ -42,9 +42,6 @@ ALONE = "--no-gradient-accumulation-fusion"
 """Without DistributedDataParallel there is no buffer for a product to add its weight gradient to."""
 
 
-# --- Which products -----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Products:
     """The GEMMs that Transformer Engine's modules ran, by layout (TN forward, NN input gradient, NT weight gradient)."""
@@ -163,9 +160,6 @@ def test_the_products_of_the_experts_alone_have_fp8_operands(
         assert kinds == ({Float8BlockQuantizer} if name in in_fp8 else set()), name
     gradients = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "experts.linear" in name}
     assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
-
-
-# --- Errors and padding, at the widths of nam56r ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -292,8 +286,6 @@ def test_recompute_repeats_what_the_forward_pass_did(pair: tuple[Any, Any]) -> N
     assert products.grouped_fp8 == {"TN": 4, "NN": 2, "NT": 2}
     assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * 5
 
-
-# --- Training -----------------------------------------------------------------------------------------------------------
 
 STEPS, SAVED = 20, 10
 

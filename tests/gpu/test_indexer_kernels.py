@@ -160,9 +160,6 @@ def test_nothing_waits_and_a_graph_replays() -> None:
     assert_replays(both, inputs, others)
 
 
-# --- scores of all keys ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", fused.SCORE_ALL)
 @pytest.mark.parametrize("H", [1, 32, 64])

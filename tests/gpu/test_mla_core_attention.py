@@ -202,9 +202,6 @@ def test_nothing_waits_and_a_graph_replays() -> None:
     assert_replays(ours, draw(640))
 
 
-# --- at the seam -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def patched(process: None) -> Iterator[list[str]]:
     """The patch, and what it logs."""

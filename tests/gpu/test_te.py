@@ -93,9 +93,6 @@ def in_double(run: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[t
     return both_ways(run, *(leaf.detach().double().requires_grad_() for leaf in leaves))
 
 
-# --- Parity -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_attention_with_grouped_queries_in_fp32(causal: bool, heads_first: bool) -> None:
@@ -157,9 +154,6 @@ def test_experts_in_fp32() -> None:
     assert_same(outcome(experts.routed_mlp, case, inputs), outcome(routed_truth, case, inputs, torch.float64), BLOCK)
     found = outcome_of_rows(experts.grouped_mlp, case, inputs)
     assert_same(found, outcome_of_rows(grouped_truth, case, inputs, torch.float64), BLOCK)
-
-
-# --- FP8 scopes ---------------------------------------------------------------------------------------------------------
 
 
 def rms(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -251,9 +245,6 @@ def test_what_dequantises_itself_is_counted() -> None:
     assert quantized.count() == before + 1
 
 
-# --- In a model ---------------------------------------------------------------------------------------------------------
-
-
 def loss_of(wrapped: Any) -> torch.Tensor:
     tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
     positions = torch.arange(128, device="cuda").expand(2, -1)
@@ -325,13 +316,9 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
     )
     assert type(fused.mlp.linear_fc1).__name__ == "TELayerNormColumnParallelLinear"
     keys = [
-        {
-            one.key: tuple(one.global_shape)
-            for name, one in layer.sharded_state_dict("mtp.").items()
-            if "_extra" not in name
-        }
+        {one.key: tuple(one.global_shape) for name, one in layer.sharded_state_dict("mtp.").items() if "_extra" not in name}
         for layer in (plain, fused)
-    ]
+    ]  # fmt: skip
     assert keys[0] == keys[1]
     with torch.no_grad():
         plain.pre_mlp_layernorm.weight.uniform_(0.5, 1.5)

@@ -331,9 +331,6 @@ def test_no_experts_product_reads_rows_that_none_has_written() -> None:
     assert FORWARD["BM"] % BACKWARD["BM"] == BACKWARD["BM"] % WEIGHTS["BK"] == 0
 
 
-# --- Mamba-3 ----------------------------------------------------------------------------------------------------------
-
-
 INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "norm")
 PER_HEAD = ("k", "q", "do", "dk", "dq", "state", "dstate")
 TABLES = ("bn", "cn", "normed", "b_bias", "c_bias", "bias", "mx", "mz", "mo", "cos_sin")

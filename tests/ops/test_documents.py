@@ -85,9 +85,6 @@ def check_separate(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")
 
 
-# --- M -----------------------------------------------------------------------------------------------------------------
-
-
 def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
     """What an op takes, in float64, as leaves: of the tokens ``[B, S, …]``, and of the layer."""
     leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
@@ -128,9 +125,6 @@ def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> Non
     before, after = (mamba3_case.run(mamba3, case, {"u": u} | weights, **options)[0] for u in (first, other))
     assert torch.equal(before[13:], after[13:])
     assert not torch.equal(before[:13], after[:13])
-
-
-# --- R -----------------------------------------------------------------------------------------------------------------
 
 
 def mixer(rows: int) -> tuple[Tensors, Tensors]:
@@ -185,9 +179,6 @@ def test_m2rnn_may_be_cut_anywhere(documents: bool, cut: int, every: int | None)
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
 
 
-# --- A -----------------------------------------------------------------------------------------------------------------
-
-
 @_PROPERTY
 @given(lengths=LENGTHS, query_chunk=st.sampled_from([None, 1, 3, 8]), fused=st.booleans())
 def test_full_mla(lengths: list[int], query_chunk: int | None, fused: bool) -> None:
@@ -229,9 +220,6 @@ def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
     rows = sum(lengths)
     shapes = {"query": (2, rows, H, V), "kv": (2, rows, V), "q": (2, rows, H, P), "k": (2, rows, P), "w": (2, rows, H)}
     check_separate(compute, draw(shapes, 0), {}, lengths)
-
-
-# --- who says where documents begin ------------------------------------------------------------------------------------
 
 
 def stock_mask(tokens_S: torch.Tensor, eod: int) -> torch.Tensor:

@@ -80,9 +80,6 @@ def scopes(recipe: str = "block", depth: int = 6, **values: Any) -> Scopes:
     return Scopes(FP8(recipe=recipe, **values), depth)
 
 
-# --- Groups -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("numbers", "is_fp8"), [((2, 3), True), ((1, 2), False), ((5, 6), False), ((4,), True)])
 def test_a_group_that_touches_the_zone_is_bf16_whole(numbers: tuple[int, ...], is_fp8: bool) -> None:
     with scopes().group(numbers) as in_fp8:
@@ -143,9 +140,6 @@ def test_the_history_of_delayed_scaling_covers_micro_batches(monkeypatch: pytest
     assert vars(scopes("block").recipe) == {}
 
 
-# --- What is installed --------------------------------------------------------------------------------------------------
-
-
 class Layer(Module):
     """An attention layer: two projections, and an indexer with one of its own."""
 
@@ -198,9 +192,6 @@ def test_a_deep_copy_has_its_own_parameters() -> None:
     assert (layer.linear_q.seen, other.linear_q.seen) == ([], [True])
 
 
-# --- Owners -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def four_ranks() -> Iterator[dict[str, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -234,8 +225,6 @@ def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks:
     with raises(ModelError, "layer 3", "ranks [0, "):
         scopes().install(other, 3)
 
-
-# --- Bad input ----------------------------------------------------------------------------------------------------------
 
 CLEAN: dict[str, Any] = {
     "params_dtype": torch.bfloat16, "fp8": None, "fp4": None, "first_last_layers_bf16": False, "tp_only_amax_red": False,

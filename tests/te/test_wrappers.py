@@ -31,9 +31,6 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-# --- Attention ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("need", ["attention_mask", "seq_idx"])
 def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
     qkv = [torch.zeros(4, 1, 2, 8) for _ in range(3)]
@@ -84,9 +81,6 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
         te_imports.configure(None)
 
 
-# --- Block --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [
@@ -98,9 +92,6 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
 def test_a_block_that_cannot_be(there: None, arguments: dict[str, Any], values: list[str]) -> None:
     with raises(ModelError, *values):
         block.Block(ffn=64, **arguments)
-
-
-# --- Experts ------------------------------------------------------------------------------------------------------------
 
 
 def test_experts_refuse_what_does_not_fit(there: None) -> None:

@@ -64,7 +64,6 @@ def test_changed_weights_are_quantised_anew(change: Callable[[torch.nn.Parameter
 
 
 def test_an_evaluation_has_the_weights_of_its_time_and_keeps_none() -> None:
-    """An average of weights, say, for the time of an evaluation."""
     w, average = torch.nn.Parameter(torch.randn(2, 3, 4)), torch.randn(2, 3, 4)
     trained, first = w.detach().clone(), kept(w)
     with torch.no_grad():

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.mla.sdpa import sdpa_attention
+from megacpp_mcore.ops.mla.sdpa import fused_backend, sdpa_attention
 from megacpp_mcore.ops.testing import assert_parity
 from tests.errors import raises
 from tests.ops.saved_tensors import saved_bytes
@@ -162,3 +163,8 @@ def test_refuses(case):
     arguments, options, message = bad_calls()[case]
     with pytest.raises(ModelError, match=message):
         mla_attention(*arguments, softmax_scale=SCALE, **options)
+    if case not in ("chunk", "no query"):
+        with pytest.raises(ModelError, match=message):
+            sdpa_attention(*arguments, softmax_scale=SCALE, backend=SDPBackend.MATH, **options)
+        with pytest.raises(ModelError, match=message):
+            fused_backend(*arguments, **options)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import distributed
 
-from megacpp_mcore.ops.linear_cross_entropy import reference
 from megacpp_mcore.ops.linear_cross_entropy.chunked import VocabShards, linear_cross_entropy
 from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import assert_parity
@@ -104,27 +103,6 @@ def test_parity(N: int, H: int, V: int, dtype: torch.dtype, rms: float) -> None:
                 assert all(map(torch.equal, found, run(inputs, **options)))
 
 
-def test_bias_scale_and_labels_outside() -> None:
-    """Labels of other ranks count as those of the largest logit here; statistics are those of the logits."""
-    hidden, weight, label, cotangent = draw(515, 320, 9001, torch.bfloat16)
-    bias = torch.randn(9001, device="cuda").bfloat16().requires_grad_()
-    label[::3] += 9001
-    label[1::7] = -100
-    weights = cotangent.abs()
-
-    def run(op: Callable[..., Any], double: bool, **options: Any) -> list[torch.Tensor]:
-        leaves = [leaf.detach().double().requires_grad_() if double else leaf for leaf in (hidden, weight, bias)]
-        loss = op(leaves[0], leaves[1], label, bias_V=leaves[2], logit_scale=0.5, **options)
-        loss = getattr(loss, "loss", loss)
-        return [loss.detach()[:, None], *torch.autograd.grad(loss, leaves, weights.to(loss.dtype) * 3)]
-
-    truth, peer = run(reference.linear_cross_entropy, True), run(reference.linear_cross_entropy, False)
-    for options in ({}, {"token_weight": weights}, {"token_weight": weights, "token_chunk": 100}):
-        found = run(linear_cross_entropy, False, **options)
-        for name, have, want, other in zip(("loss", "hidden", "weight", "bias"), found, truth, peer, strict=True):
-            assert_parity(have, want, rms=1e-2, dtype_peer=other, name=name)
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_vocabulary_over_ranks(known: bool, tmp_path: Path) -> None:
     """A group of one rank: statistics and gradient in two steps, with what ranks send each other in between."""
@@ -175,23 +153,6 @@ def test_nothing_waits_for_the_device_and_a_graph_replays(known: bool) -> None:
     captured = replayed(lambda: outcome(ours, inputs, **options), (*inputs, mask), (*others, mask.flip(0)))
     for have, want in zip(captured, outcome(ours, inputs, **options), strict=True):
         assert_parity(have, want, rms=5e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_largest_logit_and_its_column(dtype: torch.dtype) -> None:
-    """Of equal ones the first, and what −∞ leaves."""
-    hidden, weight, label, _ = draw(700, 64, 9001, dtype)
-    with torch.no_grad():
-        weight[5000] = weight[17]
-        weight[:17] = 0
-    logit, bias = torch.mm(hidden, weight.t()), torch.zeros(9001, device="cuda", dtype=dtype)
-    found = linear_cross_entropy(hidden, weight, label)
-    assert torch.equal(found.top_logit, logit.amax(-1).float())
-    assert torch.equal(found.top_column, (logit == logit.amax(-1, keepdim=True)).int().argmax(-1))
-    bias[17:9000] = -torch.inf
-    found = linear_cross_entropy(hidden, weight, label.fill_(3), bias_V=bias)
-    assert bool(found.loss.isfinite().all())
-    assert bool(((found.top_column < 17) | (found.top_column == 9000)).all())
 
 
 def test_at_the_size_of_the_model() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from megacpp_mcore import patches
 from megacpp_mcore.cpu.__main__ import main
+from tests import forks
 
 SCRIPT = """
 import os, sys, torch, beside
@@ -53,20 +53,8 @@ def test_a_script_gets_its_arguments_its_folder_and_a_device(folder: Path, capsy
 
 def test_a_module_such_as_pytest(folder: Path) -> None:
     (folder / "test_lane.py").write_text(TEST)
-    path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])))
-    command = [
-        sys.executable,
-        "-m",
-        "megacpp_mcore.cpu",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "test_lane.py",
-    ]
-    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    words = ("-m", "megacpp_mcore.cpu", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lane.py")
+    done = forks.run(words, cwd=folder, env=os.environ | {"PYTHONPATH": str(forks.ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 

@@ -26,8 +26,9 @@ from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import named_as
 from megacpp_mcore.nemo_recipes import bridge
-from megacpp_mcore.nemo_recipes.read import read
+from megacpp_mcore.nemo_recipes.read_bridge import read
 from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches.machinery import registry
@@ -261,9 +262,9 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     """
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
 
-    from megacpp_mcore.nemo_recipes import nam56r
+    from megacpp_mcore.nemo_recipes import bridge_recipes
 
-    config = nam56r.container(chosen)
+    config = bridge_recipes.container(chosen)
     for override in overrides:
         check_override(config, override)
     keys = [override.partition("=")[0] for override in overrides]
@@ -275,7 +276,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     for key in keys:
         _check_type(key, before[key], _value(config, key))
     usual = read(chosen.run, config, int(os.environ["WORLD_SIZE"])).as_usual()
-    nam56r.derive(config, usual, keys)
+    bridge_recipes.derive(config, usual, keys)
     config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
         lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}")
@@ -319,7 +320,8 @@ def changed(chosen: Recipe, words: Sequence[str]) -> Recipe:
         raise LaunchError("the number of processes is torchrun's --nnodes × --nproc-per-node; leave processes out")
     layout = dataclasses.replace(chosen.run.layout, **changes.layout)
     processes = chosen.processes if layout == chosen.run.layout else layout.processes  # or a multiple: check_processes
-    training = dataclasses.replace(chosen.run.training, processes=processes, **changes.training)
+    with named_as({}):
+        training = dataclasses.replace(chosen.run.training, processes=processes, **changes.training)
     return dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, layout=layout, training=training))
 
 

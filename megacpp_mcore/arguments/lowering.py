@@ -36,7 +36,7 @@ SPECS: Mapping[str, Named] = MappingProxyType(
 SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
 """Host to the stock script that builds it."""
 
-MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid"}
+MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid_host"}
 """Host to the module of its specs."""
 
 _UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(

@@ -19,7 +19,7 @@ from megacpp_mcore.model import DEFAULT, Layout, Model, hybrid, preset
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.run import FIELDS, Run, given_in
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.model.training import GPT, HYBRID, Training, named_as
 from megacpp_mcore.util import flags
 
 if TYPE_CHECKING:
@@ -95,15 +95,16 @@ def read(
     impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
     if model is None and impl != "transformer_engine":
         impl = "local"  # Megatron has more kinds, none of them Transformer Engine's
-    training = Training(
-        device=device,
-        precision=plan,
-        transformer_impl=impl,
-        data=_words_of(given, _DATA),
-        tokenizer=_words_of(given, _TOKENIZER),
-        processes=processes,
-        **({} if model is None else _numbers(given)),
-    )
+    with named_as({name: flag for name, (flag, _) in _NUMBERS.items()}):
+        training = Training(
+            device=device,
+            precision=plan,
+            transformer_impl=impl,
+            data=_words_of(given, _DATA),
+            tokenizer=_words_of(given, _TOKENIZER),
+            processes=processes,
+            **({} if model is None else _numbers(given)),
+        )
     run = Run(model, layout, training, host or GPT, settings=settings)
     found = {name: known.default for name, known in FIELDS.items()} | given_in(given)
     found |= {
@@ -190,7 +191,7 @@ def _numbers(given: flags.Flags) -> dict[str, Any]:
         if text is None:
             found |= {} if default is None else {field.name: default}
         elif field.type == "int":
-            found[field.name] = flags.whole(given, flag, LaunchError, 0) or field.default
+            found[field.name] = flags.whole(given, flag, LaunchError, 1)
         else:
             try:
                 found[field.name] = float(text)

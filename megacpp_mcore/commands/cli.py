@@ -62,11 +62,11 @@ def _without_others() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; for ``launch`` and the like, everything after the first ``--`` becomes ``stock_command``."""
+    """Parse the command line; what follows the first ``--`` of ``launch`` and the like becomes ``stock_command``."""
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
-    if command in ("launch", "advise") and "--" in argv:
+    if command in ("launch", "advise", "recipe") and "--" in argv:
         head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
@@ -77,6 +77,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.stock_command = tail
+    if tail and command == "recipe" and args.action != "emit":
+        parser.error(f"unrecognized arguments: -- {' '.join(tail)}")
     return args
 
 

@@ -7,6 +7,7 @@ import collections
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,10 @@ def _page(patches: Sequence[Patch]) -> str:
         lines += [f"- Gain: {patch.gain}"] if patch.gain != NOT_MEASURED else []
         fixed_by = "".join(f" (NVIDIA/Megatron-LM#{number})" for number in patch.upstream)
         lines += [f"- Goes when: {patch.retire_when}{fixed_by}"]
+    wrapped = textwrap.TextWrapper(140, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        wrapped.subsequent_indent = "  " * line.startswith("- ")
+        lines[number] = wrapped.fill(line)
     return "\n".join(lines) + "\n"
 
 

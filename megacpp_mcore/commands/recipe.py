@@ -14,19 +14,22 @@ from typing import Any
 import yaml
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import overrides, stock_command
+from megacpp_mcore.arguments import lowering, overrides, stock_command
+from megacpp_mcore.arguments import read as reading
 from megacpp_mcore.arguments.lowering import SCRIPTS, lower
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.launch import plan
 from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, memory, preset
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.flops import count as flops
-from megacpp_mcore.model.flops import report as flops_report
+from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import CAPTURED, Run
-from megacpp_mcore.model.training import GPT, RECOMPUTED, Recompute, Training
+from megacpp_mcore.model.training import GPT, RECOMPUTED, Recompute, Training, named_as
+from megacpp_mcore.util import flags
 from megacpp_mcore.util.nearest import nearest
 
 _FORMS: Mapping[str, Callable[[StockCommand], str]] = {
@@ -83,7 +86,8 @@ def add_parser(subparsers: Any) -> None:
     flops_parser.add_argument("name")
     _add_set(flops_parser, "values of the model to count")
     add_flops_arguments(flops_parser)
-    emit = actions.add_parser("emit", help="the complete stock Megatron command for a model")
+    usage = "megacpp-mcore recipe emit NAME [OPTIONS] [-- ARGUMENTS of Megatron]"
+    emit = actions.add_parser("emit", help="the complete stock Megatron command for a model", usage=usage)
     emit.add_argument("name", help="the model or recipe")
     emit.add_argument(
         "--as",
@@ -248,15 +252,19 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         raise LaunchError("the number of processes is --nodes × --gpus-per-node; use those options instead of --set")
     from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
 
-    training = dataclasses.replace(
-        recipe.run.training if recipe else _usual_training(name, of_training),
-        data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, args.tokenizer, args.data),
-        **of_training,
-    )
+    options = {field: f"--{option}" for option, (field, _) in _OF_TRAINING.items() if field not in changes.training}
+    with named_as(options):
+        training = dataclasses.replace(
+            recipe.run.training if recipe else _usual_training(name, of_training),
+            data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
+            tokenizer=tokenizer_words(model, args.tokenizer, args.data),
+            **of_training,
+        )
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
     run = Run(model, layout, training, args.host or GPT, settings=loaded)
+    script = SCRIPTS[run.host]
+    arguments = _with_extra(model, run, tuple(args.stock_command), None if args.via == "wheel" else Path(script))
     if of_training.get("cuda_graphs") and not run.is_captured:
         print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)
     env = {} if settings is None else {plugin_config.VARIABLE: os.path.realpath(settings)}
@@ -267,12 +275,40 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         recipe=model.name,
         device=training.device,
         via=args.via or LAUNCH,
-        script=SCRIPTS[run.host],
+        script=script,
         nodes=nodes,
         processes_per_node=per_node,
         env=env,
-        arguments=lower(run),
+        arguments=arguments,
     )
+
+
+def _with_extra(model: Model, run: Run, extra: tuple[str, ...], script: Path | None) -> tuple[str, ...]:
+    """Return the arguments of ``run``, of ``model``, with ``extra`` among them, which may say how it is carried out only.
+
+    Raises:
+        LaunchError: they change what ``--set`` and the options do, or the launcher would refuse them.
+    """
+    words = lower(run)
+    if not extra:
+        return words
+    arguments = lower(dataclasses.replace(run, training=dataclasses.replace(run.training, extra=extra)))
+    own, given = flags.read(words), flags.read(extra)
+    of_model = {one.words[0] for one in lowering.model_arguments(model, run.host) if one.words}
+    if found := [flag for flag in given if flag in {*of_model, "--spec"} and given[flag] != own[flag]]:
+        raise LaunchError(f"{', '.join(found)} after -- would change the model; use --set, or another name")
+    plan.check_words(script, arguments, here=False)
+    lowering.check_unused(extra)
+
+    def described(words: Sequence[str]) -> dict[str, Any]:
+        read = reading.read(words, device=run.device, processes=run.processes, model=model)
+        training = dataclasses.replace(read.training, extra=(), data=(), tokenizer=())
+        return dataclasses.asdict(read.layout) | dataclasses.asdict(training)
+
+    after = described(arguments)
+    if differ := [name for name, value in described(words).items() if after[name] != value]:
+        raise LaunchError(f"{' '.join(extra)} after -- would change {', '.join(differ)}; use --set {differ[0]}=…")
+    return arguments
 
 
 def _once(args: argparse.Namespace, values: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:

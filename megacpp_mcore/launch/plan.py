@@ -83,9 +83,7 @@ def plan(
             "name pretrain_gpt.py or pretrain_hybrid.py first, or give Megatron's arguments alone"
         )
     _check_processes(nproc, environment)
-    _check_arguments(words)
-    refusals.check_words(words)
-    _check_packed(script, words)
+    check_words(script, words)
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_spec(script, spec, arguments, allowed_spec_prefixes)
@@ -97,6 +95,17 @@ def plan(
     if chosen.device == "cpu":
         _check_cpu_arguments(arguments)
     return chosen
+
+
+def check_words(script: Path | None, words: Sequence[str], *, here: bool = True) -> None:
+    """Refuse Megatron's arguments for what they show by themselves; ``here``: they are for this machine.
+
+    Raises:
+        LaunchError: they hide a spec, are the launch's own, or would end in an error or a wait later.
+    """
+    _check_arguments(words)
+    refusals.check_words(words, here=here)
+    _check_packed(script, words)
 
 
 def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:

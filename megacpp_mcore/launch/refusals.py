@@ -31,8 +31,8 @@ _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Refuse what the words show to be wrong, and Megatron would train with, or refuse without saying why.
+def check_words(words: Sequence[str], *, here: bool) -> None:
+    """Refuse what the words show to be wrong, on this machine where they are for it, and Megatron would not refuse as well.
 
     Raises:
         LaunchError: there is nothing to load, or no step to save at or to train to.
@@ -50,7 +50,7 @@ def check_words(words: Sequence[str]) -> None:
         raise LaunchError(
             f"--load {load} is one checkpoint; expected its folder: --load {found[1] or '.'} --ckpt-step {found[2]}"
         )
-    if load != save and not os.path.lexists(load):  # a job that saves there starts anew the first time
+    if here and load != save and not os.path.lexists(load):  # a job that saves there starts anew the first time
         raise LaunchError(
             f"--load {load} does not exist; expected the folder that --save named, of which the newest checkpoint is loaded "
             "(--ckpt-step N: another); to start anew, leave --load out"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,21 @@ else:
     Recompute = make_dataclass("Recompute", _FIELDS, bases=(_Recompute,), frozen=True, kw_only=True, module=__name__)
 
 
+_FIELD = "Training."
+
+
+@contextlib.contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of a :class:`Training` that is refused as the user did: field to flag, option or key."""
+    try:
+        yield
+    except ModelError as error:
+        field = str(error).removeprefix(_FIELD).partition(" ")[0]
+        if not str(error).startswith(_FIELD):
+            raise
+        raise ModelError(str(error).replace(_FIELD + field, names.get(field, field), 1)) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A training plan: machine, precision, data and optimizer of one run.
@@ -100,17 +116,17 @@ class Training:
             ("transformer_impl", ("transformer_engine", "local")),
         ):
             if getattr(self, name) not in allowed:
-                raise ModelError(f"Training.{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
+                raise ModelError(f"{_FIELD}{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
         for name in ("micro_batch_size", "global_batch_size", "processes", "train_iters", "seed"):
             if getattr(self, name) < 1:
-                raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
+                raise ModelError(f"{_FIELD}{name} is {getattr(self, name)}; expected 1 or more")
         if self.seed >= 2**32:  # the limit of numpy's generators, which shuffle Megatron's datasets
-            raise ModelError(f"Training.seed is {self.seed}; expected less than 2**32")
+            raise ModelError(f"{_FIELD}seed is {self.seed}; expected less than 2**32")
         for name in ("learning_rate", "weight_decay", "adam_beta2", "clip_grad"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ModelError(f"Training.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
+                raise ModelError(f"{_FIELD}{name} is {getattr(self, name)}; expected a finite number, 0 or more")
         if self.adam_beta2 >= 1:
-            raise ModelError(f"Training.adam_beta2 is {self.adam_beta2}; expected less than 1")
+            raise ModelError(f"{_FIELD}adam_beta2 is {self.adam_beta2}; expected less than 1")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
         if self.plan.file is not None and self.transformer_impl != "transformer_engine":

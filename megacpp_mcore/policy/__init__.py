@@ -9,8 +9,8 @@ variables and arguments have the source ``recipe``. For a script that was starte
 launcher, its spec prints the policy as it really is (:func:`announce`): with nothing set. No torch here.
 """
 
+from megacpp_mcore.policy.gpu_memory import check_memory
 from megacpp_mcore.policy.launch import CompilePolicy, LaunchPolicy, active, announce, announced, resolve
-from megacpp_mcore.policy.memory import check_memory
 from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value, tf32_products
 

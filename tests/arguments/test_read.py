@@ -111,6 +111,9 @@ def test_runs_drawn_at_random_are_read_from_their_command_lines(start: int) -> N
 def test_what_the_words_cannot_say_is_refused_or_left_out() -> None:
     with raises(LaunchError, "--lr", "'fast'"):
         read(["--lr", "fast"], device="cuda", processes=1, model=preset("nam56r"))
+    for words in (["--seed", "0"], ["--clip-grad", "-1"], ["--lr", "nan"]):
+        with pytest.raises((LaunchError, ModelError), match=f"^{words[0]} is"):
+            read(words, device="cuda", processes=1, model=preset("nam56r"))
     alone = read(["--num-experts", "4", "--sequence-parallel"], device="cuda", processes=1)
     assert (alone.model, alone.has_moe, alone.layout, alone.families) == (None, True, Layout(), "")
     assert not read(["--transformer-impl", "inference_optimized"], device="cuda", processes=1).has_engine

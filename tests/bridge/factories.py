@@ -14,7 +14,7 @@ from megacpp_mcore.errors import ConfigFileError
 from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.nemo_recipes import bridge
-from megacpp_mcore.nemo_recipes.read import read
+from megacpp_mcore.nemo_recipes.read_bridge import read
 from megacpp_mcore.util import stand_in
 from megacpp_mcore.util.stand_in import process_environment
 
@@ -28,10 +28,10 @@ def main() -> None:
         from megatron.bridge.training.config import ConfigContainer
         from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 
-        from megacpp_mcore.nemo_recipes import nam56r
+        from megacpp_mcore.nemo_recipes import bridge_recipes
 
         for name in RECIPES:
-            function = getattr(nam56r, f"{name}_config")
+            function = getattr(bridge_recipes, f"{name}_config")
             config = function()
             first, second = (Path(sys.argv[1]) / f"{name}.{copy}.yaml" for copy in (1, 2))
             config.to_yaml(str(first))
@@ -51,14 +51,14 @@ def main() -> None:
                 "operations": num_floating_point_operations(config, BATCH),
             }
         try:
-            nam56r.nam56r_tiny_pretrain_1cpu_fp32_confg  # noqa: B018
+            bridge_recipes.nam56r_tiny_pretrain_1cpu_fp32_confg  # noqa: B018
         except AttributeError as error:
             found["unknown"] = str(error).partition(" has ")[2]
         without = Path(sys.argv[1]) / "without.yaml"
         without.write_text("model: nam56r\n")
         with stand_in.environment({settings.VARIABLE: str(without)}):
             try:
-                nam56r.nam56r_pretrain_8gpu_h200_fp8_config()
+                bridge_recipes.nam56r_pretrain_8gpu_h200_fp8_config()
             except ConfigFileError as error:
                 found["without"] = str(error)
     print("\n" + json.dumps(found))

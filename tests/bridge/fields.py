@@ -53,9 +53,9 @@ def main() -> None:
     chosen = recipe(sys.argv[1])
     with process_environment(), process.cpu_lane(), gpu_host():
         bridge.prepare()
-        from megacpp_mcore.nemo_recipes import nam56r
+        from megacpp_mcore.nemo_recipes import bridge_recipes
 
-        config = nam56r.container(chosen)
+        config = bridge_recipes.container(chosen)
         config.dataset.data_path = "none"
         sections = stock(chosen)
         if config.mixed_precision is not None:

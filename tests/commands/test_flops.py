@@ -14,7 +14,7 @@ from megacpp_mcore.model import PRESETS, flops, preset
 from megacpp_mcore.model.flops import Families, Work
 from megacpp_mcore.model.flops.peaks import DEVICES, PRECISIONS, peak
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
-from megacpp_mcore.model.flops.report import Utilisation, by_precision, page, record
+from megacpp_mcore.model.flops.utilisation import Utilisation, by_precision, page, record
 from megacpp_mcore.model.precision import FP8_EXPERTS, PLANS
 from megacpp_mcore.model.training import Recompute
 from tests.errors import raises

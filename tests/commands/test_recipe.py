@@ -17,7 +17,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.model import PRESETS, preset
 from megacpp_mcore.model.flops import peaks
 from megacpp_mcore.model.flops.recompute import Recomputation
-from megacpp_mcore.model.flops.report import page
+from megacpp_mcore.model.flops.utilisation import page
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.training import Recompute
 from tests import stock
@@ -104,6 +104,15 @@ def test_printed_commands_are_what_stock_takes(
     assert alone.splitlines() == words  # `launch` sets the variable by itself
     config = stock.model_config(words, processes)
     assert mismatches(preset(name), [config.transformer, config]) == []
+
+
+def test_arguments_after_two_dashes_say_how_a_run_is_carried_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = recipe(
+        capsys, "emit", "nam56r", "--as", "args", "--data", "c", "--", "--use-torch-fsdp2", "--log-interval", "3"
+    ).split()
+    assert words[-6:-3] == ["--use-torch-fsdp2", "--log-interval", "3"]
+    assert words[words.index("--ckpt-format") + 1] == "torch_dcp"
+    assert not {"--use-distributed-optimizer", "--overlap-grad-reduce"} & set(words)
 
 
 def test_recipes_in_fp8_are_the_fastest_rows_in_fp8() -> None:
@@ -200,9 +209,9 @@ def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]
         (["--tensor", "3"], "not a multiple of tensor parallelism (3)"),
         (["--expert", "7", "--set", "dsa.topk=8", "--settings", "new.yaml"], "expert parallelism (7)"),  # not the batch
         (["--expert", "16"], "global batch of 8 is not a multiple of the micro-batch (1) × 16"),
-        (["--train-iters", "-5"], "train_iters is -5; expected 1 or more"),
+        (["--train-iters", "-5"], "--train-iters is -5"),
         (["--as", "args"], "add --data PREFIX"),
-        (["--lr", "nan"], "learning_rate is nan; expected a finite number"),
+        (["--lr", "nan"], "--lr is nan"),
         (["--device", "cpu", "--impl", "transformer_engine"], "CPU lane has no Transformer Engine"),
     ],
 )

@@ -185,7 +185,7 @@ def test_patterns_of_other_models(process: Path, pattern: str, error: type[Excep
 
 def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> None:
     """A HybridModel built by hand, with neither a stock script's arguments nor a provider's fields."""
-    from megacpp_mcore.layer_specs.hybrid import NAM56RStack
+    from megacpp_mcore.layer_specs.hybrid_host import NAM56RStack
 
     config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ArgumentMismatchError, match="hybrid_layer_pattern: found None, expected"):
@@ -193,7 +193,7 @@ def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> 
 
 
 def test_another_mtp_block_is_refused(process: Path) -> None:
-    from megacpp_mcore.layer_specs.hybrid import SharedMTPLayer
+    from megacpp_mcore.layer_specs.hybrid_host import SharedMTPLayer
 
     config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ModelError, match=r"'D-'.*'\+-'"):

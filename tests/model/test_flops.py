@@ -22,7 +22,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
-from megacpp_mcore.model.flops.report import by_precision
+from megacpp_mcore.model.flops.utilisation import by_precision
 from megacpp_mcore.model.precision import PLANS
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.indexer.reference import causal_topk

@@ -122,7 +122,7 @@ def test_every_mismatch_is_listed_at_once() -> None:
     [
         (["megacpp_mcore", "nam56r"], (GPT, "nam56r")), (["megacpp_mcore.nam56r_hybrid"], (HYBRID, "nam56r")),
         (["megacpp_mcore", "nam56r_tiny_hybrid"], (HYBRID, "nam56r_tiny")), (["megacpp_mcore.nam52"], (GPT, "nam52")),
-        (["megacpp_mcore.layer_specs.hybrid", "nam56r_hybrid"], (HYBRID, "nam56r")), (None, None), ([], None),
+        (["megacpp_mcore.layer_specs.hybrid_host", "nam56r_hybrid"], (HYBRID, "nam56r")), (None, None), ([], None),
         (["local"], None), (["megacpp_mcore", "nam57"], None), (["megacpp_mcore.layer_specs.nam56r", "nam56r_hybrid"], None),
     ],
 )  # fmt: skip

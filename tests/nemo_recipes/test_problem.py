@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from megacpp_mcore import policy, settings
-from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.errors import LaunchError, MegacppError, ModelError
 from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.nemo_recipes import bridge, run
-from megacpp_mcore.nemo_recipes import read as bridge_read
+from megacpp_mcore.nemo_recipes import read_bridge as bridge_read
 from tests.errors import raises
 
 TINY, EIGHT = "nam56r_tiny_pretrain_1cpu_fp32", "nam56r_pretrain_8gpu_h200_bf16"
@@ -236,6 +236,15 @@ def described(chosen: Recipe, **changes: Any) -> Any:
 def _no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration that is no word stays what it is, without Bridge to be asked."""
     monkeypatch.setattr(bridge_read, "mixed_precision", lambda config: config.mixed_precision)
+
+
+@pytest.mark.usefixtures("_no_bridge")
+@pytest.mark.parametrize(("value", "error"), [(None, LaunchError), (-1.0, ModelError)])
+def test_a_value_that_no_plan_has_is_named_as_bridge_names_it(value: float | None, error: type[MegacppError]) -> None:
+    config = described(RECIPES[TINY])
+    config.optimizer.lr = value
+    with pytest.raises(error, match=r"^optimizer\.lr is"):
+        bridge_read.read(RECIPES[TINY].run, config, 1)
 
 
 @pytest.mark.usefixtures("_no_bridge")

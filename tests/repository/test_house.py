@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import subprocess
@@ -121,3 +122,17 @@ def test_an_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nam57'; it has __version__, nam56r, nam56r_hybrid"):
         megacpp_mcore.nam57  # noqa: B018
     assert "nam56r" in dir(megacpp_mcore)
+
+
+def test_a_file_is_known_by_its_name() -> None:
+    """Modules named for what else has the name already: an op, a family, a sub-command, and the documented program ``run``."""
+    named_for = (
+        "megacpp_mcore/ops/",
+        "megacpp_mcore/bench/cases/",
+        "megacpp_mcore/model/families/",
+        "megacpp_mcore/commands/",
+    )
+    rooms = ("megacpp_mcore", "layer_specs", "patches", "nemo_recipes")
+    files = (file.relative_to(ROOT) for room in rooms for file in (ROOT / room).rglob("*.py"))  # follows no link
+    own = [file.stem for file in files if not str(file).startswith(named_for) and not file.stem.startswith("__")]
+    assert [name for name, times in collections.Counter(own).items() if times > 1] == ["run"]

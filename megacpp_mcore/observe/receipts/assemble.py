@@ -21,7 +21,7 @@ from typing import Any
 
 from megacpp_mcore.model.families import mixers_first
 from megacpp_mcore.model.flops.peaks import peak
-from megacpp_mcore.model.flops.report import Utilisation
+from megacpp_mcore.model.flops.utilisation import Utilisation
 from megacpp_mcore.observe import events, goodput, routing
 from megacpp_mcore.observe.clock import OF_A_STEP
 from megacpp_mcore.observe.events import FINISHED, IN_ORDER, STOPPED, Start, Step

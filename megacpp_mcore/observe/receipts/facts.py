@@ -26,7 +26,7 @@ from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.families import EXPERTS, FAMILIES
-from megacpp_mcore.model.flops import report as flops_report
+from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe import card as cards
 from megacpp_mcore.observe.loop import Loop

@@ -10,9 +10,11 @@ from operator import attrgetter
 from typing import Any
 
 from megacpp_mcore.arguments.read import layout_of
+from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.pattern import parse
 from megacpp_mcore.model.precision import FP8_EXPERTS
 from megacpp_mcore.model.run import FIELDS, Run
+from megacpp_mcore.model.training import named_as
 
 
 def read(chosen: Run, config: Any, processes: int) -> Run:
@@ -24,26 +26,23 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
         processes: number of processes.
 
     Raises:
+        LaunchError: a value of the training plan is null.
         ModelError: a combination that no run can have.
     """
-    model, train, optimizer, mixed = config.model, config.train, config.optimizer, mixed_precision(config)
+    model, optimizer, mixed = config.model, config.optimizer, mixed_precision(config)
     dtypes = mixed or model
     has_plan = bool(model.te_precision_config_file)
-    training = dataclasses.replace(
-        chosen.training,
-        precision=FP8_EXPERTS if has_plan else "bf16" if dtypes.bf16 else "fp32",
-        transformer_impl=model.transformer_impl,
-        micro_batch_size=train.micro_batch_size,
-        global_batch_size=train.global_batch_size,
-        train_iters=train.train_iters,
-        learning_rate=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta2=optimizer.adam_beta2,
-        clip_grad=optimizer.clip_grad,
-        seed=config.rng.seed,
-        processes=processes,
-        cuda_graphs=False,  # Bridge has none of the kind that recipes capture
-    )
+    trained = {name: attrgetter(path)(config) for name, path in _TRAINED.items()}
+    if missing := [path for name, path in _TRAINED.items() if trained[name] is None]:
+        raise LaunchError(f"{', '.join(missing)} is null; expected the recipe's value, or another of its type")
+    with named_as(_TRAINED):
+        training = dataclasses.replace(
+            chosen.training,
+            precision=FP8_EXPERTS if has_plan else "bf16" if dtypes.bf16 else "fp32",
+            processes=processes,
+            cuda_graphs=False,  # Bridge has none of the kind that recipes capture
+            **trained,
+        )
     found = {name: attrgetter(path)(config) for name, path in _FOUND.items()}
     fp32_reduced = config.ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
     run = Run(chosen.model, layout_of(model), training, chosen.host, settings=chosen.settings)
@@ -71,6 +70,13 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
     return dataclasses.replace(run.carried_out(names), given=frozenset(name for name, is_so in said.items() if is_so))
 
 
+_TRAINED = {
+    "transformer_impl": "model.transformer_impl", "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size", "train_iters": "train.train_iters", "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay", "adam_beta2": "optimizer.adam_beta2", "clip_grad": "optimizer.clip_grad",
+    "seed": "rng.seed",
+}  # fmt: skip
+"""Fields of a training plan to fields of Bridge's configuration."""
 _FOUND = {
     "gradient_accumulation_fusion": "model.gradient_accumulation_fusion", "moe_permute_fusion": "model.moe_permute_fusion",
     "moe_dispatcher": "model.moe_token_dispatcher_type", "cpu_initialization": "model.use_cpu_initialization",

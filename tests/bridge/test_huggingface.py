@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp_mcore.model import Layout
 from tests import tiny_run
 from tests.bridge.processes import run
+from tests.distributed.runs import launch
 
 pytestmark = [pytest.mark.bridge, pytest.mark.slow]
 
@@ -138,6 +140,23 @@ def test_import_is_the_inverse(
     loaded = megatrons(place, place / "imported", "--finetune")
     vocabulary = slice(tiny_run.model().vocab_size)  # rows that pad it are zeros now
     assert torch.equal(loaded["logits"][..., vocabulary], megatron["logits"][..., vocabulary])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "layout", [Layout(tensor=2, sequence_parallel=True, expert=2), Layout(pipeline=2)], ids=["TP 2, EP 2", "PP 2"]
+)
+def test_the_layout_does_not_show(
+    command: Command, exported: Path, place: Path, tmp_path: Path, layout: Layout
+) -> None:
+    converted = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path / "saved")]
+    weights = ["--load", str(place / "saved"), "--no-load-optim", "--no-load-rng", "--no-save-optim", *converted]
+    words = tiny_run.words(place, 3, *weights, layout=layout)
+    status, said = launch(["--", *words], place / "config.yaml", 2)
+    assert status == 0, said[-3000:]
+    command("export", tmp_path / "saved" / "torch_dist", tmp_path / "exported")
+    for path in (path for path in exported.iterdir() if path.name not in ("README.md", "receipt.json")):
+        assert path.read_bytes() == (tmp_path / "exported" / path.name).read_bytes(), path.name
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

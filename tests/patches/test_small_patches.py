@@ -1,22 +1,29 @@
-"""The patches spec-import and dataset-helpers, and what sp-norm-gradients refuses and leaves alone."""
+"""The small patches, and what sp-norm-gradients refuses and leaves alone.
+
+Shape legend: S sequence, B batch, D hidden, E experts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import json
+import os
 import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from megacpp_mcore.errors import LaunchError, SpecImportError
-from megacpp_mcore.patches import dataset_helpers, sp_norm_gradients, spec_import
-from tests import stock
+from megacpp_mcore.patches import dataset_helpers, expert_counts, output_layer_fusion, sp_norm_gradients, spec_import
+from tests import forks, stock
+from tests.dsa_layer import dsa_config
 from tests.errors import raises
 
 
@@ -153,8 +160,6 @@ def test_every_rank_has_the_helper_before_it_is_needed(
     applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream's start-up step compiles on rank 0 alone; here it is rank 1."""
-    import torch
-
     initialize = importlib.import_module("megatron.training.initialize")
     importlib.import_module(dataset_helpers.HELPER)
     reached: list[bool] = []
@@ -175,8 +180,6 @@ class Chunk:
     """A model chunk of one marked parameter, with the two things that a schedule reads of it."""
 
     def __init__(self, **ddp: bool) -> None:
-        import torch
-
         self.weight = torch.nn.Parameter(torch.ones(2))
         vars(self.weight)["sequence_parallel"] = True
         self.config = types.SimpleNamespace(finalize_model_grads_func=None)
@@ -244,10 +247,140 @@ def test_calls_with_and_without_finalizing_are_not_mixed() -> None:
 
 
 def test_a_captured_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     chunk = Chunk()
     schedule = sp_norm_gradients._complete_gradients(lambda model, **_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with raises(LaunchError, "config.finalize_model_grads_func", code="captured"):
         schedule(model=chunk)
+
+
+EXIT = """
+import json, os, signal, sys
+import torch
+from megatron.training.dist_signal_handler import DistributedSignalHandler
+from megacpp_mcore import patches
+patches.apply(["exit-signal"])
+torch.distributed.init_process_group("gloo")
+stops = []
+with DistributedSignalHandler(signal.SIGTERM) as handler:
+    for step in range(1, 6):
+        if step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if any(handler.signals_received()):
+            stops.append(step)
+torch.distributed.destroy_process_group()
+print(f"rank {os.environ['RANK']} stops after {stops}")
+"""
+
+
+def test_all_ranks_stop_after_the_same_step() -> None:
+    environment = os.environ | {"PYTHONPATH": str(stock.ROOT), "OMP_NUM_THREADS": "1"}
+    status, output = forks.run_ranks(["-c", EXIT], 2, env=environment)
+    assert status == 0, output[-3000:]
+    for rank in range(2):
+        assert f"rank {rank} stops after [4, 5]" in output
+
+
+LAYERS = "megatron.core.tensor_parallel.layers"
+
+
+def output_layer(config: Any, init_method: Any = torch.nn.init.normal_) -> Any:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    return ColumnParallelLinear(48, 64, config=config, init_method=init_method, bias=False)
+
+
+def test_without_apex_the_output_layer_alone_does_not_fuse(process: Path) -> None:
+    config = dsa_config(gradient_accumulation_fusion=True)
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+        output_layer(config)
+    with stock.patched(output_layer_fusion.PATCH):
+        layer = output_layer(config)
+        assert layer.config is config
+        assert (layer.gradient_accumulation_fusion, config.gradient_accumulation_fusion) == (False, True)
+        layer(torch.ones(3, 48))[0].sum().backward()
+        assert torch.equal(layer.weight.grad, torch.full((64, 48), 3.0))
+
+
+def test_a_row_parallel_layer_trains_without_apex(process: Path) -> None:
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    def backward() -> torch.Tensor:
+        layer = RowParallelLinear(
+            48, 64, config=dsa_config(gradient_accumulation_fusion=True), init_method=torch.nn.init.normal_, bias=False,
+            input_is_parallel=True, skip_bias_add=False,
+        )  # fmt: skip
+        layer.weight.main_grad = torch.zeros(64, 48)  # as DistributedDataParallel leaves it
+        layer(torch.ones(3, 48))[0].sum().backward()
+        return layer.weight.grad
+
+    with pytest.raises(NameError, match="fused_weight_gradient_mlp_cuda"):
+        backward()
+    with stock.patched(output_layer_fusion.PATCH):
+        assert torch.equal(backward(), torch.full((64, 48), 3.0))
+
+
+def test_with_apex_or_without_the_flag_nothing_is_changed(process: Path) -> None:
+    with stock.patched(output_layer_fusion.PATCH):
+        assert output_layer(dsa_config(gradient_accumulation_fusion=False)).gradient_accumulation_fusion is False
+        with mock.patch(f"{LAYERS}._grad_accum_fusion_available", True):
+            assert output_layer(dsa_config(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is True
+
+
+S, B, D, E, MICRO_BATCHES = 8, 2, 16, 4, 300
+
+
+def wrapped_router(ours: bool, **settings: Any) -> Any:
+    """A router in Float16Module, as Megatron's set-up leaves it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.models.dist_utils import _wrap_with_mp_wrapper
+
+    from megacpp_mcore.layer_specs.router import Router
+    from megacpp_mcore.ops.router.reference import route
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=D, num_attention_heads=2, num_moe_experts=E, moe_router_topk=2,
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32",
+        use_cpu_initialization=True, **settings,
+    )  # fmt: skip
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    router = Router(config, groups, route=route) if ours else TopKRouter(config, groups)
+    router.set_layer_number(1)
+    return _wrap_with_mp_wrapper([router], config, Float16Module)[0].module.train()
+
+
+def count(router: Any) -> torch.Tensor:
+    """Runs the micro-batches; returns the tokens ``[E]`` of each expert in whole numbers."""
+    draw, routed_E = torch.Generator().manual_seed(0), torch.zeros(E, dtype=torch.int64)
+    for _ in range(MICRO_BATCHES):
+        hidden_SBD = torch.randn(S, B, D, generator=draw).to(router.weight.dtype)
+        routed_E += router(hidden_SBD)[1].sum(0)
+    return routed_E
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("ours", [False, True], ids=["stock", "ours"])
+def test_counts_are_the_tokens_that_were_routed(process: Path, ours: bool, precision: str) -> None:
+    """And the buffer stays where the wrapped model has it, as a CUDA graph requires; without the patch counts are rounded."""
+    for patches in ((), (expert_counts.PATCH,)):
+        with stock.patched(*patches):
+            router = wrapped_router(ours, **{precision: True})
+            place = router.local_tokens_per_expert.data_ptr()
+            routed_E = count(router)
+            counted_E = router.local_tokens_per_expert
+            assert counted_E.data_ptr() == place
+            assert counted_E.long().equal(routed_E) is bool(patches)
+            assert "local_tokens_per_expert" not in router.state_dict()
+
+
+def test_the_global_loss_divides_by_all_micro_batches(process: Path) -> None:
+    with stock.patched(expert_counts.PATCH):
+        router = wrapped_router(
+            False, bf16=True, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.01
+        )
+        routed_E = count(router)
+        assert router.ga_steps == MICRO_BATCHES
+        assert router.global_tokens_per_expert.sum() == routed_E.sum()

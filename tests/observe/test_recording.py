@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch._dynamo.callback import callback_handler
 
 from megacpp_mcore import policy
 from megacpp_mcore.errors import DataError, LaunchError
@@ -18,7 +21,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events, goodput, loop, loop_bridge, recording
-from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 
@@ -248,3 +251,55 @@ def test_losses_are_noted_of_what_the_writer_is_given(monkeypatch: pytest.Monkey
     assert "add_scalar" not in vars(writer)
     tap.tap(None).add_scalar("z_loss", 3, 1)
     assert tap.values == {"z_loss": 3.0}
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def test_torch_compile_forward_and_deferred_backward_are_told() -> None:
+    torch._dynamo.reset()
+    clock = Clock()
+    clock.become(Phase.STEP)
+    phases: list[Phase] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        phases.append(clock.phase)
+        return graph.forward
+
+    with compilation_timed(clock):
+        compiled = torch.compile(lambda x: (x * 2).sin().sum(), backend=backend)
+        compiled(torch.ones(3, requires_grad=True)).backward()
+        assert clock.phase is Phase.STEP
+        compiled(torch.ones(3, requires_grad=True))
+    assert phases == [Phase.COMPILE]
+    taken = clock.take()
+    assert taken[Phase.COMPILE] > 0
+    assert callback_handler.start_callbacks == callback_handler.end_callbacks == []
+
+
+@needs_triton
+def test_a_kernel_s_compilation_and_tuning_are_told_and_other_hooks_still_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that another's hook has from a cache is not compiled."""
+    from triton import knobs
+    from triton.runtime.autotuner import Autotuner
+
+    clock = Clock()
+    clock.become(Phase.STEP)
+    seen: list[str] = []
+    hooks, bench = knobs.runtime, Autotuner._bench
+    monkeypatch.setattr(hooks, "jit_cache_hook", lambda key: seen.append("before") or key == "cached")
+    monkeypatch.setattr(hooks, "jit_post_compile_hook", lambda key: seen.append("after"))
+    with compilation_timed(clock):
+        assert not hooks.jit_cache_hook(key="new")
+        assert clock.phase is Phase.JIT
+        hooks.jit_post_compile_hook(key="new")
+        assert clock.phase is Phase.STEP
+        assert hooks.jit_cache_hook(key="cached")
+        assert clock.phase is Phase.STEP
+        assert Autotuner._bench is not bench
+    assert seen == ["before", "after", "before"]
+    hooks.jit_cache_hook(key="new")
+    assert clock.phase is Phase.STEP
+    assert Autotuner._bench is bench

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.comparing import SCALARS, differing_runs, differing_scalars
-from tests.distributed.runs import COMPARED, ONE, OVERRIDES, Laboratory
+from tests.distributed.runs import COMPARED, ONE, OVERRIDES, Laboratory, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -51,15 +51,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], 
         shutil.rmtree(folder)
 
 
+def counted(run: Run) -> int:
+    """What the loop has counted of FLOPs, as its last checkpoint says."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    found = load_common_state_dict(str(run.checkpoints / f"iter_{COMPARED:07d}"))
+    return found["num_floating_point_operations_so_far"]
+
+
 @pytest.mark.parametrize(
     ("masked", "name"),
     # The inner virtual stages have no tokens, and are told where packed documents begin all the same.
     [(False, "TP 2 with SP"), (False, "PP 2"), (False, "PP 2 × VPP 2"), (True, "TP 2 with SP"), (True, "PP 2")],
 )
 def test_documents_are_kept_apart_as_in_one_process(made: Any, masked: bool, name: str) -> None:
-    """Every step's scalars, and every gradient of the first."""
+    """Every step's scalars, every gradient of the first, and of packed rows the FLOPs."""
     one, other = made(masked).compared(ONE), made(masked).compared(name)
     exact = [scalar for scalar in SCALARS if scalar != "indexer loss" and not (masked and scalar.startswith("mtp"))]
     assert differing_runs(one, other, TOLERANCE, exact, steps=COMPARED) == []
     assert len(differing_scalars(one.scalars, other.scalars, TOLERANCE, ["indexer loss"])) <= 1
     assert differing_scalars(one.scalars, other.scalars, TIE, ["indexer loss"]) == []
+    assert masked or counted(one) == counted(other) > 0  # each virtual stage is told the documents of every micro-batch

@@ -5,8 +5,10 @@ Shape legend: S sequence, B batch, D hidden, H heads, P head dim, V value dim, N
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -17,9 +19,13 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore import patches, settings
+from megacpp_mcore.backends import probes
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.layer_specs.initial import filled
+from megacpp_mcore.layer_specs.parts import TorchNorm, parts_for
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
@@ -704,3 +710,80 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
     numbers = range(5, definition.depth - 1)
     of_model.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
     assert seen == [(number, definition.layers[number - 1]) for number in numbers]
+
+
+@pytest.mark.exhaustive
+def test_families_start_alike_at_full_width(process: Path) -> None:
+    """One layer of each family of nam56r_quarter on real text: a wide model shows what nam56r_tiny hides."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megacpp_mcore.layer_specs.nam56r import nam56r
+
+    quarter = preset("nam56r_quarter")
+    config = stock.model_config(stock.words(quarter))
+    specs, groups = nam56r(config).layer_specs, ProcessGroupCollection.use_mpu_process_groups()
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()[:192]), dtype=torch.uint8).long()
+    table = torch.empty(256, quarter.hidden_size)
+    config.transformer.embedding_init_method(table)
+    hidden, branches = table[text].unsqueeze(1), {}
+    with torch.no_grad():
+        for number in (1, 2, 3, 12):
+            layer = build_module(
+                specs[number - 1], config=config.transformer, layer_number=number, pg_collection=groups
+            )
+            out = layer(hidden_states=hidden, attention_mask=None)[0]
+            letter = quarter.layers[number - 1]
+            branches[letter] = rms(out - hidden)
+            assert branches[letter] < 2 * rms(hidden), f"{letter} drowns what comes before it"
+            hidden = out
+    assert set(branches) == set("AMER")
+    assert max(branches.values()) < 10 * min(branches.values()), branches
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.detach().square().mean().sqrt())
+
+
+def test_a_parameter_is_drawn_in_float32_and_then_cast() -> None:
+    config: Any = SimpleNamespace(use_cpu_initialization=True, perform_initialization=True)
+    drawn: list[torch.dtype] = []
+
+    def init(tensor: torch.Tensor) -> None:
+        drawn.append(tensor.dtype)
+        tensor.fill_(1 + 2**-12)
+
+    assert filled((2,), config, init, torch.bfloat16).tolist() == [1.0, 1.0]
+    whole, cast = filled((2,), config, init), filled((2,), config, init, torch.bfloat16)
+    assert (whole.dtype, cast.dtype, set(drawn)) == (torch.float32, torch.bfloat16, {torch.float32})
+    assert whole.tolist() == [1 + 2**-12] * 2
+
+
+@pytest.mark.parametrize(
+    ("field", "setting", "value"),
+    [
+        ("quant_recipe", object(), "--te-precision-config-file"),
+        ("moe_permute_fusion", True, "--moe-permute-fusion"),
+        ("moe_router_fusion", True, "--moe-router-fusion"),
+        ("tp_comm_overlap", True, "--tp-comm-overlap"),
+        ("cpu_offloading", True, "--cpu-offloading-num-layers"),
+        ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
+    ],
+)
+def test_what_stock_has_in_transformer_engine_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch, field: str, setting: Any, value: str
+) -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, transformer_impl="transformer_engine"
+    )
+    monkeypatch.setenv(probes.DISABLE_TE, "1")
+    assert parts_for(config).norm is TorchNorm
+    assert config.transformer_impl == "transformer_engine"
+    setattr(config, field, setting)
+    with raises(ModelError, value, "MEGACPP_DISABLE_TE=1"):
+        parts_for(config)
+    config.transformer_impl = "local"
+    monkeypatch.delenv(probes.DISABLE_TE)
+    assert parts_for(config).norm is TorchNorm

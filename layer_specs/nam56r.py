@@ -71,6 +71,7 @@ PATCHES = (
     "torch-adam-resume",
     "output-layer-fusion",
     "expert-counts",
+    "moe-metrics",
     "torch-fsdp",
     "non-finite-origin",
 )

@@ -1,0 +1,114 @@
+"""moe-metrics: logged MoE losses are means over the layers that have experts, whatever multi-token prediction is.
+
+Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["moe-metrics"])``.
+Scope: Megatron's loop. Other loops, which count for themselves, are left as they are.
+Provenance: megatron-core 0.19.2 ``core/transformer/moe/moe_logging.py`` and ``training/training.py``.
+
+The loop sums each loss over the layers and divides by a count of its own. In 0.19 that includes every depth of multi-token
+prediction, with experts or without, and of a hybrid pattern those experts twice. The count also is the size of the tensor that a
+pipeline stage without experts makes, and is not that of the others. Since #6748 upstream counts the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+_TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``MoEMetricsTracker.report``."""
+    signature = inspect.signature(original)
+    is_mended = "num_moe_layers" in signature.parameters
+
+    @functools.wraps(original)
+    def report(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        run = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+        count = (
+            contributors(run, is_mended=is_mended) if run is not None and bound.arguments.get("force_initialize") else 0
+        )
+        if count:
+            # The tensors have an element for each layer, as routers make them; a list of layers is taken as it is.
+            layers = run.num_layers + (run.mtp_num_layers or 0)
+            bound.arguments |= {"num_layers": layers, "moe_layer_freq": [1] * count, "mtp_num_layers": None}
+            if is_mended:
+                bound.arguments["num_moe_layers"] = count
+        return original(*bound.args, **bound.kwargs)
+
+    return report
+
+
+def contributors(args: Any, *, is_mended: bool) -> int:
+    """Return how many layers add to a logged loss in a run with Megatron's ``args``.
+
+    Args:
+        is_mended: the layers of a hybrid MTP block know that they are MTP's (#6748), and add the mean over repeated depths.
+    """
+    depths = args.mtp_num_layers or 0
+    repeated = min(depths, 1) if args.mtp_use_repeated_layer else depths
+    if args.hybrid_layer_pattern is not None:
+        trunk, *blocks = args.hybrid_layer_pattern.split("/")
+        of_block = blocks[0].count("E") if blocks else 0
+        return int(trunk.count("E") + of_block * (repeated if is_mended else depths))
+    placed = args.moe_layer_freq
+    if not isinstance(placed, list):
+        placed = [number % (placed or 1) == 0 for number in range(args.num_layers)]
+    # Our own MTP block is dense; stock's is as the last layer.
+    is_ours = lowering.host_of(getattr(args, "spec", None)) is not None
+    return sum(map(bool, placed)) + (repeated if placed[-1] and not is_ours else 0)
+
+
+def _within(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``MoEMetricsTracker.record``: a layer past the end of the tensor adds to the last element.
+
+    A layer of MTP is numbered after the trunk, within its block, and the tensor has one element for each depth (#7172).
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if (number := bound.arguments["layer_number"]) is not None:
+            bound.arguments["layer_number"] = min(number, bound.arguments["num_layers"])
+        return original(*bound.args, **bound.kwargs)
+
+    return record
+
+
+PATCH = Patch(
+    name="moe-metrics",
+    fixes=(
+        "with multi-token prediction the log's MoE losses are too small: by the share of depths without experts, or of depths "
+        "that repeat one layer; in hybrid models pipeline stages with and without experts wait for each other, and since 0.20 "
+        "an expert layer behind another one in an MTP block ends in IndexError"
+    ),
+    source="megatron-core 0.19.2, megatron/core/transformer/moe/moe_logging.py and megatron/training/training.py",
+    edits=(
+        Edit.of(
+            f"{_TRACKER}.report",
+            (
+                "31e50d1660362909c9ed3be4a3efcdca55667805156e60606c50e1c07c041d6f",
+                "8f925732d42405e895820d7b7a3ce9f8b22c52ad199bfdd015aa1a31741451f0",
+            ),
+            _counted,
+        ),
+        Edit.of(
+            f"{_TRACKER}.record",
+            "f14cfa4dd21e1b6d2816389b7986c08aaa15d5712f2536a708b624d3f74c9c0e",
+            _within,
+        ),
+    ),
+    seam="the tracker's two methods: what layers add, and the one report of a step, which is told the counts",
+    leaves_alone="the losses that are trained; values by layer; the loop's other metrics; loops without Megatron's arguments",
+    cost="nothing",
+    retire_when="upstream counts the layers that have added",
+    upstream=(6748, 7172),
+)

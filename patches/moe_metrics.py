@@ -5,8 +5,8 @@ Scope: Megatron's loop. Other loops, which count for themselves, are left as the
 Provenance: megatron-core 0.19.2 ``core/transformer/moe/moe_logging.py`` and ``training/training.py``.
 
 The loop sums each loss over the layers and divides by a count of its own. In 0.19 that includes every depth of multi-token
-prediction, with experts or without, and of a hybrid pattern those experts twice. The count also is the size of the tensor that a
-pipeline stage without experts makes, and is not that of the others. Since #6748 upstream counts the layers.
+prediction, with experts or without, and of a hybrid pattern those experts twice. The count also is the size of the tensor of a
+pipeline stage without experts, and is not that of the others. Since #6748 upstream counts the layers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def report(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        run = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-        count = (
-            contributors(run, is_mended=is_mended) if run is not None and bound.arguments.get("force_initialize") else 0
-        )
-        if count:
+        run: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+        is_loop = run is not None and bound.arguments.get("force_initialize")
+        if is_loop and (count := contributors(run, is_mended=is_mended)):
             # The tensors have an element for each layer, as routers make them; a list of layers is taken as it is.
             layers = run.num_layers + (run.mtp_num_layers or 0)
             bound.arguments |= {"num_layers": layers, "moe_layer_freq": [1] * count, "mtp_num_layers": None}

@@ -1,4 +1,4 @@
-"""Datasets as real runs name them, trained on: blends and splits, and documents of packed rows on the stock script."""
+"""Datasets as real runs name them, trained on: blends, splits, packed rows; on the stock script and the wheel's loop."""
 
 from __future__ import annotations
 

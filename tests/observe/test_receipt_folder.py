@@ -1,4 +1,4 @@
-"""A receipt from a folder that was written by hand: two ranks, and what a larger start before left of a third."""
+"""A receipt from a folder written by hand: two ranks, what a larger start left of a third; and from samples of a card."""
 
 from __future__ import annotations
 

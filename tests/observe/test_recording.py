@@ -1,4 +1,4 @@
-"""Where a run is recorded, and that it is taken back."""
+"""Where a run is recorded, what of its loop is timed and as what, and that it is taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patch mixed-precision-optimizer: each parameter's state under its own name, upstream's result where nothing is mixed."""
+"""The patches mixed-precision-optimizer, each state under its parameter's name, and torch-adam-resume, Adam's count of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patches mixed-precision-optimizer, each state under its parameter's name, and torch-adam-resume, Adam's count of steps."""
+"""Patches: mixed-precision-optimizer, each state under its parameter's name, and torch-adam-resume, Adam's count of steps."""
 
 from __future__ import annotations
 

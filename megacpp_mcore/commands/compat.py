@@ -16,7 +16,6 @@ from typing import Any
 import megacpp_mcore
 from megacpp_mcore import settings, versions
 from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
@@ -76,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _trained(root: Path, host: str) -> list[str]:
     """Train in a process that imports Megatron from ``root``; returns what is not as recorded, or how the run ended."""
+    from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
     from megacpp_mcore.observe.steps import read_steps
 
     model = preset("nam56r_tiny")

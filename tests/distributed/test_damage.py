@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def test_a_damaged_newest_one_is_passed_over_and_the_run_continues_bit_for_bit(t
     data, saved = tiny_run.make_data(tmp_path), tmp_path / "saved"
     with (options := data / "config.yaml").open("a") as file:
         file.write("checkpoints: {load_newest_whole: true}\n")
-    words = tiny_run.words(data, 3, "--save-interval", "1", "--deterministic-mode", layout=Layout(expert=2))
+    words = tiny_run.words(data, 2, "--save-interval", "1", "--deterministic-mode", layout=Layout(expert=2))
     words += ["--save", str(saved), "--load", str(saved)]
 
     def train(*more: str) -> str:
@@ -31,12 +30,10 @@ def test_a_damaged_newest_one_is_passed_over_and_the_run_continues_bit_for_bit(t
         return output
 
     train("--async-save", "--async-strategy", "mcore")
-    last = tensors_in(saved / "iter_0000003")
-    shutil.rmtree(saved / "iter_0000003")
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    last = tensors_in(saved / "iter_0000002")
     shard = saved / "iter_0000002" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert f"loading the newest whole checkpoint, {saved}/iter_0000001" in train()
-    assert_same_bytes(last, tensors_in(saved / "iter_0000003"))
+    assert_same_bytes(last, tensors_in(saved / "iter_0000002"))

@@ -392,11 +392,9 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     elif kernel == "chunk_state_fwd":
         choices = [{"BACKWARD": back} for back in ((False, True) if plan.R == 1 else (False,))]
     elif kernel == "chunk_scan_fwd":
-        gated: dict[str, Any] = {"RAW": plan.saves_tables, "GATED": True} | (
-            {} if plan.saves_tables else {"o_desc": None}
-        )
-        choices = [gated, gated | NO_NORM]
-        if not plan.saves_tables:
+        choices = [{"RAW": True, "GATED": True} | norm for norm in ({}, NO_NORM)]  # at rank 1, or where the output is kept
+        if plan.R > 1:
+            choices += [{"RAW": False, "GATED": True, "o_desc": None} | norm for norm in ({}, NO_NORM)]
             choices.append({"RAW": True, "GATED": False, "y_ptr": None, "NORM": False})
     every = plan.sizes
     for choice in choices:

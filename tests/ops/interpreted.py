@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
+from megacpp_mcore.ops import adam
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
@@ -434,6 +435,29 @@ def mamba3_mixer(tokens: int, **sizes: Any) -> None:
             assert torch.equal(tensor, found[key]), key
 
 
+def adam_steps() -> None:
+    """Tensors of several blocks, of part of one, with and without a copy, with and without a factor, against PyTorch's."""
+    draw = torch.Generator().manual_seed(0)
+
+    def shard(size: int, copied: bool) -> adam.Shard:
+        weight, gradient = (torch.randn(size, generator=draw) for _ in range(2))
+        return adam.Shard(weight, gradient, torch.zeros(size), torch.zeros(size), weight.half() if copied else None)
+
+    shards = [shard(2 * adam.BLOCK + 1, True), shard(64, False), shard(adam.BLOCK, True)]
+    truth = [shard.weight.double() for shard in shards]
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    plain, table = torch.optim.AdamW(truth, **options), adam.Table(shards)
+    for number, factor in enumerate((0.3, None, 0.7), start=1):
+        for one, weight in zip(shards, truth, strict=True):
+            one.gradient.normal_(generator=draw)
+            weight.grad = one.gradient.double() * (factor or 1.0)
+        plain.step()
+        adam.step(table, **options, number=number, scale=None if factor is None else torch.tensor([factor]))
+    for one, weight in zip(shards, truth, strict=True):
+        torch.testing.assert_close(one.weight.double(), weight, rtol=0, atol=1e-6)
+        assert one.copy is None or torch.equal(one.copy, one.weight.half())
+
+
 def assert_near(
     found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rms: float
 ) -> None:
@@ -534,6 +558,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
     "m2rnn, small steps": recurrent_mixer_of_small_steps,
+    "adam": adam_steps,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding
     "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),

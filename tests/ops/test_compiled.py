@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from megacpp_mcore.ops import adam
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
@@ -145,6 +146,11 @@ def small_variants() -> Iterator[Variant]:
     launch = {"BLOCK": cross_entropy.BLOCK, "GROUP": cross_entropy.GROUP, "num_warps": cross_entropy.WARPS}
     for absent in ("logsumexp_C weight_C", "logsumexp_C", "top_C column_C total_C picked_C"):
         yield f"softmax without {absent}", cross_entropy.softmax_rows, given, launch | without(*absent.split())
+    numbers = dict.fromkeys(("lr", "beta1", "beta2", "rest1", "rest2", "eps", "decay", "unbias1", "unbias2"), "fp32")
+    given = types(i64="places_ptr sizes_ptr", i32="first_ptr owner_ptr", fp32="scale_ptr") | numbers
+    for absent in ("", "scale_ptr"):
+        launch = {"HALF": False, "BLOCK": adam.BLOCK, "num_warps": 4} | without(*absent.split())
+        yield f"adam without {absent}", adam.adam, given, launch
     for out in ("fp32", "bf16"):
         given = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
         yield f"add_scaled to {out}", cross_entropy.add_scaled, given, {"BLOCK": cross_entropy.SCALED, "BETA": True}
@@ -392,7 +398,9 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     elif kernel == "chunk_state_fwd":
         choices = [{"BACKWARD": back} for back in ((False, True) if plan.R == 1 else (False,))]
     elif kernel == "chunk_scan_fwd":
-        choices = [{"RAW": True, "GATED": True} | norm for norm in ({}, NO_NORM)]  # at rank 1, or where the output is kept
+        choices = [
+            {"RAW": True, "GATED": True} | norm for norm in ({}, NO_NORM)
+        ]  # at rank 1, or where the output is kept
         if plan.R > 1:
             choices += [{"RAW": False, "GATED": True, "o_desc": None} | norm for norm in ({}, NO_NORM)]
             choices.append({"RAW": True, "GATED": False, "y_ptr": None, "NORM": False})

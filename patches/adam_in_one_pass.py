@@ -210,5 +210,5 @@ PATCH = Patch(
     ),
     retire_when="Transformer Engine's Adam takes a factor for the gradients and writes 16-bit copies",
     cost="gradients in memory stay unclipped after a step",
-    gain="not measured",
+    gain="16 ms of the optimizer's 59, and 1 % of a step, of `nam56r` on one H200",
 )

@@ -53,11 +53,11 @@ class _Update:
 
 def _update(optimizer: Any) -> _Update | None:
     """Return what the optimizer's next step will do if the kernel is to do it, and leave it for that step."""
-    from megacpp_mcore.ops import adam
-
     known = vars(optimizer).get(UPDATE)
     found = None
     if _fits(optimizer):
+        from megacpp_mcore.ops import adam  # where Transformer Engine is, Triton is
+
         copies = dict(_copies(optimizer))
         groups = [_shards(optimizer.optimizer, group, copies) for group in optimizer.optimizer.param_groups]
         places = [] if None in groups else [adam.addresses(shards) for shards in groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -179,3 +180,12 @@ def test_a_norm_group_of_its_own_is_clipped_in_place(calls: list[tuple[Any, ...]
     patch._in_one_pass(lambda self: self.ready())(optimizer)
     assert clipped == [2, 1]
     assert [call[2] for call in calls] == [None, None]
+
+
+def test_a_host_without_triton_steps_as_upstream_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedAdam, "__module__", "torch.optim.adam")
+    monkeypatch.delattr("megacpp_mcore.ops.adam")
+    monkeypatch.setitem(sys.modules, "megacpp_mcore.ops.adam", None)
+    optimizer = Optimizer()
+    assert one_step(optimizer) == [1.0]
+    assert optimizer.optimizer.stepped == 1

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import pytest
 
 from megacpp_mcore.patches.machinery.registry import default
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from tests import stock
 from tests.lanes import exhaustive_but
+from tests.trees import wheel_root
 
 NAMES = [patch.name for patch in default().patches]
 
@@ -70,4 +72,4 @@ def test_every_patch_goes_in_and_out(tree: str, subsets: str, request: pytest.Fi
     code = f"import json; from tests.patches.test_set import *; go_round(SUBSETS[{subsets!r}]); "
     code += "from megacpp_mcore.patches.machinery.registry import megatron_core_version as version; "
     found = stock.printed(code + "print(json.dumps(version()))", first=first)
-    assert found == {"wheel": "0.19.2", "checkout": "0.19.1"}[tree]
+    assert found == SourceTree((first or wheel_root(),)).version()

@@ -98,6 +98,13 @@ def test_swapped_files_are_found(prefix, tmp_path, suffixes):
             check(prefix)
 
 
+def test_a_value_of_the_manifest_that_was_changed_is_found(prefix):
+    path = Path(prefix + ".manifest.json")
+    path.write_text(path.read_text().replace("prepare", "adopted", 1))
+    with raises(DataError, "data.manifest.json", "checksum"):
+        load_manifest(prefix)
+
+
 def test_remembered_hashes_do_not_outlive_a_change(prefix):
     check_training(prefix)
     remembered = Path(prefix + ".verified.json").read_bytes()

@@ -267,7 +267,12 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
 
     assert "building half_mamba, layers AMEMAMEMAMEMAMEMAMEMAMEM" in done.stdout + done.stderr
     assert len(of("wheel")) == 2
-    assert of("bridge") == of("wheel")
+    # Bridge's loop counts the layers of experts by which it divides their losses in the log itself (the patch moe-metrics).
+    trained = [
+        {name: one for name, one in step.items() if not name.endswith(("balancing_loss", "z_loss"))}
+        for step in of("wheel")
+    ]
+    assert [{name: one[name] for name in step} for one, step in zip(of("bridge"), trained, strict=True)] == trained
     printed = [float(loss) for loss in re.findall(r"iteration +\d/ +2 \|.* lm loss: (\S+)", done.stdout)]
     assert printed == pytest.approx(
         [step["lm loss"] for step in of("wheel")] * 2, rel=1e-6

@@ -74,7 +74,6 @@ PATCHES = (
     "moe-metrics",
     "torch-fsdp",
     "non-finite-origin",
-    "adam-in-one-pass",
 )
 """Patches that the model requires; applied by :func:`apply_patches`, never by an import.
 
@@ -84,6 +83,9 @@ and the logged loss. The rest patches stock's DSAttention, and has no effect unl
 
 LOSS_PATCH = "linear-cross-entropy"
 """Patch that saves time and memory on a GPU; applied there unless ``speed_defaults.linear_cross_entropy`` is false."""
+
+ADAM_PATCH = "adam-in-one-pass"
+"""Patch that saves time on a GPU; applied where ``speed_defaults.adam_in_one_pass`` is true."""
 
 
 @dataclass
@@ -262,10 +264,11 @@ def claim_save_folder(settings: plugin_config.PluginConfig | None) -> None:
 
 
 def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
-    """Apply the patches that the model requires, and on a GPU :data:`LOSS_PATCH`."""
+    """Apply the patches that the model requires, and on a GPU :data:`LOSS_PATCH` and :data:`ADAM_PATCH` as the run asks."""
     speed = settings.speed_defaults if settings is not None else plugin_config.SpeedDefaults()
-    with_loss = speed.linear_cross_entropy and compute_device() == "cuda"
-    patches.apply((*PATCHES, LOSS_PATCH) if with_loss else PATCHES)
+    on_gpu = compute_device() == "cuda"
+    more = ((speed.linear_cross_entropy, LOSS_PATCH), (speed.adam_in_one_pass, ADAM_PATCH))
+    patches.apply((*PATCHES, *(name for asked, name in more if asked and on_gpu)))
 
 
 def prepare(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

@@ -129,11 +129,9 @@ def test_parity_with_stocks(pair: tuple[Any, Any]) -> None:
     assert max(apart.values()) < 1e-2
 
 
-def test_nothing_waits_a_graph_replays_and_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
+def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
     ours, _ = pair
     hidden, gradient = draw()
-    used, allowed = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
-    assert used <= allowed
     assert_replays(lambda: outcome(ours, hidden, gradient), (hidden, gradient), draw(8))
 
 
@@ -153,6 +151,13 @@ def test_the_host_waits_at_most_once_where_experts_are_divided(ranks: int, by: s
     for each in found:
         assert each["read"]
         assert len(each["layer"]) <= most, each["layer"]
+
+
+def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
+    hidden, gradient = draw()
+    ours, theirs = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
+    print(f"ours {ours / 2**20:.0f} MiB, stock's {theirs / 2**20:.0f} MiB")
+    assert ours <= theirs
 
 
 @pytest.mark.parametrize("case", [*CASES, Case(8192, 2, 16, 4)])

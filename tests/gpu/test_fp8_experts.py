@@ -22,6 +22,7 @@ import yaml
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe.steps import read_steps
 from tests import stock
 from tests.gpu import runs
@@ -294,11 +295,11 @@ STEPS, SAVED = 20, 10
 def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
     """Trains nam56r_tiny through the stock loop, two micro-batches a step; the loss of every step, in full precision."""
 
-    def run(precision: str, *extra: str) -> list[float]:
+    def run(precision: str, *extra: str, host: str = GPT) -> list[float]:
         record = tmp_path_factory.mktemp("run") / "steps"
         words = words_of(
             preset("nam56r_tiny"), *extra,
-            corpus=corpus, precision=precision, micro_batch_size=4, train_iters=STEPS, learning_rate=1e-3,
+            corpus=corpus, precision=precision, host=host, micro_batch_size=4, train_iters=STEPS, learning_rate=1e-3,
         )  # fmt: skip
         runs.train(words, record)
         return [step.losses["lm loss"] for step in read_steps(record)]
@@ -326,6 +327,13 @@ def test_losses_stay_beside_those_of_bf16(train: Callable[..., list[float]], sav
     assert worst(fp8, bf16) < 2e-2
     assert abs(sum(fp8[-5:]) / sum(bf16[-5:]) - 1) < 1e-2
     assert fp8[-1] < 0.9 * fp8[0]
+
+
+def test_the_hybrid_host_trains_the_same(train: Callable[..., list[float]], saved: tuple[str, list[float]]) -> None:
+    _, fp8 = saved
+    hybrid = train(FP8, host=HYBRID)
+    assert hybrid[0] == pytest.approx(fp8[0], rel=1e-4)
+    assert worst(hybrid, fp8) < 1e-2
 
 
 @pytest.mark.parametrize("precision", [FP8, "bf16"])

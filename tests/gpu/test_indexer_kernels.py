@@ -184,44 +184,68 @@ def test_chunks_select_what_pytorch_scores_select(
             torch.testing.assert_close(have, want, rtol=1e-5, atol=0 if exact else 1e-5)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("rule", ["causal", "within"])
-@pytest.mark.parametrize(
-    ("dense", "D", "width", "heads"),
-    [(False, 64, 128, 56), (False, 64, 128, 14), (False, 64, 576, 128), (True, 64, 128, 56), (True, 128, 576, 16)],
-)
-def test_losses_and_their_gradients_are_pytorchs(
-    dense: bool, D: int, width: int, heads: int, rule: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("width", "heads"), [(128, 56), (128, 14), (576, 128)])
+def test_the_sparse_loss_and_its_gradients_are_pytorchs(
+    width: int, heads: int, rule: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the selected keys; and over all, in several chunks of queries, with no tensor of both heads and all pairs.
+    S = 700
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    q, k, w = draw_exact(S, device="cuda")  # no logit rounds to the other side of ReLU's step
+    indexer = chunked.Indexer(q, k, w / 16)
+    query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
+    attention = chunked.Attention(query, key[:, :, None], width**-0.5)
+    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
+    assert keys is not None
+    best_BSN, index_BSN = chunked.select(indexer, 100, keys)
+    weight, rows_BS = (
+        torch.tensor(700.0, device="cuda"),
+        (torch.arange(2 * S, device="cuda") % 7 > 0).view(2, S).float(),
+    )
+    found = []
+    for kernel in (True, False):
+        with monkeypatch.context() as patch:
+            if not kernel:
+                patch.setattr(chunked, "_runs_kernels", lambda device: False)
+            assert attention.by_kernel(keys) == kernel == indexer.learns_by_kernel
+            loss_BS = chunked.sparse_divergence(attention, best_BSN, index_BSN, keys)
+            found.append((loss_BS, *chunked.sparse_backward(indexer, attention, index_BSN, keys, weight, rows_BS)))
+    for name, ours, plain in zip(("loss", "dq", "dw", "dk"), *found, strict=True):
+        assert ours.dtype == plain.dtype
+        assert_parity(ours, plain.double(), rms=1e-4 if name == "loss" else 1e-2, name=name)
 
-    The same bits each time, and nothing waits.
-    """
-    S, device = 700, torch.device("cuda")
+
+@pytest.mark.parametrize("rule", ["causal", "within"])
+@pytest.mark.parametrize("D", fused.SCORE_ALL)
+@pytest.mark.parametrize(("width", "heads"), [(128, 56), (576, 16)])
+def test_the_dense_loss_and_its_gradients_are_pytorchs(
+    width: int, heads: int, D: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several chunks of queries; the same bits each time, nothing waits, and no tensor has both heads and all pairs."""
+    S = 700
     monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 2 * S * 300)
     q, k, w = draw_exact(S, D=D, device="cuda")  # no logit rounds to the other side of ReLU's step
     indexer = chunked.Indexer(q, k, w / 16)
     query, key, _ = draw(S, H=heads, D=width, device="cuda", seed=1)
     attention = chunked.Attention(query, key[:, :, None], width**-0.5)
-    keys = chunked.KeyRule.causal(S, S, device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
-    best_BSN, index_BSN = chunked.select(indexer, 100, keys)
-    weight, weight_BS = torch.tensor(700.0, device="cuda"), (torch.arange(2 * S, device="cuda") % 7).view(2, S).float()
+    keys = chunked.KeyRule.causal(S, S, query.device) if rule == "causal" else draw_rules(S, S, device="cuda")["within"]
+    assert keys is not None
+    weight_BS = 100.0 * (torch.arange(2 * S, device="cuda") % 7).view(2, S)
 
     def run() -> list[torch.Tensor]:
-        if dense:
-            loss_BS = chunked.dense_divergence(indexer, attention, (None, keys))
-            return [loss_BS, *chunked.dense_backward(indexer, attention, keys, 100 * weight_BS)]
-        loss_BS = chunked.sparse_divergence(attention, best_BSN, index_BSN, keys)
-        return [loss_BS, *chunked.sparse_backward(indexer, attention, index_BSN, keys, weight, weight_BS.clamp_max(1))]
+        divergence_BS = chunked.dense_divergence(indexer, attention, (None, keys))
+        return [divergence_BS, *chunked.dense_backward(indexer, attention, keys, weight_BS)]
 
     assert attention.by_kernel(keys)
-    assert indexer.by_kernel if dense else indexer.learns_by_kernel
+    assert indexer.by_kernel
     found = run()
     with without_waiting():
         again = run()
-    assert not dense or peak(run) < 8 * 2 * S * S * 4
+    bytes_of_pairs = 2 * S * S * 4
+    assert peak(run) < 8 * bytes_of_pairs
     monkeypatch.setattr(chunked, "_runs_kernels", lambda device: False)
-    names = ("loss", "loss again", "dq", "dw", "dk") if dense else ("loss", "dq", "dw", "dk")
-    for name, ours, same, plain in zip(names, found, again, run(), strict=True):
+    for name, ours, same, plain in zip(("loss", "loss again", "dq", "dw", "dk"), found, again, run(), strict=True):
         assert ours.dtype == plain.dtype
         assert torch.equal(ours, same), name
         assert_parity(ours, plain.double(), rms=1e-4 if name.startswith("loss") else 1e-2, name=name)

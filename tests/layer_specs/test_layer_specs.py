@@ -493,19 +493,26 @@ def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save
     assert claim.mock_calls == [mock.call(str(tmp_path), None, 3, finetune=False)]
 
 
-@pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_the_loss_has_our_patch_on_gpus_unless_told_not_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, wanted: bool
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [
+        ("cuda", "", {"linear-cross-entropy"}),
+        ("cuda", "linear_cross_entropy: false, adam_in_one_pass: true", {"adam-in-one-pass"}),
+        ("cpu", "adam_in_one_pass: true", set()),
+    ],
+)
+def test_patches_for_speed_are_applied_on_gpus_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, asked: str, expected: set[str]
 ) -> None:
     from megacpp_mcore.layer_specs import nam56r
 
     file = tmp_path / "megacpp.yaml"
-    file.write_text("model: nam56r_tiny\n" + ("" if wanted else "speed_defaults: {linear_cross_entropy: false}\n"))
+    file.write_text(f"model: nam56r_tiny\nspeed_defaults: {{{asked}}}\n")
     monkeypatch.setattr(nam56r, "compute_device", lambda: device)
     patches.revert()
     nam56r.apply_patches(settings.load(file))
     applied = {record["name"] for record in patches.status() if record["state"] == "applied"}
-    assert applied - set(nam56r.PATCHES) == ({"linear-cross-entropy"} if device == "cuda" and wanted else set())
+    assert applied - set(nam56r.PATCHES) == expected
     patches.revert()
 
 

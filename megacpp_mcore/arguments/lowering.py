@@ -358,7 +358,7 @@ def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list
             found.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
             continue
         value = getattr(holder, argument.field)
-        if not _same(value, argument.expected):
+        if not same(value, argument.expected):
             found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
     if host == HYBRID:
         found += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
@@ -385,7 +385,7 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
         ("use_transformer_engine_op_fuser", False, "without --use-transformer-engine-op-fuser"),
     ):
         value = _first(sources, field, expected)
-        if not _same(value, expected):
+        if not same(value, expected):
             found.append(f"{field}: found {value!r}, expected {expected!r} with FP8 experts ({remedy})")
     why = precision.unfit(model)
     return found + ([f"quant_recipe: {why} (without --te-precision-config-file)"] if why else [])
@@ -412,11 +412,12 @@ def _first(sources: Sequence[object], field: str, default: Any) -> Any:
     return next((getattr(source, field) for source in sources if hasattr(source, field)), default)
 
 
-def _same(found: Any, expected: Any) -> bool:
+def same(found: Any, expected: Any) -> bool:
+    """Return whether a value of Megatron's configuration is the expected one."""
     if isinstance(found, (list, tuple)) and isinstance(expected, list):
         return list(found) == expected
     if isinstance(found, list) and len(found) == 1 and not isinstance(expected, list):
-        return _same(found[0], expected)
+        return same(found[0], expected)
     if callable(found) and isinstance(expected, str):
         return bool(getattr(found, "__name__", None) == expected)
     if expected is None or isinstance(expected, bool) or isinstance(found, bool):

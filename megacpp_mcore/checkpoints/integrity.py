@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import pickle
 import threading
 import uuid
+import zipfile
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +30,8 @@ from megacpp_mcore.util.files import TEMPORARY, replace, sha256_of
 MANIFEST = "integrity.json"
 CONFIG = "metadata.json"
 METADATA = ".metadata"
+COMMON = "common_state/shard_0_1"
+"""Megatron's name of what is the same on all ranks."""
 
 _ID = "manifest_id"
 """Key in the manifest and in ``metadata.json``, where Megatron ignores keys that it does not know."""
@@ -78,6 +83,59 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} holds {type(metadata).__name__}, expected Metadata; name another iteration")
     return metadata
+
+
+class _Unknown:
+    """Stands for an object of a class that is not looked up."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler of plain values: anything of another class becomes :class:`_Unknown`, and tensors None."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return argparse's Namespace, or a class that stands for all others."""
+        return Namespace if (module, name) == ("argparse", "Namespace") else _Unknown
+
+    def persistent_load(self, _: Any) -> None:
+        """Read no storage."""
+
+
+def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """Read the plain values of Megatron's common state in ``folder``, its arguments among them, without running code from it.
+
+    Returns:
+        Them by name; nothing, if the checkpoint has no such state.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    place: Any = next((one for index, one in metadata.storage_data.items() if index.fqn == COMMON), None)
+    path = folder / (place.relative_path if place is not None else "common.pt")
+    if place is None and not path.exists():
+        return {}
+    try:
+        content = path.read_bytes() if place is None else _slice(path, place.offset, place.length)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            (name,) = (one for one in archive.namelist() if one.endswith("data.pkl"))
+            state = _PlainUnpickler(io.BytesIO(archive.read(name))).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}); restore it from a copy, or name another iteration"
+        ) from error
+    state = state[0] if isinstance(state, list) and state else state
+    return state if isinstance(state, dict) else {}
+
+
+def _slice(path: Path, offset: int, length: int) -> bytes:
+    with open(path, "rb") as stream:
+        stream.seek(offset)
+        return stream.read(length)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     export.add_argument("new", metavar="FOLDER", help="a folder that does not exist yet")
     export.add_argument("--tokenizer", metavar="FOLDER", help="a Hugging Face tokenizer; without it, that of bytes")
     export.add_argument(
-        "--shard-bytes", type=int, default=4 * 10**9, metavar="N", help="of a file at most (default: 4e9)"
+        "--shard-bytes", type=int, default=4 * 10**9, metavar="N", help="of a file at most (default: 4000000000)"
     )
     words = (
         "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer begins anew"

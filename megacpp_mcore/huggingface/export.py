@@ -13,17 +13,23 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import megacpp_mcore
-from megacpp_mcore.checkpoints.integrity import damages, read_metadata
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.checkpoints import layout
+from megacpp_mcore.checkpoints.integrity import damages, read_common, read_metadata
 from megacpp_mcore.checkpoints.rewrite import newest_iteration
 from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
 from megacpp_mcore.model import Model
+from megacpp_mcore.model.training import GPT
 from megacpp_mcore.util.files import flush_to_disk
 
 INDEX = "model.safetensors.index.json"
 CODE = ("configuration_nam56r.py", "modeling_nam56r.py")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
 
 
 def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None, shard_bytes: int) -> Path:
@@ -46,12 +52,14 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
             folder; safetensors is not installed. Nothing is left behind.
     """
     library = safetensors()
-    source = newest_iteration(checkpoint)
+    source, folder = newest_iteration(checkpoint), folder.resolve()
     if found := damages(source):
         raise CheckpointError(
             f"{source} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
         )
     unfinished = folder.with_name(f"{folder.name}.partial")
+    if shard_bytes < 1:
+        raise CheckpointError(f"a shard of {shard_bytes} bytes is asked for; expected 1 or more")
     for path in (folder, unfinished):
         if path.exists():
             raise CheckpointError(f"{path} already exists; name a new folder, or delete it")
@@ -59,9 +67,10 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
     wanted = list(tensors(model))
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     _check(source, model, wanted, stored)
+    _check_trained(source, model, read_common(source, reader.read_metadata()))
     files = tokenizer_files(model, tokenizer)
+    create(unfinished)
     try:
-        unfinished.mkdir(parents=True)
         shards, size = list(_shards(wanted, stored, shard_bytes)), 0
         places: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -97,6 +106,18 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
     return source
 
 
+def create(folder: Path) -> None:
+    """Create a folder that only this process writes to.
+
+    Raises:
+        CheckpointError: it exists by now, or cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be created: {error}; name a new folder") from error
+
+
 class _Reader(FileSystemReader):
     """A reader that runs no code from the checkpoint's metadata."""
 
@@ -110,6 +131,11 @@ class _Reader(FileSystemReader):
 
 def _check(folder: Path, model: Model, wanted: Sequence[Tensor], stored: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose tensors are not those of ``model``."""
+    if "model.decoder.final_layernorm.weight" in stored:
+        raise CheckpointError(
+            f"{folder} is in the format torch_dcp; load it once and save it in torch_dist (--ckpt-convert-format torch_dist "
+            "--ckpt-convert-save NEW), then export NEW/torch_dist"
+        )
     keys = {tensor.key for tensor in wanted}
     prefixes = ("decoder.", "embedding.", "output_layer.", "mtp.")
     more = [
@@ -131,6 +157,27 @@ def _check(folder: Path, model: Model, wanted: Sequence[Tensor], stored: Mapping
             f"{folder} is not a checkpoint of {model.name}: {'; '.join(sorted(wrong)[:3])}"
             f"{f', and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; name the model that was trained, by MEGACPP_CONFIG "
             "if not a preset"
+        )
+
+
+def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a run whose model differs from ``model`` in what no tensor shows."""
+    found = dict(common.get("content_metadata", {}).get(layout.MODEL_KEY, {}))
+    expected = layout.recorded(model)
+    arguments = common.get("args")
+    host = lowering.host_of(getattr(arguments, "spec", None)) or GPT
+    for argument in lowering.model_arguments(model, host):
+        if hasattr(arguments, argument.field):
+            found[argument.field], expected[argument.field] = getattr(arguments, argument.field), argument.expected
+    wrong = [
+        f"{name} is {value!r}, expected {expected.get(name)!r}"
+        for name, value in found.items()
+        if not lowering.same(value, expected.get(name))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{folder} is of a run of another model than {model.name}: {'; '.join(wrong)}; name the model that was trained, "
+            "by MEGACPP_CONFIG if not a preset"
         )
 
 
@@ -173,11 +220,10 @@ def tokenizer_files(model: Model, folder: Path | None) -> dict[str, str]:
     files = {name: (folder / name).read_text(encoding="utf-8") for name in TOKENIZER if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise CheckpointError(f"{folder} has no tokenizer.json; expected a Hugging Face tokenizer's folder")
-    content = json.loads(files["tokenizer.json"])
-    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", []))]
-    if max(ids) >= model.vocab_size:
+    largest = max(_ids(files, str(folder)).values(), default=-1)
+    if not 0 <= largest < model.vocab_size:
         raise CheckpointError(
-            f"{folder} has ids up to {max(ids)}, and {model.name} {model.vocab_size} tokens; name the tokenizer of its data"
+            f"{folder} has ids up to {largest}, and {model.name} {model.vocab_size} tokens; name the tokenizer of its data"
         )
     return files
 
@@ -210,10 +256,28 @@ def _byte_tokenizer() -> dict[str, str]:
     return {"tokenizer.json": dump(tokenizer), "tokenizer_config.json": dump(config | named)}
 
 
+def _ids(files: Mapping[str, str], where: str) -> dict[str, int]:
+    """Return the id of every token of a tokenizer.
+
+    Raises:
+        CheckpointError: its files are no tokenizer's.
+    """
+    try:
+        content = json.loads(files["tokenizer.json"])
+        json.loads(files.get("tokenizer_config.json", "{}"))
+        vocab = content["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram's: tokens and their scores, by id
+            vocab = {token: number for number, (token, _) in enumerate(vocab)}
+        return vocab | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where}: tokenizer.json or tokenizer_config.json is no tokenizer's: {error!r}"
+        ) from error
+
+
 def _special_ids(files: Mapping[str, str]) -> dict[str, int]:
     """Return the ids of the tokens that generation has to know."""
-    config, content = json.loads(files.get("tokenizer_config.json", "{}")), json.loads(files["tokenizer.json"])
-    ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    config, ids = json.loads(files.get("tokenizer_config.json", "{}")), _ids(files, "the tokenizer")
     found = {}
     for name in ("bos", "eos", "pad"):
         token = config.get(f"{name}_token")

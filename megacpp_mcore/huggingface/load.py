@@ -12,18 +12,18 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.checkpoints.folder import RELEASE, TRACKER
-from megacpp_mcore.checkpoints.integrity import write_manifest
+from megacpp_mcore.checkpoints.integrity import COMMON, write_manifest
 from megacpp_mcore.checkpoints.layout import KEY, LAYOUT, MODEL_KEY, recorded
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.huggingface.export import INDEX, safetensors
+from megacpp_mcore.huggingface.export import INDEX, create, safetensors
 from megacpp_mcore.huggingface.names import configuration, tensors
 from megacpp_mcore.model import Model
 from megacpp_mcore.util.files import flush_to_disk
 
 _EXTRA = "{}_extra_state/shard_{}_{}"
 """Megatron's name of the extra state of a linear layer, of its prefix, and of one expert among many."""
-_COMMON = "common_state/shard_0_1"
 
 
 def load(folder: Path, checkpoint: Path, model: Model) -> Path:
@@ -41,6 +41,7 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         CheckpointError: ``folder`` is incomplete, cannot be read or is of another model; ``checkpoint`` exists; safetensors is
             not installed. Nothing is left behind.
     """
+    checkpoint = checkpoint.resolve()
     if checkpoint.exists() or (unfinished := checkpoint.with_name(f"{checkpoint.name}.partial")).exists():
         raise CheckpointError(
             f"{checkpoint} or {checkpoint.name}.partial already exists; name a new folder, or delete it"
@@ -50,9 +51,11 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     values = _read(folder)
     for tensor in tensors(model):
         value = values.pop(tensor.name, None)
-        if value is None or tuple(value.shape) != tensor.shape:
-            found = "is missing" if value is None else f"has the shape {list(value.shape)}"
-            raise CheckpointError(f"{folder}: {tensor.name} {found}, expected {list(tensor.shape)}; export it again")
+        if value is None or tuple(value.shape) != tensor.shape or not value.is_floating_point():
+            found = "is missing" if value is None else f"is {value.dtype} {list(value.shape)}"
+            raise CheckpointError(
+                f"{folder}: {tensor.name} {found}, expected floats {list(tensor.shape)}; export it again"
+            )
         state[tensor.key] = value
         if tensor.linear:
             prefix, shards = tensor.key.removesuffix("weight"), tensor.shape[0] if value.dim() == 3 else 1
@@ -60,14 +63,19 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     if values:
         raise CheckpointError(f"{folder} has tensors that {model.name} has not: {', '.join(sorted(values)[:3])}")
     content = {KEY: LAYOUT, MODEL_KEY: recorded(model)}
-    arguments = Namespace(
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1, ckpt_format="torch_dist"
-    )
+    of_run = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "world_size": 1,
+        "ckpt_format": "torch_dist",
+    }
+    arguments = Namespace(**{one.field: one.expected for one in lowering.model_arguments(model)}, **of_run)
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
     target = unfinished / RELEASE
+    create(unfinished)
     try:
-        target.mkdir(parents=True)
-        state[_COMMON] = [common]
+        target.mkdir()
+        state[COMMON] = [common]
         planner = DefaultSavePlanner(flatten_state_dict=False)
         save(state, storage_writer=FileSystemWriter(target, thread_count=1), planner=planner, no_dist=True)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -102,7 +110,12 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors, mapped from their files."""
     library = safetensors()
     index = folder / INDEX
-    places = _json(index)["weight_map"] if index.is_file() else None
+    places = _json(index).get("weight_map") if index.is_file() else None
+    plain = isinstance(places, dict) and all(
+        isinstance(name, str) and Path(name).name == name for name in places.values()
+    )
+    if index.is_file() and not (places and plain):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files beside it; export it again")
     names = sorted(set(places.values())) if places else ["model.safetensors"]
     values: dict[str, torch.Tensor] = {}
     for name in names:
@@ -125,4 +138,6 @@ def _json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; expected an exported folder") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, expected fields by name; export it again")
     return content

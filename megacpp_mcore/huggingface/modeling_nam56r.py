@@ -323,15 +323,9 @@ def _turned(x_BSRHN: Tensor, theta_BSHA: Tensor, half: bool) -> Tensor:
 
 
 def _scan(
-    v_BSRHP: Tensor,
-    b_BSRHN: Tensor,
-    c_BSRHN: Tensor,
-    decay_BSH: Tensor,
-    own_BSH: Tensor,
-    later_BSH: Tensor,
-    state_BHPN: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+    v_BSRHP: Tensor, b_BSRHN: Tensor, c_BSRHN: Tensor, decay_BSH: Tensor, own_BSH: Tensor, later_BSH: Tensor,
+    state_BHPN: Tensor | None, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``y [B, S, R, H, P]`` and the state after the last row."""
     (batch, rows, _, heads, width), states = v_BSRHP.shape, b_BSRHN.shape[-1]
     padding = -rows % chunk
@@ -501,8 +495,16 @@ class NAM56RRecurrent(nn.Module):
 
 
 def kernel(op: str, plain: Callable[..., Any], like: Tensor, config: NAM56RConfig) -> Callable[..., Any]:
-    """Return megacpp-mcore's kernels of ``op`` for tensors on a GPU, as ``config.kernels`` says, or ``plain``."""
-    if config.kernels is False or not like.is_cuda:
+    """Return megacpp-mcore's kernels of ``op``, or ``plain``: ``config.kernels`` says which.
+
+    None takes the kernels for bfloat16 on a GPU at the widths that they are made for.
+    """
+    widths = {
+        "mamba3": config.mamba_head_dim == 64 and config.mamba_state in (64, 128) and config.mamba_rank in (1, 2, 4),
+        "m2rnn": config.rnn_key_dim == 64 and config.rnn_value_dim == 16,
+    }
+    fits = like.is_cuda and like.dtype == torch.bfloat16 and widths[op]
+    if config.kernels is False or (config.kernels is None and not fits):
         return plain
     try:
         return getattr(importlib.import_module(f"megacpp_mcore.ops.{op}.triton"), op)
@@ -575,6 +577,12 @@ class NAM56RPreTrainedModel(PreTrainedModel):
         "dt_bias", "mixer.D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o", "mixer.W", "A_log", "e_score_correction_bias",
     ]  # fmt: skip
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, NAM56RExperts):
+            for weight in (module.up_proj, module.down_proj):
+                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # forward makes a NAM56RCache
@@ -617,19 +625,14 @@ class NAM56RModel(NAM56RPreTrainedModel):
             # A row of padding sees itself: a softmax over nothing is NaN.
             itself = torch.arange(first + rows, device=hidden.device) == place[:, None]
             visible = visible & real.unsqueeze(1) | itself
-            real = real[:, first:].unsqueeze(2)
+            real = None if bool(real[:, first:].all()) else real[:, first:].unsqueeze(2)
         return Step((angle.cos(), angle.sin()), visible, real, cache)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: NAM56RCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **_: Any,
-    ) -> BaseModelOutputWithPast:
-        """``input_ids [B, S] -> last_hidden_state [B, S, D]``, after the final norm.
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, past_key_values: NAM56RCache | None = None,
+        inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **_: Any,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
+        """``input_ids [B, S] -> last_hidden_state [B, S, D]``, after the final norm; positions are those of the rows.
 
         Args:
             attention_mask: ``[B, T]``, 0 for padding, which stands on the left.
@@ -639,11 +642,15 @@ class NAM56RModel(NAM56RPreTrainedModel):
             raise ValueError("expected input_ids or inputs_embeds, one of the two")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache and self.training and self.gradient_checkpointing:
+            use_cache = False  # a layer that runs again would extend it again
         cache = past_key_values
+        if not isinstance(cache, NAM56RCache | None):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; expected the NAM56RCache that an earlier call returned"
+            )
         if cache is None and use_cache:
             cache = NAM56RCache(len(self.layers))
-        if attention_mask is not None and cache is None and bool(attention_mask.all()):
-            attention_mask = None
         shared, index = self.step(hidden, attention_mask, cache), None
         for layer in self.layers:
             hidden, index = layer(hidden, shared, index)
@@ -662,16 +669,10 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: NAM56RCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        past_key_values: NAM56RCache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return logits ``[B, S, vocabulary]``, of the last ``logits_to_keep`` rows if that is not 0, and with labels the loss.
 
         Args:

@@ -32,10 +32,12 @@ model.train()
 model.gradient_checkpointing_enable()
 for checkpointing in (True, False):
     model.zero_grad()
-    loss = model(tokens, labels=tokens).loss
+    loss = model(tokens, labels=tokens, use_cache=True).loss
     loss.backward()
     found[f"gradient {checkpointing}"] = model.model.layers[0].norm.weight.grad.clone()
     model.gradient_checkpointing_disable()
 found["loss"] = loss.detach()
+fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
+found["fresh"] = max(float(one.abs().max()) for one in fresh.parameters())
 model.save_pretrained(f"{folder}_saved")
 torch.save(found, output)

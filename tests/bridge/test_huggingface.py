@@ -114,6 +114,7 @@ def test_caches_and_padding_change_nothing(found: dict[str, Any]) -> None:
     assert len(found["beams"][0]) == CUT + 5
     torch.testing.assert_close(found["gradient True"], found["gradient False"])
     assert found["gradient True"].abs().sum() > 0
+    assert found["fresh"] < 10
 
 
 def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -> None:
@@ -203,8 +204,9 @@ def damaged(exported: Path, tmp_path: Path) -> Path:
         ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (lambda folder: edit(folder / "config.json", index_topk=7), "index_topk is 7"),
+        (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=["x"]), "weight_map"),
     ],
-    ids=["a file deleted", "a file cut", "no configuration", "another model"],
+    ids=["a file deleted", "a file cut", "no configuration", "another model", "no map"],
 )
 def test_a_damaged_export_is_named(
     command: Command, damaged: Path, tmp_path: Path, change: Callable[[Path], object], named: str
@@ -212,6 +214,22 @@ def test_a_damaged_export_is_named(
     change(damaged)
     assert named in command("import", damaged, tmp_path / "new", status=2)
     assert not list(tmp_path.glob("new*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("mamba3: {a_floor: 0.5}", "mamba3.a_floor is 0.0001, expected 0.5"),
+        ("moe: {topk: 1}", "moe_router_topk is 2, expected 1"),
+        ("rope_theta: 10000", "rotary_base is 500000, expected 10000"),
+    ],
+)
+def test_what_no_tensor_shows_is_compared(
+    command: Command, place: Path, tmp_path: Path, override: str, named: str
+) -> None:
+    settings = tmp_path / "other.yaml"
+    settings.write_text((place / "config.yaml").read_text() + f"  {override}\n")
+    assert named in command("export", place / "saved", tmp_path / "new", status=2, settings=str(settings))
 
 
 def edit(path: Path, **values: object) -> None:
@@ -223,6 +241,9 @@ def test_what_cannot_be_exported_is_named(command: Command, exported: Path, plac
     said = command("export", place / "saved", tmp_path / "new", status=2, settings="")  # another schedule
     assert "core_attention.indexer" in said
     assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": 3}}')
+    assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)
+    assert "bytes" in command("export", place / "saved", tmp_path / "new", "--shard-bytes", 0, status=2)
     shutil.copytree(place / "saved", tmp_path / "saved")
     (shard,) = (tmp_path / "saved").glob("iter_*/*.distcp")
     os.truncate(shard, 1000)

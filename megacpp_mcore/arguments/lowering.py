@@ -6,7 +6,8 @@ cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -111,6 +112,12 @@ def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
         raise ModelError(f"the host is {host!r}; expected one of {', '.join(SCRIPTS)}")
     arguments = _gpt_arguments(model)
     return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
+
+
+def model_flags(model: Model) -> set[str]:
+    """Return every flag that decides what is trained: those of the model's arguments on either host, present or absent."""
+    arguments = (argument for host in SCRIPTS for argument in model_arguments(model, host))
+    return {*(argument.flag for argument in arguments), "--seq-length", "--hybrid-layer-pattern", "--spec"}
 
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
@@ -365,6 +372,35 @@ def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list
     return found + _precision_mismatches(model, sources) + _vocabulary_mismatch(model, sources)
 
 
+def check_sizes(model: Model, words: Sequence[str], origin: str = "", host: str = GPT) -> None:
+    """Refuse a command line whose numbers, or patterns, are not the model's; what it does not say is not compared.
+
+    Raises:
+        ArgumentMismatchError: as :func:`check_arguments`, which compares everything once Megatron has read the words.
+    """
+    given = flags.read(words)
+
+    def differing(model: Model) -> list[str]:
+        found = [
+            f"{one.field}: found {text}, expected {one.expected!r} ({one.remedy})"
+            for one in model_arguments(model, host)
+            if (text := flags.first(given, one.flag)) and _differs(text, one.expected)
+        ]
+        text = flags.first(given, "--hybrid-layer-pattern") if host == HYBRID else None
+        return found if text is None else found + hybrid.contradictions(model, text)
+
+    _refuse(model, differing, origin, host)
+
+
+def _differs(text: str, expected: Any) -> bool:
+    """Whether ``text`` is another number, or list of numbers, than ``expected``; what is written otherwise is not compared."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return False
+    return type(said) is type(expected) and said != expected
+
+
 def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
     """Mismatches of per-module precision with :data:`precision.EXPERTS_FILE`, and settings that this file requires."""
     recipe = _first(sources, "quant_recipe", None)
@@ -432,18 +468,23 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "", h
         ArgumentMismatchError: one line per contradiction, with the argument that resolves it; the closest preset, if the
             configuration is rather of another.
     """
-    found = mismatches(model, sources, host)
+    _refuse(model, lambda one: mismatches(one, sources, host), origin, host)
+
+
+def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, host: str) -> None:
+    """Raise if a run differs from ``model``; ``differing`` says, of any model, in what."""
+    found = differing(model)
     if found:
-        places = {
-            one.name: [line.partition(":")[0] for line in mismatches(one, sources, host)] for one in PRESETS.values()
-        }
+        places = {one.name: [line.partition(":")[0] for line in differing(one)] for one in PRESETS.values()}
         closest = min(places, key=lambda name: len(places[name]))
-        advice = ""
-        if len(places[closest]) < len(found):
-            differs = ", ".join(places[closest]) or "nothing"
-            advice = f"\nThe closest preset is {closest}, --spec {' '.join(spec_of(closest, host))}; it differs in {differs}."
+        spec, equal, advice = f"--spec {' '.join(spec_of(closest, host))}", "", ""
+        if not places[closest]:
+            equal = f", and are those of {closest} ({spec})"
+        elif len(places[closest]) < len(found):
+            advice = f"\nThe closest preset is {closest}, {spec}; it differs in {', '.join(places[closest])}."
         raise ArgumentMismatchError(
-            f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
+            f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}"
+            f"{equal}:\n  "
             + "\n  ".join(found)
             + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == GPT else f' --host {host}'}` prints the whole "
             f"command.{advice}"

@@ -287,15 +287,16 @@ def _with_extra(model: Model, run: Run, extra: tuple[str, ...], script: Path | N
     """Return the arguments of ``run``, of ``model``, with ``extra`` among them, which may say how it is carried out only.
 
     Raises:
-        LaunchError: they change what ``--set`` and the options do, or the launcher would refuse them.
+        LaunchError: they change the model, or what ``--set`` and the options do, or the launcher would refuse them.
     """
     words = lower(run)
     if not extra:
         return words
     arguments = lower(dataclasses.replace(run, training=dataclasses.replace(run.training, extra=extra)))
     own, given = flags.read(words), flags.read(extra)
-    of_model = {one.words[0] for one in lowering.model_arguments(model, run.host) if one.words}
-    if found := [flag for flag in given if flag in {*of_model, "--spec"} and given[flag] != own[flag]]:
+    if not extra[0].startswith("--"):
+        raise LaunchError(f"{extra[0]} after -- belongs to no argument; expected --name, and then its values")
+    if found := [flag for flag in given if flag in lowering.model_flags(model) and given[flag] != own.get(flag)]:
         raise LaunchError(f"{', '.join(found)} after -- would change the model; use --set, or another name")
     plan.check_words(script, arguments, here=False)
     lowering.check_unused(extra)

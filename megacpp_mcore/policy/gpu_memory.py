@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
+from megacpp_mcore.arguments.lowering import check_sizes
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.run import Run
@@ -15,6 +16,7 @@ def check_memory(run: Run) -> None:
 
     Raises:
         LaunchError: it does not fit; names the states, the GPU's memory, and the nearest layouts that fit.
+        ArgumentMismatchError: the model that does not fit is not the one of the run's other arguments.
     """
     held = memory.states(run)
     if run.device != "cuda" or run.model is None or held is None:
@@ -24,6 +26,8 @@ def check_memory(run: Run) -> None:
     gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
     if memory.fits(held, gpu.total_memory):
         return
+    origin = "" if run.settings is None else f" of {run.settings.path} (MEGACPP_CONFIG)"
+    check_sizes(run.model, run.training.extra, origin, run.host)
     nearest = itertools.islice(memory.fitting(run, gpu.total_memory), 3)
     fitting = "; ".join(
         f"{other.processes} GPUs, {_layout_words(other.layout) or 'replicas'} with --use-distributed-optimizer "

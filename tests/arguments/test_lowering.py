@@ -152,6 +152,11 @@ def test_a_run_gets_the_preset_that_it_names_and_is_told_of_the_one_it_describes
     if name != DEFAULT:
         with raises(ArgumentMismatchError, DEFAULT, f"--spec megacpp_mcore {name}"):
             model_of([matching(preset(name))], None)
+        with pytest.raises(ArgumentMismatchError) as raised:
+            model_of([matching(preset(name))], None)
+        first, *_, last = str(raised.value).splitlines()
+        assert first.endswith(f", and are those of {name} (--spec megacpp_mcore {name}):")
+        assert "closest" not in last
 
 
 @pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])

@@ -115,6 +115,26 @@ def test_arguments_after_two_dashes_say_how_a_run_is_carried_out(capsys: pytest.
     assert not {"--use-distributed-optimizer", "--overlap-grad-reduce"} & set(words)
 
 
+@pytest.mark.parametrize(
+    ("host", "words", "named"),
+    [
+        ("gpt", "--hidden-size 64", "--hidden-size after -- would change the model"),
+        ("gpt", "--seq-length 64", "--seq-length after -- would change the model"),
+        ("gpt", "--swiglu --rotary-percent 0.5", "--swiglu, --rotary-percent after -- would change the model"),
+        ("gpt", "--hybrid-layer-pattern MMMM", "--hybrid-layer-pattern after -- would change the model"),
+        ("hybrid", "--hybrid-layer-pattern MMMM", "--hybrid-layer-pattern after -- would change the model"),
+        ("hybrid", "--num-layers 52", "--num-layers after -- would change the model"),
+        ("gpt", "pretrain_gpt.py --save x", "pretrain_gpt.py after -- belongs to no argument"),
+    ],
+)
+def test_arguments_after_two_dashes_leave_the_model_as_it_is(
+    capsys: pytest.CaptureFixture[str], host: str, words: str, named: str
+) -> None:
+    command = ["emit", "nam56r_tiny", "--host", host, "--data", "c", "--"]
+    assert named in recipe(capsys, *command, *words.split(), status=2)
+    assert "--seq-length 256" in recipe(capsys, *command, "--seq-length", "256")
+
+
 def test_recipes_in_fp8_are_the_fastest_rows_in_fp8() -> None:
     """Their settings are those of the arm in FP8 with the most tokens/s; the rest is that of their twins in bf16."""
     experiments = Path(__file__).parents[2] / "experiments"

@@ -15,11 +15,11 @@ import torch
 from megacpp_mcore import policy, settings
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read
-from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.errors import ArgumentMismatchError, LaunchError
 from megacpp_mcore.model import PRESETS, Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests import stock
 from tests.errors import raises
 
@@ -158,6 +158,23 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
         policy.check_memory(run)
     on_cpu = Training(device="cpu", transformer_impl="local")
     policy.check_memory(dataclasses.replace(run, training=on_cpu))  # whose memory is another
+
+
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("name", sorted({*PRESETS} - {"nam56r"}))
+def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(
+    gpu: Any, tmp_path: Path, name: str, host: str
+) -> None:
+    gpu("NVIDIA H100 80GB HBM3", H100)
+    *words, named = lower(Run(preset(name), host=host))
+    spec = named.replace(name, "nam56r")
+    with raises(ArgumentMismatchError, "contradict nam56r in ", f"are those of {name} (--spec megacpp_mcore {named})"):
+        policy.check_memory(read([*words, spec], device="cuda", processes=1))
+    file = tmp_path / "own.yaml"
+    file.write_text("model: nam56r\n", encoding="utf-8")
+    own = read([*words, spec], device="cuda", processes=1, settings=settings.load(file))
+    with raises(ArgumentMismatchError, f"contradict nam56r of {file} (MEGACPP_CONFIG) in "):
+        policy.check_memory(own)
 
 
 def test_what_is_offered_is_not_refused(gpu: Any) -> None:

@@ -139,6 +139,11 @@ class Argument:
     expected: Any
     remedy: str
 
+    @property
+    def flag(self) -> str:
+        """The flag that sets the field: the first of the words, or what the remedy names last."""
+        return self.words[0] if self.words else self.remedy.split()[-1]
+
 
 def option(flag: str, value: Any, field: str | None = None) -> Argument:
     """Require a flag with a value."""

@@ -19,7 +19,7 @@ from megacpp_mcore.util.host import compile_disabled_by
 
 @dataclass(frozen=True, kw_only=True)
 class CompilePolicy:
-    """What is compiled before step 1, as receipts record it: nothing, with or without experts.
+    """What is compiled before step 1, as receipts record it: nothing.
 
     What a GPU run computes is Triton's or a vendor's kernels, which a graph of Inductor does not replace; so a file that asks
     for ``regional`` is refused (:mod:`megacpp_mcore.settings`).
@@ -27,8 +27,7 @@ class CompilePolicy:
 
     mode: str = "off"
     warm_up: str = "skipped"
-    reason: str = "user-disabled"
-    why: str = "nothing is compiled"
+    reason: str = "kernels replace what was compiled"
     precompile: bool = False
 
 
@@ -81,8 +80,7 @@ class LaunchPolicy:
             lines.append(f"  {each.name} = {'(unset)' if each.value is None else each.value} ({each.source}{note})")
         for one in self.overlaps:
             lines.append(f"  {'overlap' if one.possible else 'no overlap'} of {one.name}: {one.reason}")
-        chosen = self.compile
-        lines.append(f"  compile = {chosen.mode}; warm-up {chosen.warm_up} ({chosen.reason}): {chosen.why}")
+        lines.append(f"  compile = {self.compile.mode}: {self.compile.reason}")
         unpaid = "" if self.launched or not self.taxes else " (asked for; only `megacpp-mcore launch` brings them)"
         lines.append(f"  experimental taxes = {', '.join(self.taxes) or 'none'}{unpaid}")
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])

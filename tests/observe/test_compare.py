@@ -53,7 +53,7 @@ def receipt(**changes: Any) -> dict[str, Any]:
         "schema": fields.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1,
         "notes": [], "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
         "model.definition": dataclasses.asdict(preset("nam56r_tiny")), "moe_enabled": False, "batch.sequence_length": 256,
-        "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "not-cuda",
+        "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "",
         "compile.precompile": False, "device": "NVIDIA H200", "parallelism.sequence_parallel": False, "data.kind": "real",
         "data.checksum": "1" * 64, "data.fill_in_the_middle": False, "tokenizer.kind": "NullTokenizer",
         "tokenizer.checksum": "2" * 64, "tokenizer.vocab_size": 384, "cache.state": "warm", "batch.micro_batch_size": 1,
@@ -145,6 +145,7 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
         ({}, {}, [f"{NOTHING}{SAME}"]),
         ({}, {"throughput__tokens_per_s": 900.0}, [f"{NOTHING}0.90x tokens/s, 1.00x peak allocated memory"]),
         ({}, {"experimental_taxes": ["anomaly_detection"]}, [f"{NOTHING}{SAME}"]),
+        ({}, {"compile__reason": "user-disabled"}, [f"{NOTHING}{SAME}"]),  # as receipts said once
         # a line differs, or is not known
         (FP8, {}, ["same precision plan? precision: A has kernel_fp8 experts, B has kernel_fp8 none"]),
         ({}, {"cache__state": None}, ["same cache state? cache_state: not known (B does not know cache.state: a test)"]),

@@ -26,6 +26,7 @@ from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
 from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.read import RUN, model_of
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
@@ -35,7 +36,7 @@ from megacpp_mcore.layer_specs.layer_plan import layer_plan
 from megacpp_mcore.layer_specs.mtp import RepeatedLayer, mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.model import DEFAULT, Model, hybrid
-from megacpp_mcore.model.training import HYBRID
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.policy import ranks
 
 logger = logging.getLogger(__name__)
@@ -178,9 +179,15 @@ def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
 
 
 def _symbol(config: TransformerConfig) -> str:
-    """Return the symbol of the layer that Megatron has made a configuration for."""
+    """Return the symbol of the layer that Megatron has made a configuration for; ModelError if it has none."""
     classes: dict[str, type] = hybrid_layer_allocation.LAYER_SYMBOL_TO_CONFIG_CLASS
-    return next(symbol for symbol, its_class in classes.items() if isinstance(config, its_class))
+    for symbol, its_class in classes.items():
+        if isinstance(config, its_class):
+            return symbol
+    raise ModelError(
+        f"HybridModel gives a layer the configuration {type(config).__name__}, which no symbol of a pattern has; expected "
+        f"one of {', '.join(its_class.__name__ for its_class in classes.values())}"
+    )
 
 
 def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) -> HybridStackSubmodules:
@@ -195,7 +202,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
     if config.cuda_graph_impl != "none":
         raise ModelError(
             f"{model.name}: no layer of HybridModel has been captured yet; leave --cuda-graph-impl out, or train on GPTModel "
-            "(--spec megacpp_mcore nam56r)"
+            f"(--spec {' '.join(lowering.spec_of(model.name, GPT))})"
         )
     gpt_host.check_layout(model, config, chunks, settings)
     _check_symbols(model, chunks, layers, symbols)

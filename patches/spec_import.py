@@ -29,7 +29,7 @@ def spec_words(values: Sequence[str]) -> tuple[str, str]:
             return words[0], words[1]
     raise SpecImportError(
         f"--spec {' '.join(map(str, words))!r} names no module and attribute; "
-        "expected one dotted word such as --spec megacpp_mcore.nam56r, or two: --spec megacpp_mcore nam56r",
+        "expected one dotted word, --spec megacpp_mcore.PRESET, or two: --spec megacpp_mcore PRESET",
         code="spec-form",
     )
 

@@ -21,6 +21,8 @@ from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 
 STEPS = 3
+TIMEOUT = 600
+"""Seconds for the steps on one host."""
 TOLERANCE = 1e-3
 """Relative; of a figure that rounds otherwise on another CPU. Another model is further off."""
 FIGURES = {
@@ -100,7 +102,12 @@ def _trained(root: Path, host: str) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-compat-") as folder:
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--verbose", "--observe", folder]
         command += ["--", *lower(Run(model, Layout(), training, host))]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            return [f"did not end in {TIMEOUT} s"]
         if done.returncode:
             lines = done.stderr.strip().splitlines()
             first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), -1)

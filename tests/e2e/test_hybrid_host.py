@@ -192,6 +192,17 @@ def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> 
         NAM56RStack(config, None, list("+EM"), pg_collection=None)
 
 
+def test_a_configuration_of_no_symbol_is_named(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer Megatron gives a configuration for each layer instead of symbols."""
+    from megacpp_mcore.layer_specs.hybrid_host import NAM56RStack, hybrid_layer_allocation
+
+    known = {"M": type("MambaConfig", (), {})}
+    monkeypatch.setattr(hybrid_layer_allocation, "LAYER_SYMBOL_TO_CONFIG_CLASS", known, raising=False)
+    config = stock.model_config(stock.words(SMALL)).transformer
+    with raises(ModelError, type(config).__name__, "MambaConfig"):
+        NAM56RStack(config, None, layer_config_list=[config], pg_collection=None)
+
+
 def test_another_mtp_block_is_refused(process: Path) -> None:
     from megacpp_mcore.layer_specs.hybrid_host import SharedMTPLayer
 
@@ -201,7 +212,7 @@ def test_another_mtp_block_is_refused(process: Path) -> None:
 
 
 def test_cuda_graphs_are_refused(process: Path) -> None:
-    with pytest.raises(ModelError, match=r"HybridModel .*--cuda-graph-impl"):
+    with pytest.raises(ModelError, match=r"HybridModel .*--cuda-graph-impl .*--spec megacpp_mcore nam56r_tiny\)"):
         build(process, "--cuda-graph-impl", "local", "--te-rng-tracker")
 
 

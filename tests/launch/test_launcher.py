@@ -63,8 +63,8 @@ def test_spec_becomes_two_words(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "values"),
     [
-        ("--spec=", "spec-form", ["--spec ''", "--spec megacpp_mcore.nam56r"]),
-        ("--spec --lr 1", "spec-form", ["--spec ''", "--spec megacpp_mcore.nam56r"]),
+        ("--spec=", "spec-form", ["--spec ''", "--spec megacpp_mcore.PRESET"]),
+        ("--spec --lr 1", "spec-form", ["--spec ''", "--spec megacpp_mcore.PRESET"]),
         ("--spec=a.b c", "spec-words", ["--spec=a.b c", "--spec a.b c"]),
     ],
 )

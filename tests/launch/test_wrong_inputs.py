@@ -63,7 +63,7 @@ AT_THE_COMMAND_LINE = [
     (f"{LAUNCH} --load saved/iter_0000003", "--load saved --ckpt-step 3"),
     (f"{LAUNCH} --save saved", "add --save-interval N"),
     (f"{LAUNCH} --train-iters 0", "expected a whole number, 1 or more"),
-    (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.nam56r"),
+    (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.PRESET"),
 ]
 BY_MEGATRON = [
     ("--global-batchsize 3", "did you mean '--global-batch-size'"),

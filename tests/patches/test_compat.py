@@ -283,6 +283,13 @@ def test_a_run_that_does_not_end_well_is_broken(tree: Path, capsys: pytest.Captu
         assert "No module named 'megatron." in said[1]  # of the tree, which has three files
 
 
+def test_a_run_that_does_not_end_is_broken(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "TIMEOUT", 0.01)
+    assert report(tree, capsys, 3, "--run")["runs"] == {host: ["did not end in 0.01 s"] for host in (GPT, HYBRID)}
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("host", [GPT, HYBRID])

@@ -20,16 +20,10 @@ from tests.distributed.runs import launch
 
 pytestmark = [pytest.mark.bridge, pytest.mark.slow]
 
-PYTHON = "MEGACPP_BRIDGE_PYTHON"
 HERE = Path(__file__).parent
 LAUNCH = ("megacpp_mcore", "launch", "--device", "cpu", "--")
 CUT = 20
 """Tokens of the prompt in from_pretrained.py."""
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    return Path(os.environ[PYTHON])
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +41,12 @@ Command = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def command(python: Path, place: Path) -> Command:
+def command(bridge_python: Path, place: Path) -> Command:
     """``megacpp-mcore checkpoint …`` of the tiny model; ``status``: what it has to end with."""
 
     def call(*words: object, status: int = 0, settings: str = str(place / "config.yaml")) -> str:
         options = ("megacpp_mcore", "checkpoint", *map(str, words), "--model", "nam56r_tiny")
-        done = run(python, *options, MEGACPP_CONFIG=settings)
+        done = run(bridge_python, *options, MEGACPP_CONFIG=settings)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -79,11 +73,11 @@ def megatron(place: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found(python: Path, place: Path, exported: Path) -> dict[str, Any]:
+def found(bridge_python: Path, place: Path, exported: Path) -> dict[str, Any]:
     """What from_pretrained.py finds."""
     elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
     words = [
-        str(python),
+        str(bridge_python),
         str(HERE / "from_pretrained.py"),
         str(exported),
         str(place / "megatron.pt"),

@@ -109,7 +109,7 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.12"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra")) == {
-        *("te", "ssm", "tokenizers", "deepgemm", "flash4", "liger", "quack", "nemo", "demo", "dev", "report")
+        *("te", "ssm", "tokenizers", "huggingface", "deepgemm", "flash4", "liger", "quack", "nemo", "demo", "dev", "report")
     }
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     hard = {one.name.lower(): one for one in requirements if one.marker is None}

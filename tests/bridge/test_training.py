@@ -72,7 +72,13 @@ def test_bridge_trains_what_the_command_line_trains(trained: tuple[Path, str], l
     folder, log = trained
     recorded = read_steps(folder / "saved" / "observe")
     values = [step.values() for step in recorded]
-    assert values == [step.values() for step in read_steps(launched / "saved" / "observe")]
+
+    def compared(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Without the experts' losses: Bridge's loop counts the layers by which it divides them (the patch moe-metrics)."""
+        experts = ("balancing_loss", "z_loss")
+        return [{name: one for name, one in step.items() if not name.endswith(experts)} for step in steps]
+
+    assert compared(values) == compared([step.values() for step in read_steps(launched / "saved" / "observe")])
     assert [step.step for step in recorded] == list(range(1, STEPS + 1))
     assert {"lm loss", "mtp_1 loss", "indexer loss", "z_loss", "grad norm", "learning rate"} <= set(values[0])
     assert [step.tokens for step in recorded] == [number * recorded[0].tokens for number in range(1, STEPS + 1)]

@@ -9,7 +9,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from megacpp_mcore import nam56r
+from megacpp_mcore import nam56r_tiny
 from megacpp_mcore.model import preset
 from tests import stock
 
@@ -19,7 +19,7 @@ def main() -> None:
     import nemo
 
     with tempfile.TemporaryDirectory() as folder, stock.one_process(Path(folder) / "store"):
-        block = nam56r(stock.model_config(stock.words(preset("nam56r_tiny"))))
+        block = nam56r_tiny(stock.model_config(stock.words(preset("nam56r_tiny"))))
     found = {"imported": nemo.__version__, "installed": metadata.version("nemo-toolkit")}
     print("\n" + json.dumps({**found, "layers": len(block.layer_specs)}))
 

@@ -159,6 +159,8 @@ class Laboratory:
             layout=layout,
             **self.training | training,
         )
+        if "--reset-attention-mask" in self.words:  # which Megatron then has to make
+            words.remove("--no-create-attention-mask-in-dataloader")
         return [*words, *self.words]  # a plan with them would also save optimizer state by parameter
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:

@@ -726,11 +726,11 @@ def test_families_start_alike_at_full_width(process: Path) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
 
-    from megacpp_mcore.layer_specs.nam56r import nam56r
+    from megacpp_mcore import nam56r_quarter
 
     quarter = preset("nam56r_quarter")
     config = stock.model_config(stock.words(quarter))
-    specs, groups = nam56r(config).layer_specs, ProcessGroupCollection.use_mpu_process_groups()
+    specs, groups = nam56r_quarter(config).layer_specs, ProcessGroupCollection.use_mpu_process_groups()
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()[:192]), dtype=torch.uint8).long()
     table = torch.empty(256, quarter.hidden_size)

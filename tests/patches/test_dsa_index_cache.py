@@ -500,7 +500,7 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
 
     Helper.save_loss_to_tracker(torch.tensor(3.0), 1, LAYERS)
     config = transformer_config(layers=2 * LAYERS)
-    prepare(preset("nam56r_tiny"), config, (config,))
+    prepare(preset("nam56r_tiny"), config, None)
     for layer, loss in ((2, 5.0), (2 * LAYERS, 7.0)):
         Helper.save_loss_to_tracker(torch.tensor(loss), layer, 2 * LAYERS)
     Helper.track_indexer_metrics(1.0, 1, None, None, logged := {})
@@ -565,7 +565,7 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
 
     model = build(transformer_config(**PERIODIC))
     layers = dsa_layers(model)
-    with raises(ModelError, "layer 2", "layer 1"):
+    with raises(ModelError, "layer 2", "layer 1", code="not-published"):
         model.decoder.layers[1](torch.randn(S, B, HIDDEN), None)
     spec = block_spec(transformer_config()).layer_specs[0].submodules.self_attention.submodules.core_attention
 

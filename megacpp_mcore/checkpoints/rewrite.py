@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megacpp_mcore.checkpoints.folder import TRACKER, iteration_folder, read_tracker
 from megacpp_mcore.checkpoints.integrity import MANIFEST, METADATA, damages, read_metadata, write_manifest
 from megacpp_mcore.checkpoints.layout import RESAVE
+from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.util.files import flush_to_disk
 
 TRAIN_STATE = "train_state.pt"
 """Megatron-Bridge's file in an iteration's folder and, as ``latest_train_state.pt``, next to that folder."""
@@ -53,12 +53,8 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
     metadata = read_metadata(folder)
     _refuse_flat_buckets(folder, metadata)
     renamed = _renamed(metadata, plan(folder, tuple(metadata.state_dict_metadata)))
-    unfinished = new.with_name(f"{new.name}.partial")
-    for path in (new, unfinished):
-        if path.exists():
-            raise CheckpointError(f"{path} already exists; name a new folder, or delete it")
-    target = unfinished / folder.name
-    try:
+    with new_folder(new) as unfinished:
+        target = unfinished / folder.name
         # Without modes: what cannot be written in the old folder can be in the new one.
         skipped = shutil.ignore_patterns(METADATA, MANIFEST)
         shutil.copytree(folder, target, copy_function=shutil.copyfile, ignore=skipped)
@@ -70,15 +66,6 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
             shutil.copy2(target / TRAIN_STATE, unfinished / f"latest_{TRAIN_STATE}")
         iteration = folder.name.removeprefix("iter_")
         (unfinished / TRACKER).write_text(str(int(iteration)) if iteration.isdecimal() else iteration, encoding="utf-8")
-        for path in (*unfinished.rglob("*"), unfinished):
-            flush_to_disk(path)
-        unfinished.rename(new)
-        flush_to_disk(new.parent)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise CheckpointError(f"{folder} cannot be rewritten to {new}: {error}") from error
     return new / folder.name
 
 

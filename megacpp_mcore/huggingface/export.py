@@ -17,12 +17,12 @@ from megacpp_mcore.arguments import lowering
 from megacpp_mcore.checkpoints import layout
 from megacpp_mcore.checkpoints.integrity import damages, read_common, read_metadata
 from megacpp_mcore.checkpoints.rewrite import newest_iteration
+from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.training import GPT
-from megacpp_mcore.util.files import flush_to_disk
 
 INDEX = "model.safetensors.index.json"
 CODE = ("configuration_nam56r.py", "modeling_nam56r.py")
@@ -52,25 +52,20 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
             folder; safetensors is not installed. Nothing is left behind.
     """
     library = safetensors()
-    source, folder = newest_iteration(checkpoint), folder.resolve()
+    source = newest_iteration(checkpoint)
     if found := damages(source):
         raise CheckpointError(
             f"{source} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
         )
-    unfinished = folder.with_name(f"{folder.name}.partial")
     if shard_bytes < 1:
         raise CheckpointError(f"a shard of {shard_bytes} bytes is asked for; expected 1 or more")
-    for path in (folder, unfinished):
-        if path.exists():
-            raise CheckpointError(f"{path} already exists; name a new folder, or delete it")
     reader = _Reader(source)
     wanted = list(tensors(model))
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     _check(source, model, wanted, stored)
     _check_trained(source, model, read_common(source, reader.read_metadata()))
     files = tokenizer_files(model, tokenizer)
-    create(unfinished)
-    try:
+    with new_folder(folder) as unfinished:
         shards, size = list(_shards(wanted, stored, shard_bytes)), 0
         places: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -94,28 +89,7 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
         if receipt.is_file():
             shutil.copyfile(receipt, unfinished / "receipt.json")
         (unfinished / "README.md").write_text(_card(model, source, receipt.is_file()), encoding="utf-8")
-        for path in (*unfinished.iterdir(), unfinished):
-            flush_to_disk(path)
-        unfinished.rename(folder)
-        flush_to_disk(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise CheckpointError(f"{source} cannot be exported to {folder}: {error}") from error
     return source
-
-
-def create(folder: Path) -> None:
-    """Create a folder that only this process writes to.
-
-    Raises:
-        CheckpointError: it exists by now, or cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be created: {error}; name a new folder") from error
 
 
 class _Reader(FileSystemReader):

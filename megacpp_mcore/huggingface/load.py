@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from megacpp_mcore.arguments import lowering
 from megacpp_mcore.checkpoints.folder import RELEASE, TRACKER
 from megacpp_mcore.checkpoints.integrity import COMMON, write_manifest
 from megacpp_mcore.checkpoints.layout import KEY, LAYOUT, MODEL_KEY, recorded
+from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.huggingface.export import INDEX, create, safetensors
+from megacpp_mcore.huggingface.export import INDEX, safetensors
 from megacpp_mcore.huggingface.names import configuration, tensors
 from megacpp_mcore.model import Model
-from megacpp_mcore.util.files import flush_to_disk
 
 _EXTRA = "{}_extra_state/shard_{}_{}"
 """Megatron's name of the extra state of a linear layer, of its prefix, and of one expert among many."""
@@ -41,11 +40,6 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         CheckpointError: ``folder`` is incomplete, cannot be read or is of another model; ``checkpoint`` exists; safetensors is
             not installed. Nothing is left behind.
     """
-    checkpoint = checkpoint.resolve()
-    if checkpoint.exists() or (unfinished := checkpoint.with_name(f"{checkpoint.name}.partial")).exists():
-        raise CheckpointError(
-            f"{checkpoint} or {checkpoint.name}.partial already exists; name a new folder, or delete it"
-        )
     _check_configuration(folder, model)
     state: dict[str, Any] = {}
     values = _read(folder)
@@ -71,9 +65,8 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     }
     arguments = Namespace(**{one.field: one.expected for one in lowering.model_arguments(model)}, **of_run)
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
-    target = unfinished / RELEASE
-    create(unfinished)
-    try:
+    with new_folder(checkpoint) as unfinished:
+        target = unfinished / RELEASE
         target.mkdir()
         state[COMMON] = [common]
         planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -82,15 +75,6 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         (target / "metadata.json").write_text(json.dumps(backend | {"common_backend_version": 1}), encoding="utf-8")
         write_manifest(target)
         (unfinished / TRACKER).write_text(RELEASE, encoding="utf-8")
-        for path in (*unfinished.rglob("*"), unfinished):
-            flush_to_disk(path)
-        unfinished.rename(checkpoint)
-        flush_to_disk(checkpoint.parent)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise CheckpointError(f"{folder} cannot be written to {checkpoint}: {error}") from error
     return checkpoint / RELEASE
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
-from megacpp_mcore.checkpoints import rewrite
+from megacpp_mcore.checkpoints import staging
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import preset, with_overrides
@@ -158,7 +158,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewrite, "flush_to_disk", interrupted)
+        patch.setattr(staging, "flush_to_disk", interrupted)
         assert cli.main(command(tmp_path, "-FF")) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
     assert cli.main(command(tmp_path, "-FF")) == 0

@@ -369,8 +369,9 @@ def test_packed_sequences(patched: list[str], kind: str, lengths: list[int]) -> 
     if is_whole or not as_stock:
         check(run, inputs, attention_mask=documents)
     if not as_stock:
+        others = packed_seam(layer, packed_as(lengths[::-1]))
         with without_waiting():
-            outcome(packed_seam(layer, packed_as(lengths[::-1])), inputs)
+            outcome(others, inputs)
     if kind == "DotProductAttention":
         assert patched[0].startswith("mla-core-attention: DotProductAttention runs sdpa FLASH_ATTENTION: ")
     elif is_whole and "FlashAttention 4" not in patched[0]:  # whose output is zero there

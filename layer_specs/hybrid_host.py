@@ -26,17 +26,15 @@ from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.read import RUN, model_of
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
-from megacpp_mcore.layer_specs.layer_plan import layer_plan
-from megacpp_mcore.layer_specs.mtp import RepeatedLayer, mtp_block
+from megacpp_mcore.layer_specs.mtp import RepeatedLayer
 from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.model import DEFAULT, Model, hybrid
-from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.policy import ranks
 
 logger = logging.getLogger(__name__)
@@ -143,9 +141,9 @@ class SharedMTPLayer(RepeatedLayer):
     ) -> None:
         if mtp_layer_pattern != hybrid.MTP_BLOCK:
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
-        settings = getattr(config, RUN).settings  # HybridModel builds its decoder first
-        dispatcher = Dispatcher(settings.backends if settings is not None else None)
-        (spec,) = layer_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
+        run = getattr(config, RUN)  # HybridModel builds its decoder first
+        dispatcher = Dispatcher(run.settings.backends if run.settings is not None else None)
+        (spec,) = gpt_host.mtp_submodules(run.model, config, dispatcher, run.settings).layer_specs
         super().__init__(
             config, spec.submodules, layer_number, vp_stage=vp_stage, pg_collection=pg_collection, name=name
         )
@@ -199,11 +197,6 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
     chunks = _chunks(model, config, text)
     if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in the GPT host
         ranks.compare(settings)
-    if config.cuda_graph_impl != "none":
-        raise ModelError(
-            f"{model.name}: no layer of HybridModel has been captured yet; leave --cuda-graph-impl out, or train on GPTModel "
-            f"(--spec {' '.join(lowering.spec_of(model.name, GPT))})"
-        )
     gpt_host.check_layout(model, config, chunks, settings)
     _check_symbols(model, chunks, layers, symbols)
     gpt_host.start(model, config, settings)

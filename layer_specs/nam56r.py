@@ -120,9 +120,6 @@ def nam56r(config: Any, vp_stage: int | None = None, preset: str = DEFAULT) -> H
     start(model, transformer, settings)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
-    if not vp_stage:
-        for line in graph_plan(model, transformer, dispatcher, settings).describe():
-            print_rank_0(f"megacpp-mcore: {line}")
     log_single_rank(
         logger,
         logging.INFO,
@@ -161,13 +158,23 @@ def block_submodules(
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
     plan, graphs = layer_plan(settings, config), graph_plan(model, config, dispatcher, settings)
+    for line in graphs.describe():  # of the only chunk: there are no graphs in pipeline stages
+        print_rank_0(f"megacpp-mcore: {line}")
     specs = []
     for number in layers:
         spec = layer_spec(model, config, number, parts, dispatcher, index_cache)
         specs.append(graphs.spec(plan.spec(spec, model.layers[number - 1]), number))
     has_mtp = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) > 0
-    mtp = graphs.mtp(plan.mtp(mtp_block(parts, dispatcher))) if has_mtp else None
+    mtp = mtp_submodules(model, config, dispatcher, settings) if has_mtp else None
     return HybridBlockSubmodules(layer_specs=specs, layer_norm=parts.norm, mtp=mtp)
+
+
+def mtp_submodules(
+    model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: plugin_config.PluginConfig | None
+) -> MultiTokenPredictionBlockSubmodules:
+    """Return the MTP block's spec, recomputed or in CUDA graphs as the run asks."""
+    block = layer_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher))
+    return graph_plan(model, config, dispatcher, settings).mtp(block)
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,6 @@ TOKENS = {
     _END: "<|endoftext|>",
 }
 """Flags that name tokens, with their defaults (megatron-core 0.19.2)."""
-_REFUSED = {
-    "--hybrid-layer-pattern": "pretrain_hybrid.py has no such dataset and would train without it, in silence",
-    "--dataloader-inter-document-masking": "its dataset does not say where documents end",
-}
 
 
 def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | None:
@@ -38,9 +34,11 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
     """
     if "--fim-data" not in given:
         return None
-    for flag, why in _REFUSED.items():
-        if flag in given:
-            raise DataError(f"--fim-data conflicts with {flag}: {why}; leave one of them out")
+    if "--dataloader-inter-document-masking" in given:
+        raise DataError(
+            "--fim-data conflicts with --dataloader-inter-document-masking: its dataset does not say where documents end; "
+            "leave one of them out"
+        )
     kind = flags.first(given, "--tokenizer-type")
     if kind == "NullTokenizer":
         raise DataError(

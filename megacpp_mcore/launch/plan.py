@@ -207,6 +207,11 @@ def _check_supported(script: Path | None, arguments: Sequence[str], has_own_laye
             "checkout as the first word of the launch command",
             code="unsupported",
         )
+    if script is not None and script.name == lowering.SCRIPTS[HYBRID] and "--fim-data" in given:
+        raise LaunchError(
+            f"{script.name} has no dataset for --fim-data and would train without it, in silence; leave it out, or the script: "
+            "the wheel's loop has one"
+        )
     if has_own_layers:
         lowering.check_unused(arguments)
     kind = flags.first(given, "--tokenizer-type")

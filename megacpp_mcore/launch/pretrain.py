@@ -302,9 +302,8 @@ def refuse_unsupported(args: Namespace) -> None:
             "--dataloader-inter-document-masking",
             code="documents-ignored",
         )
-    if args.fim_data and (args.hybrid_layer_pattern is not None or args.mock_data):
-        other = "--mock-data" if args.mock_data else "--hybrid-layer-pattern"
-        raise LaunchError(f"--fim-data is ignored by Megatron with {other}; remove one of them")
+    if args.fim_data and args.mock_data:
+        raise LaunchError("--fim-data is ignored by Megatron with --mock-data; remove one of them")
     if args.hybrid_layer_pattern is not None and args.overlap_moe_expert_parallel_comm:
         raise LaunchError(
             "--overlap-moe-expert-parallel-comm is for GPTModel; leave it out with --hybrid-layer-pattern"

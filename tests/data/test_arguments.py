@@ -328,7 +328,6 @@ BAD_FIM = {
     "unknown separator": ("--fim-split-sample <file>", ["--fim-split-sample <file>"]),
     "one token twice": ("--fim-suffix-token=<fim_prefix>", ["--fim-prefix-token", "--fim-suffix-token"]),
     "another end": ("--fim-eod-token A", ["--fim-eod-token A", "id 256"]),
-    "hybrid host": ("--hybrid-layer-pattern M", ["--fim-data", "--hybrid-layer-pattern"]),
     "packed": ("--dataloader-inter-document-masking", ["--fim-data", "--dataloader-inter-document-masking"]),
     "bytes": (" ".join(BYTES), ["NullTokenizer"]),
 }

@@ -211,11 +211,6 @@ def test_another_mtp_block_is_refused(process: Path) -> None:
         SharedMTPLayer(config, mtp_layer_pattern="D-")
 
 
-def test_cuda_graphs_are_refused(process: Path) -> None:
-    with pytest.raises(ModelError, match=r"HybridModel .*--cuda-graph-impl .*--spec megacpp_mcore nam56r_tiny\)"):
-        build(process, "--cuda-graph-impl", "local", "--te-rng-tracker")
-
-
 def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
     """As ``--spec`` looks it up, which asks ``vars`` of the module; the launcher's import has stored it there."""
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module

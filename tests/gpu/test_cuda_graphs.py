@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.receipts.fields import layers
 from megacpp_mcore.observe.steps import read_steps
@@ -35,12 +36,17 @@ PACKED: tuple[dict[str, Any], tuple[str, ...]] = (
     {**SIZES, **SPARSE, "dsa": {"schedule": "FS", "indexer_head_dim": 64}},
     ("--deterministic-mode", "--dataloader-inter-document-masking"),
 )
+WHOLE: tuple[dict[str, Any], tuple[str, ...]] = ({**SIZES, "dsa": {"indexer_head_dim": 64}, "mtp": {"depth": 2}}, ())
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "packed": PACKED,
     "block": PACKED,
     "current": PACKED,
-    "whole": ({**SIZES, "dsa": {"indexer_head_dim": 64}, "mtp": {"depth": 2}}, ()),
+    "whole": WHOLE,
+    "packed hybrid": PACKED,
+    "whole hybrid": WHOLE,
 }
+HYBRID_CASES = ("packed hybrid", "whole hybrid")
+"""Cases on HybridModel; the others are on GPTModel."""
 FP8: dict[str, dict[str, Any]] = {
     recipe: {"fp8": {"recipe": recipe, "blanket": True}, "backends": {"routed_mlp": "triton_fp8"}}
     for recipe in ("block", "current")
@@ -59,6 +65,7 @@ def begin(
     *words: str,
     layout: Layout = runs.ALONE,
     processes: int = 1,
+    host: str = GPT,
     **settings: Any,
 ) -> subprocess.Popen[str]:
     """A training that is under way, recorded in ``folder / "run"``."""
@@ -67,6 +74,7 @@ def begin(
     arguments = runs.words_of(
         model, *words, corpus=corpus, train_iters=STEPS, learning_rate=1e-3, global_batch_size=4,
         micro_batch_size=1 if "--dataloader-inter-document-masking" in words else 2, layout=layout, processes=processes,
+        host=host,
     )  # fmt: skip
     file = folder / "megacpp.json"
     file.write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides, **settings}))
@@ -92,6 +100,7 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
             overrides,
             *words,
             *(GRAPHS if with_graphs else ()),
+            host=HYBRID if case in HYBRID_CASES else GPT,
             **FP8.get(case, {}),
         )
         for case, (overrides, words) in CASES.items()
@@ -115,7 +124,7 @@ def held(folder: Path) -> set[int | str]:
     return {layer for spans in held for layer in layers(spans)}
 
 
-@pytest.mark.parametrize("case", ["packed", *FP8])
+@pytest.mark.parametrize("case", ["packed", "packed hybrid", *FP8])
 def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, bool], Path], case: str) -> None:
     eager, replayed = (trained[case, with_graphs] for with_graphs in (False, True))
     assert any(name.startswith("indexer") for name in scalars(eager)[0])
@@ -123,11 +132,14 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
     loads = [receipts.read(folder / "run")["routing"]["layers"] for folder in (eager, replayed)]
     assert loads[0]
     assert loads[1] == loads[0]  # replays add to the routers' sums, what captures them does not
+    if case in HYBRID_CASES:
+        assert scalars(replayed) == scalars(trained["packed", True])
     if case in FP8:
         precisions = [receipts.read(folder / "run")["precision"] for folder in (eager, replayed)]
         assert scalars(replayed) != scalars(trained["packed", True])
         assert [one["fp8_scopes"]["captured"] > 0 for one in precisions] == [False, True]
         assert [one["dequantised"] for one in precisions] == [0, 0]
+    if case != "packed":
         assert held(replayed) == set(range(1, len(SPARSE["pattern"]) + 1))
 
 
@@ -171,10 +183,11 @@ def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(
     assert held(logs[1].parent) == set(range(1, len(SPARSE["pattern"]) + 1))
 
 
+@pytest.mark.parametrize("case", ["whole", "whole hybrid"])
 def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
-    trained: dict[tuple[str, bool], Path],
+    trained: dict[tuple[str, bool], Path], case: str
 ) -> None:
-    eager, replayed = (scalars(trained["whole", with_graphs]) for with_graphs in (False, True))
+    eager, replayed = (scalars(trained[case, with_graphs]) for with_graphs in (False, True))
     for before, after in zip(eager[:2], replayed[:2], strict=True):  # step 2 is the first of replays
         assert after == pytest.approx(before, rel=1e-3)
     for before, after in zip(eager, replayed, strict=True):  # what sums in another order makes of a few steps
@@ -182,7 +195,7 @@ def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
     assert replayed[-1]["lm loss"] < replayed[0]["lm loss"]
     captured = []
     for graphs in (False, True):
-        rows = [row for row in receipts.read(trained["whole", graphs] / "run")["backends"] if row["op"] == "cuda_graph"]
+        rows = [row for row in receipts.read(trained[case, graphs] / "run")["backends"] if row["op"] == "cuda_graph"]
         asked = [row for row in rows if (row["requested"], row["observed"]) == ("local", "local")]
         captured.append({row["layers"]: row["reason"] for row in asked})
     # A forward and a backward graph a layer; MTP's layer is applied at two depths.

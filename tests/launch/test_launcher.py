@@ -238,6 +238,16 @@ def test_packed_rows_on_inner_stages_of_a_stock_script_are_refused(words: str, t
     assert plan(str(script), *two).script == script
 
 
+def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path) -> None:
+    """It has no dataset for it; the wheel's loop has, on either host."""
+    words = ["--hybrid-layer-pattern", "M", "--fim-data", *CPU_ARGUMENTS]
+    script = tmp_path / "pretrain_hybrid.py"
+    script.touch()
+    with raises(LaunchError, "pretrain_hybrid.py", "--fim-data"):
+        plan(str(script), *words)
+    assert plan(*words).script is None
+
+
 @pytest.mark.parametrize("available", [True, False])
 def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch

@@ -202,12 +202,12 @@ def test_refused_arguments_are_named() -> None:
 
     plain: dict[str, Any] = {"fim_data": False, "mock_data": False, "hybrid_layer_pattern": None}
     plain |= {"dataloader_inter_document_masking": False, "overlap_moe_expert_parallel_comm": False}
-    pretrain.refuse_unsupported(Namespace(**plain))
+    for accepted in ({}, {"fim_data": True, "hybrid_layer_pattern": "M"}):
+        pretrain.refuse_unsupported(Namespace(**plain | accepted))
     overlap = {"overlap_moe_expert_parallel_comm": True}
     packed = "--dataloader-inter-document-masking"
     for changes, code, values in (
         ({"fim_data": True, "mock_data": True}, "", ["--fim-data", "--mock-data"]),
-        ({"fim_data": True, "hybrid_layer_pattern": "M"}, "", ["--fim-data", "--hybrid-layer-pattern"]),
         ({**overlap, "dataloader_inter_document_masking": True}, "documents-ignored", [packed]),
         (
             {**overlap, "hybrid_layer_pattern": "M"},

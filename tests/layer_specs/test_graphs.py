@@ -21,7 +21,7 @@ from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import graphs
 from megacpp_mcore.model import Model, preset, with_overrides
-from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.model.training import GPT, HYBRID, Recompute
 from megacpp_mcore.te.fp8_scopes import FP8
 from megacpp_mcore.util.graph_reset import reset_graphs
 from tests import micro_batch, stock
@@ -132,14 +132,14 @@ class Recording:
 def build(process: Path) -> Callable[..., Any]:
     """Builds equal models, with or without layers that are run as captured ones are."""
 
-    def make(*, captured: bool) -> Any:
+    def make(*, captured: bool, host: str = GPT) -> Any:
         planned = plan(preset("nam56r_tiny")) if captured else graphs.GraphPlan()
         with (
             mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=planned),
             mock.patch.object(graphs, "CudaGraphManager", Recording),
         ):
             overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
-            model = stock.build(overrides, preset("nam56r_tiny"), process)
+            model = stock.build(overrides, preset("nam56r_tiny"), process, host=host)
         for layer in model.decoder.layers:
             layer.config.cuda_graph_impl = "local" if captured else "none"
         stock.loss_scale(1.0)
@@ -148,9 +148,9 @@ def build(process: Path) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("host", "packed"), [(GPT, False), (GPT, True), (HYBRID, True)])
 def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_no_trace(
-    build: Callable[..., Any], packed: bool
+    build: Callable[..., Any], host: str, packed: bool
 ) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
@@ -159,7 +159,7 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
     told = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}
     found = []
     for captured in (False, True):
-        model = build(captured=captured)
+        model = build(captured=captured, host=host)
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
         losses = micro_batch.losses_of(model, tokens, **told)
         losses.mean().backward()

@@ -64,14 +64,13 @@ class SpeedDefaults:
         expandable_segments: whether the CUDA allocator uses expandable segments, which reduce fragmentation.
         cache_root: folder for the caches of compiled kernels (subfolders ``triton`` and ``inductor``); None: their defaults.
         linear_cross_entropy: whether, on GPUs, the patch of that name replaces Megatron's output layer and loss.
-        adam_in_one_pass: whether, on GPUs, the patch of that name replaces Transformer Engine's Adam. Off: a resumed run's bits
-            have been compared with the distributed optimizer only.
+        adam_in_one_pass: whether, on GPUs, the patch of that name replaces Transformer Engine's Adam.
     """
 
     expandable_segments: bool = True
     cache_root: str | None = None
     linear_cross_entropy: bool = True
-    adam_in_one_pass: bool = False
+    adam_in_one_pass: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

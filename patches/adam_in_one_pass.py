@@ -3,7 +3,7 @@
 Upstream scales all gradients in memory, then runs Transformer Engine's ``FusedAdam``, then copies every weight: 42 bytes an
 element. The kernel of :mod:`megacpp_mcore.ops.adam` moves 30.
 
-Activate: ``speed_defaults: {adam_in_one_pass: true}`` in the file of ``MEGACPP_CONFIG``; or
+Activate: applied by our specs on GPUs, unless ``speed_defaults.adam_in_one_pass`` is false; or
 ``megacpp_mcore.patches.apply(["adam-in-one-pass"])``.
 Scope: Transformer Engine's Adam in float32, with the distributed optimizer or without, once moments exist (which the first
 step makes); all other optimizers are left to upstream.

@@ -496,8 +496,9 @@ def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save
 @pytest.mark.parametrize(
     ("device", "asked", "expected"),
     [
-        ("cuda", "", {"linear-cross-entropy"}),
-        ("cuda", "linear_cross_entropy: false, adam_in_one_pass: true", {"adam-in-one-pass"}),
+        ("cuda", "", {"linear-cross-entropy", "adam-in-one-pass"}),
+        ("cuda", "linear_cross_entropy: false", {"adam-in-one-pass"}),
+        ("cuda", "adam_in_one_pass: false", {"linear-cross-entropy"}),
         ("cpu", "adam_in_one_pass: true", set()),
     ],
 )

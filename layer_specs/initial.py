@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,20 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
 from megacpp_mcore.model import Model
-
-Initializer = Callable[[torch.Tensor], Any]
-"""Fills a float32 tensor in place."""
-
-
-def by_fan_in(weight: torch.Tensor, *, gain: float = 1.0, fan_in: int | None = None) -> torch.Tensor:
-    """Fill with normal values of standard deviation ``gain / √fan_in``.
-
-    Args:
-        weight: ``[rows, columns]``, filled in place.
-        gain: factor.
-        fan_in: number of inputs to each output; None: the columns.
-    """
-    return torch.nn.init.normal_(weight, std=gain / math.sqrt(fan_in or weight.shape[-1]))
+from megacpp_mcore.ops.initial import Initializer, by_fan_in
 
 
 def set_start(model: Model, config: TransformerConfig) -> None:
@@ -79,19 +65,3 @@ def filled(
         with torch.no_grad():
             init(tensor)
     return tensor if dtype is None else tensor.to(dtype)
-
-
-def ones(tensor: torch.Tensor) -> None:
-    """Fill with 1."""
-    tensor.fill_(1.0)
-
-
-def constant(value: float) -> Initializer:
-    """Return an initializer that fills with ``value``."""
-    return lambda tensor: tensor.fill_(value)
-
-
-def inverse_softplus_of_step(tensor: torch.Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:
-    """Fill so that the softplus of the values is log-uniform in [low, high] (mamba-ssm 2.3.2.post1, ``dt_bias``)."""
-    tensor.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
-    tensor.add_(torch.log(-torch.expm1(-tensor)))

@@ -14,10 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.initial import constant, inverse_softplus_of_step, ones
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part
 from megacpp_mcore.model import Model
+from megacpp_mcore.ops.initial import constant, inverse_softplus_of_step, ones
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:

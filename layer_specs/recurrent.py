@@ -6,6 +6,7 @@ Source: arXiv 2603.14360.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +16,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.initial import inverse_softplus_of_step, ones
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part
 from megacpp_mcore.model import Model
+from megacpp_mcore.ops.initial import convolution, identities, inverse_softplus_of_step, log_of_decay, ones
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
@@ -31,11 +32,6 @@ def projection_parts(model: Model) -> tuple[Part, ...]:
         Part("g", heads * rnn.value_dim),
         Part("f", heads),
     )
-
-
-def _convolution(tensor: torch.Tensor) -> None:
-    bound = tensor.shape[-1] ** -0.5  # torch.nn.Conv1d's default range for a depthwise kernel
-    tensor.uniform_(-bound, bound)
 
 
 class M2RNNMixer(Mixer):
@@ -74,15 +70,14 @@ class M2RNNMixer(Mixer):
 
     def _add_parameters(self, heads: int) -> None:
         rnn = self.rnn
-        self.add_parameter("qk_conv_weight", (2 * rnn.key_dim, rnn.conv_kernel), _convolution, axis=None)
+        self.add_parameter("qk_conv_weight", (2 * rnn.key_dim, rnn.conv_kernel), convolution, axis=None)
         self.add_parameter("qk_conv_bias", (2 * rnn.key_dim,), torch.nn.init.zeros_, axis=None)
-        self.add_parameter("v_conv_weight", (self.all_values, rnn.conv_kernel), _convolution, axis=0)
+        self.add_parameter("v_conv_weight", (self.all_values, rnn.conv_kernel), convolution, axis=0)
         self.add_parameter("v_conv_bias", (self.all_values,), torch.nn.init.zeros_, axis=0)
         self.add_parameter("norm_weight", (self.all_values,), ones, axis=0)
-        identity, values = torch.eye(rnn.value_dim), heads * rnn.value_dim**2
-        self.add_parameter("W", (values,), lambda W: W.copy_(identity.flatten().repeat(heads)), axis=0, fp32=True)
-        # A uniform in [1, 16], as in Mamba-2 (mamba-ssm 2.3.2.post1, ``modules/mamba2.py``, A_init_range).
-        self.add_parameter("A_log", (heads,), lambda A: A.uniform_(1.0, 16.0).log_(), axis=0, fp32=True)
+        transition = partial(identities, width=rnn.value_dim)
+        self.add_parameter("W", (heads * rnn.value_dim**2,), transition, axis=0, fp32=True)
+        self.add_parameter("A_log", (heads,), log_of_decay, axis=0, fp32=True)
         self.add_parameter("dt_bias", (heads,), inverse_softplus_of_step, axis=0, fp32=True)
         self.add_parameter("D", (self.all_values,), ones, axis=0, fp32=True)
 

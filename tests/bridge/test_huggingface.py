@@ -243,3 +243,10 @@ def test_what_cannot_be_exported_is_named(command: Command, exported: Path, plac
     os.truncate(shard, 1000)
     assert shard.name in command("export", tmp_path / "saved", tmp_path / "new", status=2)
     assert not list(tmp_path.glob("new*"))
+
+
+def test_the_example_of_transformers_learns(bridge_python: Path) -> None:
+    done = run(bridge_python, "examples.ops_transformers", "--steps", "4")
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 4, done.stderr
+    assert losses == sorted(losses, reverse=True)

@@ -120,7 +120,7 @@ def test_bad_arguments() -> None:
         want = torch.nn.functional.cross_entropy(hidden @ weight.t(), label, reduction=reduction)
         torch.testing.assert_close(reduced.chunked(hidden, weight, label, reduction=reduction), want)
     with raises(ModelError, "reduction is 'none'", "mean, sum"):
-        reduced.chunked(hidden, weight, label, reduction="none")
-    for one in linear_cross_entropy_candidates():
+        reduced.liger(hidden, weight, label, reduction="none")
+    for one in linear_cross_entropy_candidates()[1:]:
         with pytest.raises(ModelError, match=r"expected \[N, H\] and \[N\]"):
             one.load()(hidden[None], weight, label[None])

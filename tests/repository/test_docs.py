@@ -22,7 +22,6 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
-from tests import forks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -151,12 +150,6 @@ def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
     if page == "README.md" and not checkout:
         pytest.skip("its training is a checkout's; MEGATRON_LM names none (tag core_v0.19.0)")
     assert page not in TRAINING or any(step == last for step, last, _ in losses)
-
-
-def test_the_python_of_the_api_page_runs() -> None:
-    (code,) = blocks(PAGES["api.md"], "python")
-    done = forks.run(["-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
-    assert done.stdout == "torch.Size([64, 2, 4, 64])\n"
 
 
 def test_the_model_card_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:

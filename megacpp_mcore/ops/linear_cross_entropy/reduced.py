@@ -1,9 +1,9 @@
-"""Linear cross-entropy reduced to one number: ours, and those of Liger and quack, which return nothing else.
+"""Linear cross-entropy for your own code: ours, and those of Liger and quack, which return one number only.
 
-No layer of the model uses these: Megatron multiplies the losses of tokens by a mask after the model has returned them.
-They are for your own code that needs a mean or a sum, and for the benchmark that compares them.
+No layer of the model uses these: Megatron multiplies the losses of tokens by a mask after the model has returned them. The
+vendors' are for the benchmark that compares them.
 
-Shape legend: N tokens, H hidden width, V vocabulary. Labels are entries of the vocabulary; there is no ignore index.
+Shape legend: N tokens, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,17 +24,35 @@ REDUCTIONS = ("mean", "sum")
 
 
 def chunked(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
+    hidden: torch.Tensor,
+    weight_VH: torch.Tensor,
+    label: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
 ) -> torch.Tensor:
-    """Reduce the loss of :mod:`~megacpp_mcore.ops.linear_cross_entropy.chunked`, in three products.
-
-    Raises:
-        ModelError: shapes, dtypes or the reduction are not as described.
-    """
-    _check(hidden_NH, weight_VH, label_N, reduction)
-    ones = torch.ones(label_N.shape, device=label_N.device)
-    loss_N = linear_cross_entropy(hidden_NH, weight_VH, label_N, token_weight=ones).loss
-    return loss_N.mean() if reduction == "mean" else loss_N.sum()
+    """Compute as :func:`megacpp_mcore.ops.linear_cross_entropy`, by :mod:`~megacpp_mcore.ops.linear_cross_entropy.chunked`."""
+    if reduction not in (*REDUCTIONS, "none"):
+        raise ModelError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}, none")
+    if not isinstance(ignore_index, int) or 0 <= ignore_index < len(weight_VH):
+        raise ModelError(f"ignore_index is {ignore_index!r}, expected an integer that is no label of {len(weight_VH)}")
+    counted = label != ignore_index
+    strange = counted & ((label < 0) | (label >= len(weight_VH)))
+    if strange.is_cuda:
+        torch._assert_async(~strange.any(), "a label is neither of the vocabulary nor ignore_index")
+    elif bool(strange.any()):
+        raise ModelError(
+            f"found the label {int(label[strange][0])}, expected 0 to {len(weight_VH) - 1}, or {ignore_index} (ignore_index)"
+        )
+    announced = None if reduction == "none" else counted.float()
+    losses = linear_cross_entropy(
+        hidden, weight_VH, label, bias_V=bias_V, logit_scale=logit_scale, token_weight=announced
+    ).loss.masked_fill(~counted, 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
 def liger(
@@ -43,7 +61,7 @@ def liger(
     """Compute the same by Liger's kernels, in chunks of about as many logits as ours; the host waits for the device.
 
     Raises:
-        ModelError: as :func:`chunked`.
+        ModelError: shapes, dtypes or the reduction are not as described.
         BackendError: Liger cannot be imported.
     """
     _check(hidden_NH, weight_VH, label_N, reduction)
@@ -63,7 +81,7 @@ def quack(
     """Compute the same by quack's kernels, in chunks of about as many logits as ours.
 
     Raises:
-        ModelError: as :func:`chunked`.
+        ModelError: shapes, dtypes or the reduction are not as described.
         BackendError: quack cannot be imported.
     """
     _check(hidden_NH, weight_VH, label_N, reduction)

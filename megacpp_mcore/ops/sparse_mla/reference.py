@@ -152,3 +152,20 @@ def attend(
     chunks = query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)
     o_SBHV: torch.Tensor = _Attend.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, chunks)
     return o_SBHV
+
+
+def summed_probabilities(
+    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, *, softmax_scale: float, value_dim: int
+) -> torch.Tensor:
+    """Compute the probabilities of :func:`attend`, summed over heads: ``[B, S, N]`` in the compute dtype, 0 without a key.
+
+    Arguments and errors as there.
+    """
+    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
+    num_queries, batch, heads, width = q_SBHK.shape
+    kv_TBK = kv_TBK.to(compute_dtype(q_SBHK, kv_TBK))
+    parts = []
+    for rows in query_chunks(num_queries, batch * index_BSN.shape[2] * (width + heads), GATHER_BLOCK_ELEMENTS, None):
+        here = slice(rows.start, rows.stop)
+        parts.append(_probabilities(q_SBHK[here], kv_TBK, index_BSN[:, here], softmax_scale)[2].sum(dim=2))
+    return torch.cat(parts, dim=1)

@@ -1,8 +1,8 @@
 """Mamba-3, M²RNN and sparse MLA as layers of plain PyTorch, from hidden states to hidden states, over the ops.
 
 They start as the layers of a Megatron run with this package do (docs/model.md, "The start"). Their parameters have the names
-and shapes of an exported model's mixers, so that ``load_state_dict`` takes those. A norm before them and the residual around them
-are the caller's. Parameters that have to stay in float32 do so when the module is cast to 16 bits.
+and shapes of an exported model's mixers, so that ``load_state_dict`` takes those. A norm before them and the residual around
+them are the caller's. Parameters that have to stay in float32 do so when the module is cast to 16 bits.
 
 Legend: B batch, S sequence, D model width, H heads; for others see :mod:`megacpp_mcore.ops`.
 """

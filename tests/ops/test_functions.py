@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -52,11 +53,11 @@ print(json.dumps(found))
 """
 
 
-def test_three_lines_an_op_run_without_megatron() -> None:
+def test_the_lines_of_every_op_run_without_megatron() -> None:
     """Those of the page, forward and backward; every input gets a gradient but the indexer's three."""
     code = blocks(PAGES["ops.md"], "python")
     assert all(name in "".join(code) for name in ops.__all__)
-    assert [one.count("\n") for one in code[1:]] == [3, 3, 3, 3, 3, 3, 5]
+    assert all(len(ast.parse(one).body) <= 4 for one in code[1:])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ALONE], input=json.dumps(code), env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False, timeout=300,

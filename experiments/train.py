@@ -5,10 +5,11 @@
 The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
 definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
 (``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
-runs); ``host: hybrid`` trains Megatron's HybridModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge. Arms of one
-seed see the same data and random draws; a seed that is named twice trains every arm twice. ``apart`` is the largest difference
-in a step's loss from the first run of the same arm and seed, or, for that run itself, from the first arm with as many steps.
-``probe: layers`` also records every layer's gradient norm and the load of its experts.
+runs); ``host: hybrid`` trains Megatron's HybridModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via:
+stock`` a model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that
+is named twice trains every arm twice. ``apart`` is the largest difference in a step's loss from the first run of the same arm
+and seed, or, for that run itself, from the first arm with as many steps. ``probe: layers`` also records every layer's
+gradient norm and the load of its experts.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from typing import Any
 import yaml
 
 from experiments import probe
-from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.arguments.lowering import lower, model_flags
 from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.util import flags
 from megacpp_mcore.util.nearest import nearest
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
@@ -151,10 +153,11 @@ def _train(
         given |= {"precision": "fp32", "transformer_impl": "local"}
     if args.steps:
         given["train_iters"] = args.steps
+    extra = tuple(str(word).format(folder=args.folder.resolve()) for word in arm.words)
     training = Training(
         data=("--data-path", args.data, "--split", "100,0,0"),
         tokenizer=tokenizer_words(model, data=args.data),
-        extra=tuple(str(word).format(folder=args.folder.resolve()) for word in arm.words),
+        extra=() if arm.via == "stock" else extra,
         **given,
     )
     settings = {"model": content["model"], "overrides": dict(arm.overrides), **arm.settings}
@@ -167,12 +170,20 @@ def _train(
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
-        command += ["--", *lower(Run(model, Layout(**arm.layout), training, arm.host))]
+        words = lower(Run(model, Layout(**arm.layout), training, arm.host))
+        command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if args.device == "cuda" else {}
     with (folder / "log").open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
     return folder, done.returncode, training.train_iters
+
+
+def of_stock(words: Sequence[str], model: Model, own: Sequence[str]) -> list[str]:
+    """Return how ``words`` train, without what they train, which is ``own``, on samples as long."""
+    of_model = model_flags(model) - {"--seq-length", "--max-position-embeddings"}
+    kept = ((flag, *values) for flag, values in flags.read(words).items() if flag not in of_model)
+    return [word for each in kept for word in each] + list(own)
 
 
 def _row(

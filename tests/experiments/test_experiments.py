@@ -21,7 +21,7 @@ from megacpp_mcore.model import Layout, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
-from tests import forks
+from tests import forks, stock
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
@@ -36,11 +36,29 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         given = {"processes": layout.processes, **arm.training, "extra": tuple(map(str, arm.words))}
         words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.host))
         assert words[-3] == "--spec"
+        if arm.via == "stock":
+            own = given.pop("extra")
+            words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.host))
+            assert_stock_trains(train.of_stock(words, model, own))
+            continue
         # As on the machine that it is for, of H200 at most.
         states = memory.states(read(words, device="cuda", processes=given["processes"], model=model))
         assert states is not None
         assert memory.fits(states, 150_109_880_320)
         assert arm.via == "launch" or arm.recipe in RECIPES
+
+
+def assert_stock_trains(words: list[str]) -> None:
+    """Megatron takes what a stock arm says, on the CPU's layers, and counts what the file says."""
+    from megatron.training.training import num_floating_point_operations
+
+    of_gpus = ("--moe-permute-fusion", "--moe-grouped-gemm", "--bf16")
+    on_cpu = [{"transformer_engine": "local"}.get(word, word) for word in words if word not in of_gpus]
+    vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32767"]
+    arguments = stock.parse([*on_cpu, *vocabulary, "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"])
+    assert arguments.lr == 1e-3
+    arguments.padded_vocab_size = 32768
+    assert num_floating_point_operations(arguments, 1) / arguments.seq_length == pytest.approx(0.817e9, rel=0.01)
 
 
 def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,9 @@ demo:
 # FAST=1: what needs neither a training nor a kernel.
 FAST_TESTS = $(addprefix tests/,arguments backends data model nemo_recipes policy repository/test_docs.py repository/test_house.py util)
 # Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
+# Files in the order of tests/conftest.py, the slow ones first; pytest-xdist's own puts those with the fewest tests last.
 test:
-	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 \
+	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
 		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests)
 
 # What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.
@@ -73,10 +74,10 @@ BRIDGE_SETUP = $(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \
 	MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)"; MEGACPP_NEMO_RUN_PYTHON="$$($(MAKE) --silent nemo-run)"
 
 test-bridge:
-	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "bridge and not exhaustive" tests/bridge tests/nemo
+	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "bridge and not exhaustive" tests/bridge tests/nemo
 
 test-exhaustive:
-	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
+	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive and not gpu" tests
 
 # With the host's own Python: the environment of this file has no Transformer Engine.
 test-upstream:

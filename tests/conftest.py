@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -97,6 +98,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of the garbage collector's way, which else goes through all of it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_gpu() -> bool:

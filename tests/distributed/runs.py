@@ -34,6 +34,8 @@ OVERRIDES: Mapping[str, Any] = {
     "seq_length": 64,
 }
 MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
+SMALL: Mapping[str, Any] = {"pattern": "AEMR", "depth": 4, "dsa": {"schedule": "F"}, "seq_length": 64}
+"""A layer of each family, where more of them show nothing more."""
 
 ONE = "PP 1"
 LAYOUTS: Mapping[str, Layout] = {

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from megacpp_mcore import settings
-from megacpp_mcore.model import Layout
-from tests import forks, tiny_run
+from megacpp_mcore.model import Layout, preset, with_overrides
+from tests import stock, tiny_run
 from tests.distributed.comparing import assert_same_bytes
+from tests.distributed.runs import SMALL, launch, write_config
 from tests.saved import tensors_in
 
 
 @pytest.mark.slow
 def test_a_damaged_newest_one_is_passed_over_and_the_run_continues_bit_for_bit(tmp_path: Path) -> None:
-    data, saved = tiny_run.make_data(tmp_path), tmp_path / "saved"
-    with (options := data / "config.yaml").open("a") as file:
+    data, saved = str(tiny_run.make_data(tmp_path) / "text"), tmp_path / "saved"
+    with (options := write_config(tmp_path / "model.yaml", SMALL)).open("a") as file:
         file.write("checkpoints: {load_newest_whole: true}\n")
-    words = tiny_run.words(data, 2, "--save-interval", "1", "--deterministic-mode", layout=Layout(expert=2))
-    words += ["--save", str(saved), "--load", str(saved)]
+    words = stock.words(
+        with_overrides(preset("nam56r_tiny"), SMALL), "--save-interval", "1", "--deterministic-mode", "--save", str(saved),
+        "--load", str(saved), data=("--data-path", data, "--split", "90,10,0"), layout=Layout(expert=2), global_batch_size=2,
+        train_iters=2,
+    )  # fmt: skip
 
     def train(*more: str) -> str:
-        launch = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--no-observe", "--", *words, *more]
-        env = {"PYTHONPATH": str(tiny_run.ROOT), "OMP_NUM_THREADS": "1", settings.VARIABLE: str(options)}
-        status, output = forks.run_ranks(launch, 2, env=os.environ | env)
+        status, output = launch(["--no-observe", "--", *words, *more], options, 2)
         assert status == 0, output[-4000:]
         return output
 

@@ -14,14 +14,13 @@ import pytest
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, stock
-from tests.distributed.runs import ROOT, launch, write_config
+from tests.distributed.runs import ROOT, SMALL, launch, write_config
 
 pytestmark = pytest.mark.slow
 
 EXACT, REFUSED = "exact", "refused"
 DEFAULT, FULLY, TORCH, STOCK = "default", "fully", "torch", "stock "
-OVERRIDES = {"pattern": "AEMR", "depth": 4, "dsa": {"schedule": "F"}, "seq_length": 64}
-MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
+MODEL = with_overrides(preset("nam56r_tiny"), SMALL)
 LAYOUTS = {
     "one process": (Layout(), 1),
     "2 replicas": (Layout(), 2),
@@ -92,7 +91,7 @@ def run_tasks(root: Path, tasks: Sequence[tuple[Run, Iterable[Saved], Iterable[S
     plan.write_text(json.dumps({"trainees": trainees, "answers": str(answers)}))
     script = ROOT / "tests" / "distributed" / "moving.py"
     words = ["--", str(script), str(plan), *tasks[0][0].words()]
-    status, output = launch(words, write_config(root / "model.yaml", OVERRIDES), processes, timeout=600)
+    status, output = launch(words, write_config(root / "model.yaml", SMALL), processes, timeout=600)
     assert status == 0, output[-8000:]
     by_rank = [json.loads(Path(f"{answers}.{rank}").read_text()) for rank in range(processes)]
     cells = {}

@@ -11,6 +11,7 @@ import itertools
 import operator
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -186,7 +187,9 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
             old_raw, new_raw = new_raw, old_raw
         writes.append(_put(change.slot.owners[-1], change.slot.attribute, new_raw))
         new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
-    for _ in range(2):  # the second time for what another thread has imported since the first search
+    for _ in range(
+        min(2, threading.active_count())
+    ):  # again for what another thread has imported since the first search
         writes += [_put(module, attribute, new[key][1]) for module, attribute, key in holders(new)]
         collections.deque(itertools.starmap(operator.call, writes), maxlen=0)
         writes = []
@@ -194,10 +197,12 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
 
 def holders(wanted: Collection[int]) -> Iterator[tuple[Any, str, int]]:
     """Every ``(module, attribute, id)`` in ``sys.modules`` that holds one of the objects with the ``wanted`` ids."""
-    for module in list(sys.modules.values()) if wanted else ():
+    ids = set(wanted)
+    for module in list(sys.modules.values()) if ids else ():
         namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, Mapping):
-            yield from ((module, name, id(value)) for name, value in list(namespace.items()) if id(value) in wanted)
+        # Almost no module holds one: that is found out in one call into C, which no other thread's import interrupts.
+        if isinstance(namespace, Mapping) and not ids.isdisjoint(map(id, namespace.values())):
+            yield from ((module, name, id(value)) for name, value in list(namespace.items()) if id(value) in ids)
 
 
 def _unwrapped(raw: Any) -> Any:

@@ -27,12 +27,11 @@ TRACKER = checkpoint_folder.TRACKER
 
 
 @pytest.fixture
-def upstream(tmp_path: Path) -> Iterator[ModuleType]:
+def upstream(process: Path) -> ModuleType:
     """Megatron's module ``checkpointing``."""
-    with stock.one_process(tmp_path / "store"):
-        from megatron.training import checkpointing as module
+    from megatron.training import checkpointing as module
 
-        yield module
+    return module
 
 
 @pytest.fixture

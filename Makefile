@@ -45,7 +45,7 @@ FAST_TESTS = $(addprefix tests/,arguments backends data model nemo_recipes polic
 # Files in the order of tests/conftest.py, the slow ones first; pytest-xdist's own puts those with the fewest tests last.
 test:
 	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
-		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests)
+		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests --ignore=tests/gpu)
 
 # What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.
 cases:

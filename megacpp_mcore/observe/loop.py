@@ -22,6 +22,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
 from megacpp_mcore.util.stand_in import stand_in
+from megacpp_mcore.versions import MEGATRON_BRIDGE, MEGATRON_CORE
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
                 stack.enter_context(stand_in(holder, name, partial(seam.handler, notifier)))
             except AttributeError as error:
                 missing = f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed"
-                todo = "use megatron-core 0.19 (and megatron-bridge 0.6), or switch it off with --no-observe"
+                known = f"megatron-core {MEGATRON_CORE} (and megatron-bridge {MEGATRON_BRIDGE})"
+                todo = f"use {known}, or switch it off with --no-observe"
                 raise LaunchError(f"{missing}; {todo}") from error
         yield
 

@@ -27,8 +27,7 @@ import torch
 
 from megacpp_mcore.backends import STOCK, Dispatcher, own_candidates
 from megacpp_mcore.backends.candidates import EXPERTS
-from megacpp_mcore.bench.cases import peers
-from megacpp_mcore.bench.cases.peers import patched
+from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.bench.measure import YARDSTICK_LIMIT, AgainstTruth
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
@@ -186,7 +185,7 @@ def _config(options: Options, model: Model) -> Any:
 
     training = Training(
         device=options.device, precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
-        transformer_impl="transformer_engine" if peers.with_engine(options.device) else "local",
+        transformer_impl="transformer_engine" if with_engine(options.device) else "local",
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip
     with (  # Megatron's parser reads the command line and the environment, and prints every argument
@@ -323,54 +322,12 @@ def _stock_moe(plan: Plan, ours: Built) -> Variant:
     return Variant.of("stock MoELayer", PEER, theirs.run, leaves=theirs.leaves, results=results)
 
 
-def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
-    """Put mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
-    ssm, mixer, norm = plan.model.mamba3, ours.module.self_attention, ours.module.input_layernorm
-    names = [name for name in peers.MAMBA3_WEIGHTS if name not in peers.MIX or ssm.mimo_rank > 1]
-
-    def variant(name: str, module: Any) -> Variant:
-        with torch.no_grad():
-            module.in_proj.weight.copy_(_in_their_order(plan.model, mixer))
-            module.out_proj.weight.copy_(mixer.out_proj.weight)
-        if ssm.out_norm:  # theirs has none by default: it gets ours
-            head_norm = peers.HeadNorm(mixer.out_norm_weight, ssm.head_dim, plan.config.layernorm_epsilon)
-            module.out_proj = torch.nn.Sequential(head_norm, module.out_proj)
-
-        def call(inputs: Inputs) -> torch.Tensor:
-            hidden_SBD = inputs.leaves["hidden"]
-            normed = norm(hidden_SBD)
-            normed_SBD, residual_SBD = normed if isinstance(normed, tuple) else (normed, hidden_SBD)
-            mixed_BSD: torch.Tensor = module(normed_SBD.transpose(0, 1))
-            return residual_SBD + mixed_BSD.transpose(0, 1)
-
-        def leaves(inputs: Inputs) -> Tensors:
-            return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]
-
-        return Variant.of(name, PEER, call, leaves=leaves, results=lambda found: found[:2])
-
-    return peers.mamba3_peer(
-        plan.options, ssm.mimo_rank, {name: getattr(mixer, name) for name in names}, variant, plan.model.hidden_size,
-        expand=ssm.expand, d_state=ssm.state, headdim=ssm.head_dim, ngroups=ssm.groups, chunk_size=ssm.chunk,
-        rope_fraction=ssm.rope_fraction, A_floor=ssm.a_floor,
-    )  # fmt: skip
-
-
-def _in_their_order(model: Model, mixer: Any) -> torch.Tensor:
-    """Return the rows of our input projection in mamba-ssm's order: B and C by rank, then by group, and without padding."""
-    ssm, projection = model.mamba3, mixer.in_proj
-    rows = {slot.part.name: projection.weight[slot.start : slot.start + slot.rows] for slot in projection.slots}
-    for name in "BC":
-        by_group = rows[name].unflatten(0, (ssm.groups, ssm.mimo_rank, ssm.state))
-        rows[name] = by_group.transpose(0, 1).flatten(0, 2)
-    return torch.cat([rows[name] for name in ("z", "x", "B", "C", "dt", "A", "trap", "angles")])
-
-
 # --- the benchmarks, each a function of its options -----------------------------------------------------------------------
 
 layer_a_full = partial(_problem, "A", grammar.FULL_ATTENTION, _with_stock_core)
 layer_a_full_dsa = partial(_problem, "A", grammar.FULL_INDEX, _none("stock's DSA keeps no indices for Shared layers"))
 layer_a_shared_dsa = partial(_problem, "A", grammar.SHARED_INDEX, _none("stock has no layer that shares indices"))
-layer_m = partial(_problem, "M", None, _mamba_ssm)
+layer_m = partial(_problem, "M", None, _none("mamba-ssm's module is the peer in mamba3"))
 layer_e = partial(_problem, "E", None, _stock_moe)
 layer_r = partial(_problem, "R", None, _none("no package has this layer; the recurrence's peer is in m2rnn"))
 mtp_block = partial(_problem, "mtp", None, _with_stock_core)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.cases import peers
+from megacpp_mcore.bench.cases.peers import mamba3_source
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
@@ -19,6 +19,12 @@ from megacpp_mcore.model.flops import mamba_scan
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.slices import split
 
+MIX = ("mimo_x", "mimo_z", "mimo_o")
+THEIRS = {
+    "dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "b_norm_weight": "B_norm.weight",
+    "c_norm_weight": "C_norm.weight", "D": "D", **{name: name for name in MIX},
+}  # fmt: skip
+"""The weights by mamba-ssm's names; the last three exist only in MIMO."""
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 EPS = 1e-5
 SUMMED = {"db_bias": 3.0, "dc_bias": 2.0}
@@ -44,7 +50,7 @@ def problem(options: Options) -> Problem:
     given |= {"dt_bias": weight(H, around=-4.0), "b_bias": weight(H, R, N), "c_bias": weight(H, R, N)}
     given |= {"b_norm_weight": weight(N).to(draw.dtype), "c_norm_weight": weight(N).to(draw.dtype), "D": weight(H)}
     if R > 1:
-        given |= {name: weight(H, R, P, around=1.0 if name == "mimo_z" else 1 / R) for name in peers.MIX}
+        given |= {name: weight(H, R, P, around=1.0 if name == "mimo_z" else 1 / R) for name in MIX}
     given["out_norm_weight"] = weight(H * P).to(draw.dtype)
     inputs = Inputs(leaves=draw.leaves(**given), cotangents={"y": draw.normal(B, S, H, P)})
 
@@ -75,22 +81,45 @@ def problem(options: Options) -> Problem:
 
 
 def _peer(options: Options, inputs: Inputs) -> Variant:
+    """Return mamba-ssm's Mamba-3 without its projections, or why it cannot run here."""
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
-    given = {name: leaf for name, leaf in inputs.leaves.items() if name in peers.MAMBA3_WEIGHTS}
-    head_norm = peers.HeadNorm(inputs.leaves["out_norm_weight"], P, EPS)
+    name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO, 4 warps'}"
+    if options.device != "cuda":
+        return Variant.missing(name, "no peer here: mamba-ssm runs on a GPU alone")
+    try:
+        source = mamba3_source()
+    except Exception as error:
+        return Variant.missing(name, f"no peer installed: mamba-ssm ({type(error).__name__}: {error})")
+    if R > 1 and source.mamba3_mimo_combined is None:
+        return Variant.missing(name, "no peer installed: mamba-ssm's MIMO kernels (they need tilelang)")
+    module = source.Mamba3(
+        H * P // 2, expand=2, d_state=N, headdim=P, ngroups=G, chunk_size=options.shape["chunk"], is_mimo=R > 1, mimo_rank=R,
+        device=options.device, dtype=getattr(torch, options.dtype),
+    )  # fmt: skip
+    module.in_proj, module.out_proj = torch.nn.Identity(), _HeadNorm(inputs.leaves["out_norm_weight"], P)
+    weights = {leaf: module.get_parameter(theirs) for leaf, theirs in THEIRS.items() if leaf in inputs.leaves}
+    with torch.no_grad():
+        for leaf, weight in weights.items():
+            weight.copy_(inputs.leaves[leaf].view(weight.shape))
 
-    def variant(name: str, module: Any) -> Variant:
-        module.in_proj, module.out_proj = torch.nn.Identity(), head_norm
-        weights = [module.get_parameter(peers.MAMBA3_WEIGHTS[leaf]) for leaf in given]
+    def call(inputs: Inputs) -> torch.Tensor:
+        output: torch.Tensor = module(inputs.leaves["u"])
+        return output.view(inputs.cotangents["y"].shape)
 
-        def call(inputs: Inputs) -> torch.Tensor:
-            output: torch.Tensor = module(inputs.leaves["u"])
-            return output.view(inputs.cotangents["y"].shape)
+    def leaves(inputs: Inputs) -> Tensors:
+        return [inputs.leaves["u"], *weights.values(), module.out_proj.weight]
 
-        def leaves(inputs: Inputs) -> Tensors:
-            return [inputs.leaves["u"], *weights, head_norm.weight]
+    return Variant.of(name, PEER, call, leaves=leaves, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)
 
-        return Variant.of(name, PEER, call, leaves=leaves, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)
 
-    sizes = {"d_state": N, "headdim": P, "ngroups": G, "chunk_size": options.shape["chunk"]}
-    return peers.mamba3_peer(options, R, given, variant, H * P // 2, expand=2, **sizes)
+class _HeadNorm(torch.nn.Module):
+    """The RMSNorm of each head that our Mamba-3 applies to its output: ``[…, H·P] -> […, H·P]``."""
+
+    def __init__(self, weight: torch.Tensor, head_dim: int) -> None:
+        super().__init__()
+        self.weight, self.head_dim = torch.nn.Parameter(weight.detach().clone()), head_dim
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """Norm and scale ``y``."""
+        by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=EPS)
+        return by_head.flatten(-2) * self.weight

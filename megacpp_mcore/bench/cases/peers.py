@@ -1,4 +1,4 @@
-"""Peers that several benchmarks have: what is installed of them, and how stock's and mamba-ssm's modules are made."""
+"""Peers: what is installed of them, and how their modules are imported."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from megacpp_mcore.backends import probe_import
-from megacpp_mcore.bench.catalog import Options
-from megacpp_mcore.bench.problem import Variant
 from megacpp_mcore.util import te_imports
 
 ENGINE = "transformer_engine.pytorch"
-MIX = ("mimo_x", "mimo_z", "mimo_o")
-MAMBA3_WEIGHTS = {
-    "dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "b_norm_weight": "B_norm.weight",
-    "c_norm_weight": "C_norm.weight", "D": "D", **{name: name for name in MIX},
-}  # fmt: skip
-"""Mamba-3's weights between its projections, by mamba-ssm's names; the last three exist only in MIMO."""
 
 
 def lacking(device: str, module: str, name: str) -> str:
@@ -67,57 +59,6 @@ def mamba3_source() -> Any:
         few = [one for one in kernel.configs if (one.num_warps, one.num_stages, one.maxnreg) == (4, 2, None)]
         kernel.configs = few or kernel.configs
     return source
-
-
-def mamba3_peer(
-    options: Options,
-    rank: int,
-    weights: Mapping[str, torch.Tensor],
-    variant: Callable[[str, Any], Variant],
-    *args: Any,
-    **sizes: Any,
-) -> Variant:
-    """Make mamba-ssm's Mamba-3 on ``[B, S, width]`` a peer, or why it cannot run here.
-
-    Args:
-        options: device and dtype.
-        rank: of MIMO (1: SISO).
-        weights: its parameters between its projections, by our names.
-        variant: makes the variant from the peer's name and the module.
-        args: its width.
-        sizes: its other arguments.
-    """
-    name = f"mamba-ssm {'MIMO' if rank > 1 else 'SISO, 4 warps'}"
-    if options.device != "cuda":
-        return Variant.missing(name, "no peer here: mamba-ssm runs on a GPU alone")
-    try:
-        source = mamba3_source()
-    except Exception as error:
-        return Variant.missing(name, f"no peer installed: mamba-ssm ({type(error).__name__}: {error})")
-    if rank > 1 and source.mamba3_mimo_combined is None:
-        return Variant.missing(name, "no peer installed: mamba-ssm's MIMO kernels (they need tilelang)")
-    module = source.Mamba3(
-        *args, is_mimo=rank > 1, mimo_rank=rank, device=options.device, dtype=getattr(torch, options.dtype), **sizes
-    )
-    with torch.no_grad():
-        for weight, value in weights.items():
-            target = module.get_parameter(MAMBA3_WEIGHTS[weight])
-            target.copy_(value.view(target.shape))
-    return variant(name, module)
-
-
-class HeadNorm(torch.nn.Module):
-    """The RMSNorm of each head that our Mamba-3 applies to its output: ``[…, H·P] -> […, H·P]``."""
-
-    def __init__(self, weight: torch.Tensor, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.detach().clone())
-        self.head_dim, self.eps = head_dim, eps
-
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        """Norm and scale ``y``."""
-        by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=self.eps)
-        return by_head.flatten(-2) * self.weight
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ selected keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,9 @@ import torch
 
 from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.bench.cases.peers import lacking, patched
-from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
+from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk
@@ -43,9 +42,6 @@ TILELANG_SUPPORT = Support(
 
 QUERIES = 1024
 """Queries whose scores are drawn at a time, as all scores would be S × S numbers."""
-
-DENSE = ("sdpa", "flash4")
-"""Backends of full MLA, attending to every key, that have a row for orientation."""
 
 
 def problem(options: Options) -> Problem:
@@ -91,32 +87,10 @@ def problem(options: Options) -> Problem:
             *ours,
             *fixed,
             *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
-            *_dense(options, K, V),
         ],
         works=Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype),
         check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
     )
-
-
-def _dense(options: Options, K: int, V: int) -> Iterator[Variant]:
-    """Causal attention of the same queries to every key, with keys and values for each head: a layer without DSA."""
-    made: list[torch.Tensor] = []
-
-    def leaves(inputs: Inputs) -> list[torch.Tensor]:
-        if not made:
-            q, kv = (leaf.detach() for leaf in inputs.leaves.values())
-            k_SBHK = kv.unsqueeze(2).expand(-1, -1, q.shape[2], -1).contiguous()
-            made.extend(one.requires_grad_() for one in (q.clone(), k_SBHK, k_SBHK[..., :V].contiguous()))
-        return made
-
-    def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = fn(*leaves(inputs), softmax_scale=K**-0.5)
-        return output
-
-    for one in Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V):
-        if one.name in DENSE:
-            name, run = f"dense, {one.name}", one.runs.get(FORWARD)
-            yield Variant.of(name, BOUND, run, leaves) if run else Variant.missing(name, one.absent, BOUND)
 
 
 def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:

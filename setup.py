@@ -48,6 +48,7 @@ EXTRAS = {
         "transformers>=5.8,<=5.12.1",
         "wandb==0.29.0",
     ],
+    "data": ["pyarrow>=16"],  # Parquet and .zst for `data prepare`
     "huggingface": ["safetensors>=0.5"],  # `checkpoint export` and `import`
     "report": ["matplotlib>=3.10"],  # curves on the page of `report html`, which has tables without it
     "demo": ["torch==2.11.0", f"megatron-core=={VERSIONS['MEGATRON_CORE_DEMO']}"],

@@ -97,9 +97,7 @@ class Plan:
         return self.folder / "checkpoints"
 
 
-def command(
-    plan: Plan, options: Sequence[str], data: Sequence[str], extra: Sequence[str], script: str = ""
-) -> list[str]:
+def command(plan: Plan, action: Sequence[str], data: Sequence[str], extra: Sequence[str]) -> list[str]:
     """Return the command of one process of the demo, with complete stock arguments; fp32 on every device."""
     training = Training(
         device=plan.device,
@@ -113,8 +111,8 @@ def command(
         learning_rate=LEARNING_RATE,
         extra=tuple(extra),
     )
-    launch = [sys.executable, "-m", "megacpp_mcore", "launch", "--verbose", "--device", plan.device, *options, "--"]
-    return [*launch, *([script] if script else []), *lower(Run(MODEL, training=training))]
+    program = [sys.executable, "-m", "megacpp_mcore", *action, "--device", plan.device, "--"]
+    return [*program, *lower(Run(MODEL, training=training))]
 
 
 def training_command(plan: Plan, train_prefix: str, *, resume: bool) -> list[str]:
@@ -122,15 +120,16 @@ def training_command(plan: Plan, train_prefix: str, *, resume: bool) -> list[str
     extra = ["--save", str(plan.checkpoints), "--save-interval", str(plan.save_at)]
     if resume:
         extra += ["--load", str(plan.checkpoints), "--exit-on-missing-checkpoint"]
-    return command(plan, ["--observe", str(plan.record)], ["--data-path", train_prefix, "--split", "100,0,0"], extra)
+    launch = ["launch", "--verbose", "--observe", str(plan.record)]
+    return command(plan, launch, ["--data-path", train_prefix, "--split", "100,0,0"], extra)
 
 
 def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
     """Return the command that scores the last checkpoint."""
-    extra = ["--load", str(plan.checkpoints), "--heldout", heldout_prefix]
-    extra += ["--score-output", str(plan.folder / "score.json"), "--score-tokens", str(plan.score_tokens)]
-    extra += ["--score-batch", "32" if plan.device == "cpu" else "128"]
-    return command(plan, [], [], extra, str(ROOT / "examples" / "score_heldout.py"))
+    score = ["score", "--heldout", heldout_prefix, "--output", str(plan.folder / "score.json")]
+    score += ["--tokens", str(plan.score_tokens)] if plan.score_tokens else []
+    score += ["--batch", "32" if plan.device == "cpu" else "128"]
+    return command(plan, score, [], ["--load", str(plan.checkpoints)])
 
 
 @contextlib.contextmanager

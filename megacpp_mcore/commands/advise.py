@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.launch import launcher, schedule_search
@@ -27,6 +26,4 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``advise``; returns the exit status."""
-    options = [f"--{name}={getattr(args, name)}" for name in ("heldout", "tokens", "batch", "tolerance")]
-    command = [str(Path(schedule_search.__file__)), *args.stock_command, *options]
-    return launcher.launch(command, device=args.device, recording=launcher.Recording(no_observe=True), verbose=False)
+    return launcher.launch_script(schedule_search.__file__, args, "heldout", "tokens", "batch", "tolerance")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import megacpp_mcore
-from megacpp_mcore.commands import advise, bench, checkpoint, compat, data, doctor, patch, recipe, report
+from megacpp_mcore.commands import advise, bench, checkpoint, compat, data, doctor, patch, recipe, report, sample, score
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
@@ -21,13 +21,15 @@ from megacpp_mcore.util.nearest import suggestion
 
 USER_ERROR = 2
 INTERRUPTED = 130
+_LAUNCHES = ("launch", "advise", "sample", "score")
+"""Commands that run Megatron; what follows their first ``--`` is for it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; 2 means that the request cannot be carried out."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        with contextlib.nullcontext() if args.command in ("launch", "advise") else _without_others():
+        with contextlib.nullcontext() if args.command in _LAUNCHES else _without_others():
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
-    if command in ("launch", "advise", "recipe") and "--" in argv:
+    if command in (*_LAUNCHES, "recipe") and "--" in argv:
         head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_launch(subparsers)
-    for command in (doctor, recipe, data, patch, compat, report, bench, checkpoint, advise):
+    for command in (doctor, recipe, data, patch, compat, report, bench, checkpoint, advise, sample, score):
         command.add_parser(subparsers)
         name = command.__name__.rpartition(".")[2]  # a sub-command is named after its module
         subparsers.choices[name].set_defaults(run=command.run)

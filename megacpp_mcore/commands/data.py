@@ -1,4 +1,4 @@
-"""The command ``megacpp-mcore data``: prepare, verify, corpus and score-unigram; no torch at import."""
+"""The command ``megacpp-mcore data``: prepare, verify, tokenizer, corpus and score-unigram; no torch at import."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser("data", help="prepare, check and score training data")
     actions = parser.add_subparsers(dest="data_action", required=True, metavar="ACTION")
     prepare = actions.add_parser("prepare", help="tokenize text files into Megatron's .bin and .idx")
+    tokenizer = actions.add_parser("tokenizer", help="train a byte-level BPE on text files")
+    for one in (prepare, tokenizer):
+        one.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, or folders to search")
+        names = "names to take from folders instead of text, JSON lines, Parquet"
+        one.add_argument("--glob", action="append", default=[], help=names)
+        key = "key of the text in JSON lines, or column of Parquet (default: text)"
+        one.add_argument("--json-key", default="text", metavar="KEY", help=key)
+    tokenizer.add_argument("--output", required=True, metavar="DIR", help="a folder that does not exist yet")
+    tokenizer.add_argument("--vocab-size", type=int, default=32768, help="number of ids (default: 32768)")
     add = prepare.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="text files, or folders to search")
     add("--output", required=True, metavar="PREFIX", help="path of the dataset without suffix")
     add("--tokenizer", default="byte", metavar="byte|DIR", help="bytes, or a local Hugging Face folder (default: byte)")
     add("--split", metavar="NAME=SHARE,...", help="such as train=0.98,valid=0.02; writes PREFIX_NAME for each")
-    add("--glob", action="append", default=[], help="names to take from folders instead of *.txt *.py *.md *.jsonl")
-    add(
-        "--json-key", default="text", metavar="KEY", help="key of the text in .jsonl, .ndjson and .json (default: text)"
-    )
     add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     add("--overwrite", action="store_true", help="replace existing datasets")
     errors = "what to do with text that cannot be decoded: stop, or list it in the manifest (default: strict)"
@@ -57,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DataError: it cannot be done; the message says why.
     """
-    actions = {"prepare": _prepare, "verify": _verify, "corpus": _corpus, "score-unigram": _score_unigram}
+    actions = {
+        "prepare": _prepare,
+        "verify": _verify,
+        "tokenizer": _tokenizer,
+        "corpus": _corpus,
+        "score-unigram": _score_unigram,
+    }
     return actions[args.data_action](args)
 
 
@@ -77,6 +87,15 @@ def _prepare(args: argparse.Namespace) -> int:
     )
     _print_datasets(prefixes)
     _print_flags(args.tokenizer)
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.tokenizer import train
+
+    made = train(args.inputs, args.output, args.vocab_size, globs=args.glob, json_key=args.json_key)
+    print(f"{args.output}: {made.vocab_size} ids; {made.eod_id} ends a document")
+    _print_flags(args.output)
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megacpp_mcore.data import fim
 from megacpp_mcore.data.manifest import load_manifest, verify_for_training
-from megacpp_mcore.data.readable import require_readable
+from megacpp_mcore.data.readable import refuse_remote, require_readable
 from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import flags
@@ -102,6 +102,7 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     prefixes, given = dataset_prefixes(arguments), flags.read(arguments)
     if not prefixes:
         return "data: none named"
+    refuse_remote(*prefixes)
     _check_forms(given)
     kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
     tokenizer = HuggingFaceTokenizer(folder) if folder and kind == "HuggingFaceTokenizer" else None

@@ -30,7 +30,7 @@ import filelock  # which torch requires
 import numpy as np
 
 from megacpp_mcore.data.manifest import describe_sources, describe_tokenizer, manifest_path, write_manifest
-from megacpp_mcore.data.readable import hash_file
+from megacpp_mcore.data.readable import hash_file, refuse_remote
 from megacpp_mcore.data.sources import (
     JSON_KEY,
     Piece,
@@ -118,8 +118,8 @@ def prepare(
         tokenizer: ``byte`` or a local Hugging Face folder.
         split: shares by name, such as ``train=0.98,valid=0.02``; the side of a document is decided by a hash of its
             relative path (of its text for a JSON line), so it never changes sides.
-        json_key: the key of the text in JSON lines.
-        globs: file names to take from folders instead of ``*.txt *.py *.md *.jsonl``.
+        json_key: the key of the text in JSON lines, the column of tables.
+        globs: file names to take from folders instead of :data:`megacpp_mcore.data.sources.DEFAULT_GLOBS`.
         workers: processes that tokenize.
         overwrite: replace existing datasets.
         skip_errors: list undecodable files and lines in the manifest instead of raising.
@@ -127,6 +127,7 @@ def prepare(
     Raises:
         DataError: the inputs, the settings or the output folder do not allow it.
     """
+    refuse_remote(output, *inputs)
     name = tokenizer if tokenizer == "byte" else os.path.basename(os.path.realpath(tokenizer))
     command = ["megacpp-mcore", "data", "prepare", *(os.path.basename(os.path.realpath(given)) for given in inputs)]
     command += ["--output", os.path.basename(output), "--tokenizer", name]

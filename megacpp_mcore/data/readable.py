@@ -22,6 +22,15 @@ def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
+def refuse_remote(*paths: str | os.PathLike[str]) -> None:
+    """Raise DataError if one of the paths is of an object store, such as ``s3://bucket/corpus``."""
+    if far := next((path for path in paths if "://" in os.fspath(path)), None):
+        raise DataError(
+            f"{os.fspath(far)} is in an object store, whose files cannot be checked against a manifest; expected a path of a file "
+            "system: copy it to one, or mount the bucket"
+        )
+
+
 def hash_file(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal, or raise DataError when it cannot be read."""
     with require_readable(path):

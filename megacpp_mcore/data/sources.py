@@ -1,19 +1,24 @@
 """Text sources of a dataset: which files, in which order, and the documents in them.
 
 A file is one document; of JSON lines (``.jsonl``, ``.ndjson``, ``.json``, in any case) each line is one, the string under a
-key. Documents without text are left out. Text is UTF-8 and is kept byte for byte: no newline translation, no byte-order-mark
-removal.
+key, and of Parquet each row, the string in that column. Files may be packed (``.gz``, ``.zst``). Documents without text are
+left out. Text is UTF-8 and is kept byte for byte: no newline translation, no byte-order-mark removal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import gzip
 import hashlib
+import importlib
+import io
 import itertools
 import json
 import os
 import stat
 import sys
+import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +30,11 @@ from typing import Any, BinaryIO
 from megacpp_mcore.data.readable import require_readable
 from megacpp_mcore.errors import DataError
 
-DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")
+DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
 _LINES = (".jsonl", ".ndjson", ".json")
-_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".parquet", ".arrow")
+_PACKED = (".gz", ".zst")
+_TABLE = ".parquet"
+_UNKNOWN = (".xz", ".bz2", ".zip", ".tar", ".arrow")
 JSON_KEY = "text"
 LEFT_OUT = (".*", "__pycache__")
 """Names of files and folders that are ignored in a folder."""
@@ -47,19 +54,36 @@ class Source:
     identity: tuple[int, int] = field(compare=False)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the name is that of a compressed file."""
+        return self.relative.lower().endswith(_PACKED)
+
+    @property
     def are_lines(self) -> bool:
-        """Whether the name is that of JSON lines."""
-        return self.relative.lower().endswith(_LINES)
+        """Whether the name, without that of a packing, is that of JSON lines."""
+        name = self.relative.lower()
+        return (name.rpartition(".")[0] if self.is_packed else name).endswith(_LINES)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the name is that of a Parquet file."""
+        return self.relative.lower().endswith(_TABLE)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``start`` to ``stop`` of source ``number``; all of it unless the source is JSON lines."""
+    """Bytes ``start`` to ``stop`` of source ``number``; all of it unless the source is JSON lines or a table.
+
+    Of packed lines ``lines`` is the piece's text, which begins at ``offset`` of the unpacked one. Of a table the piece is the
+    row group ``offset``, and start and stop only divide the file's size.
+    """
 
     number: int
     source: Source
     start: int
     stop: int
+    lines: bytes | None = None
+    offset: int = 0
 
 
 Skipped = dict[str, str | int]
@@ -91,7 +115,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     """Return the files of ``inputs``, sorted by relative path.
 
     An INPUT that is a file is taken as it is. A folder is searched recursively for names that match one of ``globs``
-    (default: ``*.txt *.py *.md *.jsonl``, in any case, and a line on stderr counts the others); names that begin with a dot
+    (default: :data:`DEFAULT_GLOBS`, in any case, and a line on stderr counts the others); names that begin with a dot
     and ``__pycache__`` are left out, and links to folders are not followed.
 
     Raises:
@@ -158,11 +182,95 @@ def _refuse_twice(sources: Sequence[Source]) -> None:
 
 
 def cut_sources(sources: Sequence[Source], piece_bytes: int) -> Iterator[Piece]:
-    """Yield the sources in order, JSON lines in pieces of ``piece_bytes``."""
+    """Yield the sources in order, JSON lines in pieces of ``piece_bytes`` (unpacked), tables in row groups.
+
+    Raises:
+        DataError: a packed file or a table is damaged, or the package that reads it is not installed.
+    """
     for number, source in enumerate(sources):
+        if source.is_table or (source.is_packed and source.are_lines):
+            yield from (_row_groups if source.is_table else _unpacked_lines)(number, source, piece_bytes)
+            continue
         step = piece_bytes if source.are_lines else source.size
         for start in range(0, max(source.size, 1), max(step, 1)):
             yield Piece(number, source, start, min(start + step, source.size))
+
+
+def _unpacked_lines(number: int, source: Source, piece_bytes: int) -> Iterator[Piece]:
+    """Yield packed JSON lines in pieces; only the last one ends with the file."""
+    with _opened(source) as (raw, stream):
+        lines, start, offset, is_last = stream.readlines(piece_bytes), 0, 0, False
+        while not is_last:
+            after = stream.readlines(piece_bytes) if lines else []
+            is_last = not after
+            stop, text = source.size if is_last else min(raw.tell(), source.size - 1), b"".join(lines)
+            yield Piece(number, source, start, stop, text, offset)
+            lines, start, offset = after, stop, offset + len(text)
+
+
+def _row_groups(number: int, source: Source, _: int) -> Iterator[Piece]:
+    """Yield one piece for each row group of a table, or one for a table without rows."""
+    with _table(source) as table:
+        count = max(table.num_row_groups, 1)
+    bounds = [source.size * group // count for group in range(count + 1)]
+    for group, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        yield Piece(number, source, start, stop, offset=group)
+
+
+@contextlib.contextmanager
+def _opened(source: Source) -> Iterator[tuple[BinaryIO, Any]]:
+    """Open a source, and the unpacked stream in it.
+
+    Raises:
+        DataError: it cannot be read or unpacked.
+    """
+    with require_readable(source.path), open(source.path, "rb") as raw:
+        if not source.is_packed:
+            yield raw, raw
+            return
+        is_gzip = source.relative.lower().endswith(".gz")
+        with _whole(source):
+            packed = raw if is_gzip else _arrow("pyarrow", source).CompressedInputStream(raw, "zstd")
+            yield raw, gzip.GzipFile(fileobj=raw) if is_gzip else io.BufferedReader(packed)
+
+
+@contextlib.contextmanager
+def _table(source: Source) -> Iterator[Any]:
+    """Open a Parquet file.
+
+    Raises:
+        DataError: it cannot be read, or pyarrow is not installed.
+    """
+    parquet = _arrow("pyarrow.parquet", source)
+    with require_readable(source.path), _whole(source), parquet.ParquetFile(source.path) as table:
+        yield table
+
+
+@contextlib.contextmanager
+def _whole(source: Source) -> Iterator[None]:
+    """Turn what the readers of packed files raise, without a number of the operating system, into a DataError.
+
+    Those of pyarrow are ValueErrors and OSErrors.
+    """
+    try:
+        yield
+    except (EOFError, zlib.error, OSError, ValueError) as error:
+        if isinstance(error, DataError) or getattr(error, "errno", None):
+            raise
+        raise DataError(
+            f"{source.path} cannot be unpacked: {error}; expected a whole {source.relative.rpartition('.')[2]} file: restore "
+            "it from a copy, or leave it out"
+        ) from error
+
+
+def _arrow(name: str, source: Source) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"reading {source.path} needs pyarrow, which cannot be imported here ({error}): pip install "
+            "'megacpp-mcore[data]', or unpack it first"
+        ) from error
 
 
 def read_documents(
@@ -177,7 +285,13 @@ def read_documents(
             lines by another name; the message names the byte offset.
     """
     source = piece.source
-    with require_readable(source.path), open(source.path, "rb") as stream:
+    if source.is_table:
+        yield from _read_rows(piece, skipped, json_key)
+        return
+    if piece.lines is not None:
+        yield from _read_lines(piece, io.BytesIO(piece.lines), skipped, json_key)
+        return
+    with _opened(source) as (_, stream):
         if source.are_lines:
             yield from _read_lines(piece, stream, skipped, json_key)
             return
@@ -185,7 +299,7 @@ def read_documents(
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        unpack = "; unpack it first" if source.relative.lower().endswith(_PACKED) else ""
+        unpack = "; unpack it first" if source.relative.lower().endswith(_UNKNOWN) else ""
         _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8{unpack}", skipped)
         return
     if isinstance(_record(text.lstrip().partition(b"\n")[0]).get(json_key), str):
@@ -206,18 +320,41 @@ def _read_lines(
     piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None, json_key: str
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the documents of the lines that begin in the piece."""
-    offset = max(piece.start - 1, 0)
-    stream.seek(offset)
-    if piece.start:
-        # A line that begins exactly at start is ours: reading from the byte before it consumes one newline and no more.
-        offset += len(next(stream, b""))
+    offset = piece.offset
+    if piece.lines is None:
+        offset = max(piece.start - 1, 0)
+        stream.seek(offset)
+        if piece.start:
+            # A line that begins exactly at start is ours: reading from the byte before it consumes one newline and no more.
+            offset += len(next(stream, b""))
     for line in stream:
-        if offset >= piece.stop:
+        if piece.lines is None and offset >= piece.stop:
             return
         if line.strip() and (text := _parse_line(piece.source, line, offset, skipped, json_key)):
             # A line has no name of its own. Its text names it, so copies of one text fall on one side of a split.
             yield hashlib.sha256(text).hexdigest(), text
         offset += len(line)
+
+
+def _read_rows(piece: Piece, skipped: list[Skipped] | None, column: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the documents of a table's row group."""
+    with _table(piece.source) as table:
+        names = table.schema_arrow.names
+        if column not in names:
+            _refuse(
+                piece.source, 0, f"no column {column!r}; found {', '.join(names)}: --json-key names another", skipped
+            )
+            return
+        if piece.offset >= table.num_row_groups:
+            return
+        first = sum(table.metadata.row_group(group).num_rows for group in range(piece.offset))
+        values = table.read_row_group(piece.offset, columns=[column])[column].to_pylist()
+    for row, value in enumerate(values, first):
+        if not isinstance(value, str):
+            _refuse(piece.source, row, f"the value of {column!r} is a {type(value).__name__}, no string", skipped)
+        elif value:
+            text = value.encode("utf-8")
+            yield hashlib.sha256(text).hexdigest(), text
 
 
 def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None, json_key: str) -> bytes:
@@ -240,9 +377,11 @@ def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped]
 def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | None) -> None:
     """Record what cannot be decoded, or raise when nothing may be skipped."""
     if skipped is None:
-        expected = "JSON objects, one a line" if source.are_lines else "UTF-8 text"
+        unit, expected = "byte offset", "JSON objects, one a line" if source.are_lines else "UTF-8 text"
+        if source.is_table:
+            unit, expected = "row", "a string in every row"
         raise DataError(
-            f"{source.path}, byte offset {offset}: {reason}; expected {expected}. Repair the file, leave it out, or "
+            f"{source.path}, {unit} {offset}: {reason}; expected {expected}. Repair the file, leave it out, or "
             "pass --errors skip to list it in the manifest and continue"
         )
     skipped.append({"relative": source.relative, "offset": offset, "reason": reason})

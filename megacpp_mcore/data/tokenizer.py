@@ -21,14 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacpp_mcore.data.manifest import load_manifest, manifest_path
+from megacpp_mcore.data.sources import JSON_KEY, cut_sources, find_sources, read_documents
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import Model
+from megacpp_mcore.util.files import replace
 
 BYTE_COUNT = 256
 BYTE_SPECIALS = {"<|eod|>": 256, "<|bos|>": 257, "<|pad|>": 258, "<|unk|>": 259}
 BYTE_VOCAB_SIZE = BYTE_COUNT + len(BYTE_SPECIALS)
 BYTE_EOD_ID = BYTE_SPECIALS["<|eod|>"]
 BYTE_PAD_ID = BYTE_SPECIALS["<|pad|>"]
+END = "<|endoftext|>"
+"""The end of a document in tokenizers that are trained here."""
 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -41,6 +45,14 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> NDArray[np.uint8]:
         """Return the bytes of ``text``, valid UTF-8, as ids, shape ``[len(text)]``; no specials are added."""
         return np.frombuffer(text, dtype=np.uint8)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, without specials; a piece of a character becomes U+FFFD."""
+        return bytes(one for one in ids if one < BYTE_COUNT).decode(errors="replace")
+
+    def bytes_of(self, ids: Sequence[int]) -> int:
+        """Count the bytes of text that ``ids`` stand for; specials stand for none."""
+        return int((np.asarray(ids) < BYTE_COUNT).sum())
 
     def checksum(self) -> str:
         """Return a SHA-256 over all that decides which ids a text gets: the vocabulary's description."""
@@ -104,6 +116,14 @@ class HuggingFaceTokenizer:
         """Return the ids of one document; no specials are added, but a text that spells one becomes it, as in stock's tool."""
         return np.asarray(self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids, dtype=np.int64)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, without specials; a piece of a character becomes U+FFFD."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def bytes_of(self, ids: Sequence[int]) -> int:
+        """Count the UTF-8 bytes of the text of ``ids``: exact for tokenizers that give a text back, as byte-level ones do."""
+        return len(self.text(ids).encode())
+
     def token_id(self, token: str) -> int | None:
         """Return the id of ``token``; None if it is not a token of the vocabulary."""
         found = self._tokenizer.token_to_id(token)
@@ -124,6 +144,55 @@ class HuggingFaceTokenizer:
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.folder)]
 
 
+def train(
+    inputs: Sequence[str | os.PathLike[str]],
+    folder: str,
+    vocab_size: int,
+    *,
+    globs: Sequence[str] = (),
+    json_key: str = JSON_KEY,
+) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE on the documents that ``data prepare`` would take, and write it to ``folder``.
+
+    Every text has ids, and these give the text back. :data:`END` ends documents and has id 0.
+
+    Args:
+        inputs, globs, json_key: as for :func:`megacpp_mcore.data.prepare.prepare`.
+        folder: must not exist.
+        vocab_size: number of ids; fewer where the text has no more pairs.
+
+    Raises:
+        DataError: the inputs or the folder do not allow it, ``vocab_size`` leaves no room for a pair, or ``tokenizers`` is not
+            installed.
+    """
+    if os.path.lexists(folder):
+        raise DataError(f"{folder} exists; expected a new folder: choose another --output, or remove it", code="exists")
+    if vocab_size <= BYTE_COUNT + 1:
+        raise DataError(
+            f"the vocabulary size is {vocab_size}; expected more than {BYTE_COUNT + 1}: the bytes and the end of document"
+        )
+    tokenizers = _tokenizers(f"training {folder}")
+    levels = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = levels(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=levels.alphabet(), show_progress=False
+    )
+    pieces = cut_sources(find_sources(inputs, globs), 1 << 24)
+    texts = (text.decode("utf-8") for piece in pieces for _, text in read_documents(piece, None, json_key))
+    made.train_from_iterator(texts, trainer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    try:
+        Path(folder).mkdir(parents=True)
+        replace(Path(folder, "tokenizer_config.json"), json.dumps(config, indent=1).encode() + b"\n")
+        replace(Path(folder, "tokenizer.json"), made.to_str(pretty=True).encode())
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder}: {error.strerror}; expected a folder that can be written"
+        ) from error
+    return HuggingFaceTokenizer(folder)
+
+
 def _check_folder(folder: Path) -> Path:
     """Find the ``tokenizer.json`` of ``folder``; DataError without one."""
     path = folder / "tokenizer.json"
@@ -137,19 +206,24 @@ def _check_folder(folder: Path) -> Path:
 
 def _load(path: Path) -> Any:
     """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and contacts no hub."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise DataError(
-            f"reading {path} needs the 'tokenizers' package, which cannot be imported here ({error}); "
-            "pip install tokenizers, or use --tokenizer byte"
-        ) from error
+    tokenizers = _tokenizers(f"reading {path}")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for every malformed file
         raise DataError(
             f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
         ) from error
+
+
+def _tokenizers(what: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            f"{what} needs the 'tokenizers' package, which cannot be imported here ({error}); "
+            "pip install tokenizers, or use --tokenizer byte"
+        ) from error
+    return tokenizers
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer

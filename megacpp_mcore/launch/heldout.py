@@ -1,4 +1,4 @@
-"""Scores a trained model on held-out text: loads it as stock Megatron does, and computes the nats of every token.
+"""Loads a trained model as stock Megatron does, with the tokenizer of its text, and computes the nats of held-out tokens.
 
 A text is cut into contiguous windows of the model's sequence length. Each token is predicted from the tokens before it *in
 its window*: every token but the very first is predicted exactly once, none with more context than the model has.
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from megacpp_mcore.checkpoints.folder import RELEASE, read_tracker
 from megacpp_mcore.data.index import read_index
-from megacpp_mcore.data.manifest import verify
+from megacpp_mcore.data.manifest import Manifest, verify
 from megacpp_mcore.data.score import BitsPerByte, byte_counts
-from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
+from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.util import console
 
@@ -48,7 +48,7 @@ def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
     windows = math.ceil(predicted / sequence)
 
     def fill(values: NDArray[Any]) -> NDArray[np.int64]:
-        padded = np.full(windows * sequence, BYTE_EOD_ID, dtype=np.int64)
+        padded = np.zeros(windows * sequence, dtype=np.int64)
         padded[:predicted] = values
         return padded.reshape(windows, sequence)
 
@@ -56,19 +56,44 @@ def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
     return Windows(fill(tokens_N[:-1]), fill(tokens_N[1:]), mask_WS)
 
 
-def read_heldout(prefix: str, limit: int) -> NDArray[Any]:
-    """Read the first ``limit`` tokens of a byte dataset (0: all), after checking it against its manifest."""
-    manifest = verify(prefix)
-    if manifest.tokenizer["checksum"] != ByteTokenizer().checksum():
+def tokenizer_of(args: Namespace) -> Tokenizer:
+    """Return the tokenizer that a run with Megatron's ``args`` is of.
+
+    Raises:
+        DataError: its ids cannot be turned into text.
+    """
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(args.tokenizer_model)
+    if args.tokenizer_type == "NullTokenizer" and args.null_tokenizer_eod_id == BYTE_EOD_ID:
+        return ByteTokenizer()
+    raise DataError(
+        f"the model's tokens are those of --tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}; "
+        "expected bytes (`data prepare` without --tokenizer) or a Hugging Face folder (HuggingFaceTokenizer), which give text"
+    )
+
+
+def read_heldout(prefix: str, limit: int | None, tokenizer: Tokenizer | None = None) -> tuple[NDArray[Any], Manifest]:
+    """Read the first ``limit`` tokens of a dataset (None: all), after checking it against its manifest, and return both.
+
+    Raises:
+        DataError: the dataset is damaged, or of another tokenizer (None: that of bytes).
+    """
+    manifest, tokenizer = verify(prefix), tokenizer or ByteTokenizer()
+    if manifest.tokenizer["checksum"] != tokenizer.checksum():
         raise DataError(
-            f"{prefix} was made with the tokenizer {manifest.tokenizer['kind']}; expected the byte tokenizer"
+            f"{prefix} was made with the tokenizer {manifest.tokenizer['kind']} of checksum "
+            f"{str(manifest.tokenizer['checksum'])[:12]}; expected the model's, {tokenizer.kind} of "
+            f"{tokenizer.checksum()[:12]}: prepare the text with it"
         )
     tokens_N = read_index(prefix).open_tokens()
-    return tokens_N[:limit] if limit else tokens_N
+    return tokens_N[:limit] if limit else tokens_N, manifest
 
 
 def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = True) -> BitsPerByte:
-    """Run the model over all windows, ``batch`` at a time, and sum its per-token losses in fp64; prints its progress."""
+    """Run the model over all windows, ``batch`` at a time, and sum its per-token losses in fp64; prints its progress.
+
+    The bytes of the score are those of a byte model; of another, add them to it.
+    """
     import torch
 
     device = next(model.parameters()).device
@@ -99,17 +124,21 @@ def load_model(args: Namespace) -> Any:
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import unwrap_model
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training import argument_utils
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
     if args.world_size != 1:
-        raise LaunchError(f"this script runs in {args.world_size} processes; expected 1")
+        raise LaunchError(
+            f"this runs in {args.world_size} processes; expected 1, which loads the checkpoint of any layout"
+        )
     initialize_megatron()
     args.skip_train = True  # no optimizer, whatever the words say
+    is_hybrid = args.hybrid_layer_pattern is not None
+    config = (argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args)(args)
     (model,), _, _ = setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
-        cfg_container=pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        cfg_container=argument_utils.pretrain_cfg_container_from_args(args, config),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     if not args.iteration and not (args.load and read_tracker(Path(args.load)) == RELEASE):

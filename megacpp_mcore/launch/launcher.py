@@ -127,6 +127,14 @@ def launch(
     return 0
 
 
+def launch_script(file: str, args: argparse.Namespace, *options: str) -> int:
+    """Launch a script of this package for a command with the script's ``options``, and Megatron's arguments after ``--``."""
+    given = {name: getattr(args, name) for name in options}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+    recording = Recording(no_observe=True)
+    return launch([file, *args.stock_command, *words], device=args.device, recording=recording, verbose=False)
+
+
 def _run_processes(nproc: int, words: Sequence[str]) -> int:
     """Start ``nproc`` processes of this package's ``launch`` through torchrun; return 0 or the first failure's status."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException

@@ -201,6 +201,8 @@ _PACKAGES = {
 def _check_supported(script: Path | None, arguments: Sequence[str], has_own_layers: bool) -> None:
     """Refuse what the loop does not do, what our layers would not read, and a tokenizer whose package is not installed."""
     given = flags.read(arguments)
+    if has_own_layers:  # first, as another script would not help
+        lowering.check_unused(arguments)
     if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(
             f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py of a Megatron-LM "
@@ -212,8 +214,6 @@ def _check_supported(script: Path | None, arguments: Sequence[str], has_own_laye
             f"{script.name} has no dataset for --fim-data and would train without it, in silence; leave it out, or the script: "
             "the wheel's loop has one"
         )
-    if has_own_layers:
-        lowering.check_unused(arguments)
     kind = flags.first(given, "--tokenizer-type")
     package = next((package for package, kinds in _PACKAGES.items() if kind in kinds), None)
     if package is not None and importlib.util.find_spec(package) is None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, SHARED_INDEX
-from megacpp_mcore.util import console
+from megacpp_mcore.util import console, flags
 
 
 @dataclass(frozen=True)
@@ -118,29 +118,20 @@ def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> s
     return f"advised: --schedule={schedules.text(best.full)}, {len(best.full)} of {len(rounds[0].full)} indexers"
 
 
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise ArgumentTypeError(f"found {text!r}, expected a whole number, 1 or more")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) < math.inf:
-            return value
-    raise ArgumentTypeError(f"found {text!r}, expected a finite number, 0 or more")
-
-
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
     group = parser.add_argument_group("advice")
     group.add_argument("--heldout", required=True, metavar="PREFIX", help="byte dataset to score on")
     group.add_argument(
-        "--tokens", type=_positive, default=65536, metavar="N", help="its first N tokens (default: 65536)"
+        "--tokens", type=flags.positive, default=65536, metavar="N", help="its first N tokens (default: 65536)"
     )
-    group.add_argument("--batch", type=_positive, default=8, metavar="W", help="windows at a time (default: 8)")
+    group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help="windows at a time (default: 8)")
     group.add_argument(
-        "--tolerance", type=_not_negative, default=1e-3, metavar="X", help="rise of the loss to accept (default: 0.001)"
+        "--tolerance",
+        type=flags.not_negative,
+        default=1e-3,
+        metavar="X",
+        help="rise of the loss to accept (default: 0.001)",
     )
     return parser
 
@@ -152,7 +143,7 @@ def main() -> None:
     from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows  # imports numpy
 
     args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
-    windows = cut_windows(read_heldout(args.heldout, args.tokens), args.seq_length)
+    windows = cut_windows(read_heldout(args.heldout, args.tokens)[0], args.seq_length)
     model = load_model(args)
     schedules = Schedules(model)
 

@@ -17,9 +17,9 @@ _stdout: TextIO | None = None
 """The console while :func:`redirected` is active."""
 
 
-def say(message: str) -> None:
-    """Print a line on the console, also while the output goes to a file."""
-    print(message, file=_stdout or sys.stdout, flush=True)
+def say(message: str, end: str = "\n") -> None:
+    """Print a line on the console, also while the output goes to a file; with another ``end``, a part of one."""
+    print(message, end=end, file=_stdout or sys.stdout, flush=True)
 
 
 @contextlib.contextmanager

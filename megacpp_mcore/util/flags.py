@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 
 Flags = Mapping[str, tuple[str, ...]]
@@ -42,3 +45,18 @@ def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = N
         bound = "" if least is None else f", {least} or more"
         raise error(f"{flag} is {text!r}; expected a whole number{bound}, such as 2")
     return number
+
+
+def positive(text: str) -> int:
+    """Parse a whole number, 1 or more, for argparse."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number, 1 or more")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """Parse a finite number, 0 or more, for argparse."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"found {text!r}, expected a finite number, 0 or more")

@@ -113,9 +113,9 @@ def test_caches_and_padding_change_nothing(found: dict[str, Any]) -> None:
 
 def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -> None:
     prompt = bytes(torch.load(place / "megatron.pt")["tokens"][0, :CUT].tolist()).decode()
-    options = ["--prompt", prompt, "--sample-tokens", "40", "--temperature", "0", "--load", str(place / "saved")]
-    program = (*LAUNCH, str(tiny_run.ROOT / "examples" / "sample.py"))
-    said = tiny_run.start(program, [*tiny_run.words(place, 1), *options], place).finish()
+    options = ("--device", "cpu", "--prompt", prompt, "--tokens", "40", "--temperature", "0", "--")
+    words = ["--load", str(place / "saved"), *tiny_run.words(place, 1)]
+    said = tiny_run.start(("megacpp_mcore", "sample", *options), words, place).finish()
     generated = bytes(found["generated"][0].tolist())
     assert said.strip().endswith(generated.decode(errors="replace").strip())
 

@@ -39,6 +39,11 @@ def test_prefixes_are_found_and_the_last_of_a_flag_counts() -> None:
     assert verify_arguments(["--mock-data"]) == "data: none named"
 
 
+def test_datasets_in_an_object_store_are_refused() -> None:
+    with raises(DataError, "s3://bucket/two", "file system"):
+        verify_arguments(["--data-path", "0.5", "s3://bucket/two", "0.5", "one", *BYTES])
+
+
 BLENDS = [
     ["2024"],
     ["0.3", "one", "0.7", "two"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -333,8 +335,10 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
     [
         ("lines", b'{"text": "one"}\n{"text": "two"}\n', ["offset 0", "'text'", ".jsonl"]),
         ("lines.txt", b'\n{"text": "one"}\n', ["'text'", ".jsonl"]),
-        ("lines.jsonl.gz", b"\x1f\x8b\x08", ["0x8b", "unpack"]),
-        ("lines.PARQUET", b"PAR1\x15\x80", ["0x80", "unpack"]),
+        ("lines.jsonl.gz", b"\x1f\x8b\x08", ["cannot be unpacked", "whole gz file"]),
+        ("lines.txt.GZ", gzip.compress(b"text")[:-4], ["cannot be unpacked", "whole GZ file"]),
+        ("lines.jsonl.xz", b"\xfd7zXZ\x00\x80", ["0xfd", "offset 0"]),
+        ("text.xz", b"\xfd7zXZ\x00\x80", ["0xfd", "unpack"]),
         ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects"]),
         ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object"]),
         ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text"]),
@@ -347,6 +351,38 @@ def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
         run(tmp_path / name, tmp_path / "set")
 
 
+def test_a_packed_file_gives_what_it_holds(texts, tmp_path):
+    """Lines longer and shorter than a piece, in one and two processes; offsets are those of the unpacked text."""
+    records = texts / "records.jsonl"
+    packed = tmp_path / "records.JSONL.gz"
+    packed.write_bytes(gzip.compress(records.read_bytes()[:900]) + gzip.compress(records.read_bytes()[900:]))
+    (plain,) = run(records, tmp_path / "plain")
+    for number, options in enumerate(({}, {"workers": 2})):
+        (found,) = run(packed, tmp_path / f"packed{number}", **options)
+        assert Path(found + ".bin").read_bytes() == Path(plain + ".bin").read_bytes()
+        (source,) = verify(found).sources["list"]
+        assert source["sha256"] == hashlib.sha256(packed.read_bytes()).hexdigest()
+        assert (source["bytes"], source["documents"]) == (packed.stat().st_size, 40)
+    (tmp_path / "one.txt.gz").write_bytes(gzip.compress("one, ü".encode()))
+    assert read_back(run(tmp_path / "one.txt.gz", tmp_path / "text")[0]) == ["one, ü".encode()]
+    line = b'{"text": "' + b"x" * 1000 + b'"}\n'
+    packed.write_bytes(gzip.compress(line * 3 + b"{}\n" + line))
+    with raises(DataError, f"byte offset {3 * len(line)}", "no object"):
+        run(packed, tmp_path / "bad")
+    packed.write_bytes(gzip.compress(line * 30)[:-9])
+    with raises(DataError, packed, "cannot be unpacked"):
+        run(packed, tmp_path / "bad", workers=2)
+    packed.write_bytes(gzip.compress(b""))
+    with raises(DataError, "got none of 0 documents"):
+        run(packed, tmp_path / "bad")
+
+
+def test_object_stores_are_refused(tmp_path):
+    for inputs, output in ((["s3://bucket/texts"], "set"), ([str(tmp_path)], "msc://profile/set")):
+        with raises(DataError, "://", "object store", "mount the bucket"):
+            prepare(inputs, output)
+
+
 def test_inputs_are_found_as_documented(texts, tmp_path, capsys):
     (texts / ".hidden.txt").write_text("no")
     (texts / "__pycache__").mkdir()
@@ -354,11 +390,11 @@ def test_inputs_are_found_as_documented(texts, tmp_path, capsys):
     for name in ("a.jsonl.gz", "b.gz", "c"):
         (texts / name).write_text("words")
     find_sources([texts])
-    said = f"{texts}: files left out: 2 .gz, 1 .png, 1 without a suffix (take some with --glob)"
+    said = f"{texts}: files left out: 1 .gz, 1 .png, 1 without a suffix (take some with --glob)"
     assert said in capsys.readouterr().err
     names = [source.relative for source in find_sources([texts])]
     assert names == sorted(names)
-    assert len(names) == 14
+    assert len(names) == 15
     assert [s.relative for s in find_sources([texts], ["*.png"])] == ["picture.png"]
     assert [s.relative for s in find_sources([texts / "picture.png"])] == ["picture.png"]
     for inputs, globs, says in (

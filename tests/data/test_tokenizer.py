@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacpp_mcore.data.tokenizer import BYTE_PAD_ID, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from megacpp_mcore.commands import cli
+from megacpp_mcore.data.tokenizer import BYTE_PAD_ID, END, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train
 from megacpp_mcore.errors import DataError
 from tests.data.hugging_face import save_words
 from tests.errors import raises
@@ -112,3 +113,45 @@ def test_hugging_face_damage_is_named(tmp_path):
             HuggingFaceTokenizer(folder)
     with pytest.raises(DataError, match="'some-organisation/some-model'"):
         load_tokenizer("some-organisation/some-model")
+
+
+def test_a_trained_tokenizer_gives_every_text_back_and_knows_its_corpus(tmp_path, capsys):
+    pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    lines = [json.dumps({"code": f"for (int i = {n}; i < size; ++i)\n\tsum += values[i];\n"}) for n in range(50)]
+    (tmp_path / "code.jsonl").write_text("\n".join(lines))
+    folder = str(tmp_path / "made" / "bpe")
+    words = [
+        "data",
+        "tokenizer",
+        str(tmp_path / "code.jsonl"),
+        "--json-key",
+        "code",
+        "--output",
+        folder,
+        "--vocab-size",
+    ]
+    assert cli.main([*words, "300"]) == 0
+    assert f"{folder}: 300 ids; 0 ends a document" in capsys.readouterr().out
+    made = load_tokenizer(folder)
+    assert (made.vocab_size, made.eod_id, made.token_id(END), made.added_around_text()) == (300, 0, 0, 0)
+    known, other = "values[i] += size;", "ümläut \t 漢字\r\n \x00"
+    assert len(made.encode(known.encode())) < len(known) / 2
+    for text in (known, other, " leading", ""):
+        ids = made.encode(text.encode()).tolist()
+        assert made.text(ids) == text
+        assert made.bytes_of(ids) == len(text.encode())
+    assert cli.main([*words, "300"]) == 2
+    assert f"{folder} exists" in capsys.readouterr().err
+    other = str(tmp_path / "other")
+    for size, values in ((257, ["257", "more than 257"]), (0, ["0", "more than 257"])):
+        with raises(DataError, *values):
+            train([tmp_path / "code.jsonl"], other, size, json_key="code")
+    with raises(DataError, "'code', a str", "--json-key"):
+        train([tmp_path / "code.jsonl"], other, 300)
+    assert not Path(other).exists()
+
+
+def test_bytes_as_text():
+    ids = [*"ü!".encode(), 256, 258]
+    assert ByteTokenizer().text(ids) == "ü!"
+    assert ByteTokenizer().bytes_of(ids) == 3

@@ -1,27 +1,24 @@
-"""examples/sample.py: what a model that is known says, and a checkpoint as a user samples from it."""
+"""`sample` and `score`: what a model that is known says, and a checkpoint as a user samples from it and scores it."""
 
 from __future__ import annotations
 
-import importlib
+import json
+import math
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megacpp_mcore.data.tokenizer import BYTE_EOD_ID
+from megacpp_mcore.commands import cli
+from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.launch import launcher, sampling, scoring
+from megacpp_mcore.launch.heldout import tokenizer_of
 from tests import tiny_run
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def sample() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module("sample")
+from tests.data.hugging_face import save_words
+from tests.errors import raises
 
 
 class Counting(torch.nn.Module):
@@ -44,46 +41,95 @@ class Counting(torch.nn.Module):
         return logits
 
 
+SETTINGS = {"seed": 1, "vocabulary": BYTE_EOD_ID + 1, "end": BYTE_EOD_ID}
+
+
 @pytest.mark.parametrize(
     ("prompt", "count", "expected"), [(b"ab", 3, b"cde"), (b"x", 9, b"yz"), (b"z", 9, b""), (b"a", 0, b"")]
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_follow_one_another_until_the_document_ends(
-    sample: ModuleType, prompt: bytes, count: int, expected: bytes, temperature: float
+    prompt: bytes, count: int, expected: bytes, temperature: float
 ) -> None:
-    assert bytes(sample.generate(Counting(), prompt, count, temperature, 1)) == expected
+    found = sampling.generate(Counting(), list(prompt), count, temperature=temperature, **SETTINGS)
+    assert bytes(found) == expected
 
 
-def test_an_empty_prompt_is_refused(sample: ModuleType) -> None:
+def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="prompt"):
-        list(sample.generate(SimpleNamespace(), b"", 1, 0.0, 1))
+        list(sampling.generate(SimpleNamespace(), [], 1, temperature=0.0, **SETTINGS))
+
+
+def test_text_comes_in_whole_characters() -> None:
+    prompt, rest = b"a\xc3", b"\xbc\xe6\xbc\xa2b\xff"
+    parts = list(sampling.streamed(list(prompt), rest, ByteTokenizer().text))
+    assert parts == ["a", "ü", "漢", "b", "\ufffd"]
+
+
+def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
+    def of(kind: str, model: object = None, eod: int | None = None) -> Any:
+        return tokenizer_of(SimpleNamespace(tokenizer_type=kind, tokenizer_model=model, null_tokenizer_eod_id=eod))
+
+    folder = save_words(tmp_path / "words", {"<unk>": 0, "one": 1}, ["<eos>"], eos_token="<eos>")
+    assert of("NullTokenizer", eod=BYTE_EOD_ID).kind == "byte"
+    assert of("HuggingFaceTokenizer", str(folder)).eod_id == 2
+    for kind, eod in (("NullTokenizer", 1), ("GPT2BPETokenizer", None)):
+        with raises(DataError, f"--tokenizer-type {kind} --tokenizer-model a folder"):
+            of(kind, "a folder", eod)
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [("HuggingFaceTokenizer", 0), ("NullTokenizer", 1)],
-    ids=["a tokenizer's", "ids with another end of document"],
+    ("words", "script", "options"),
+    [
+        (["sample", "--prompt=-y", "--tokens", "3"], sampling, ["--prompt=-y", "--tokens=3", "--temperature=0.8"]),
+        (["score", "--heldout", "text"], scoring, ["--heldout=text", "--batch=8"]),
+    ],
 )
-def test_tokens_that_are_no_bytes_are_not_printed_as_text(
-    sample: ModuleType, monkeypatch: pytest.MonkeyPatch, tokens: tuple[str, int]
+def test_a_command_is_a_launch(
+    words: list[str], script: Any, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, eod = tokens
-    args = SimpleNamespace(tokenizer_type=kind, tokenizer_model="a folder", null_tokenizer_eod_id=eod)
-    monkeypatch.setattr("megatron.training.arguments.parse_and_validate_args", lambda *_, **__: args)
-    with pytest.raises(DataError, match=f"--tokenizer-type {kind} --tokenizer-model a folder"):
-        sample.main()
+    launched: list[Any] = []
+    monkeypatch.setattr(launcher, "launch", lambda *given, **more: launched.append((given, more)) or 0)
+    assert cli.main([*words, "--device", "cpu", "--", "--load", "x"]) == 0
+    (((command,), more),) = launched
+    assert command == [script.__file__, "--load", "x", *options]
+    assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
+
+
+@pytest.mark.parametrize("words", [["sample", "--tokens", "0"], ["score", "--heldout", "x", "--batch", "-1"]])
+def test_numbers_are_checked_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--", "--load", "x"])
+    assert f"found {words[-1]!r}, expected a whole number, 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_sampled_from(tmp_path: Path) -> None:
+def test_a_checkpoint_is_sampled_from_and_scored(tmp_path: Path) -> None:
     data = tiny_run.make_data(tmp_path)
-    saved = str(tmp_path / "saved")
+    saved, file = str(tmp_path / "saved"), tmp_path / "score.json"
     launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--")
     words = tiny_run.words(data, 2)
     tiny_run.start(launch, [*words, "--save", saved, "--save-interval", "2"], data).finish()
-    command = [str(EXAMPLES / "sample.py"), "--prompt", "def f", "--sample-tokens", "20", "--load", saved, *words]
-    printed = [tiny_run.start(launch, command, data).finish() for _ in range(2)]
-    samples = [text[text.index("\ndef f") :].partition("INFO:")[0] for text in printed]
+    sample = ("megacpp_mcore", "sample", "--device", "cpu", "--prompt", "def f", "--tokens", "20", "--")
+    printed = [tiny_run.start(sample, ["--load", saved, *words], data).finish() for _ in range(2)]
+    samples = [text[text.index("\ndef f") :] for text in printed]
     assert samples[0] == samples[1]
     assert len(samples[0]) > len("\ndef f\n")
+    score = (
+        "megacpp_mcore",
+        "score",
+        "--device",
+        "cpu",
+        "--heldout",
+        str(data / "text"),
+        "--tokens",
+        "200",
+        "--output",
+    )
+    said = tiny_run.start((*score, str(file), "--"), ["--load", saved, *words], data).finish()
+    found = json.loads(file.read_text())
+    assert f"bits per byte {found['bits_per_byte']:.6f} (unigram {found['unigram_bits_per_byte']:.6f})" in said
+    assert (found["tokens"], found["bytes"], found["step"]) == (199, 199, 2)
+    assert found["perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
+    assert 0 < math.log(found["perplexity"]) < 7

@@ -65,9 +65,10 @@ def test_ends_of_documents_cost_nats_and_are_no_bytes(tmp_path: Path) -> None:
     for name, text in (("a", "abab" * 9), ("b", "baba" * 9)):
         (tmp_path / f"{name}.txt").write_text(text)
     (prefix,) = prepare([tmp_path], str(tmp_path / "data"))
-    tokens = heldout.read_heldout(prefix, 0)
+    tokens, manifest = heldout.read_heldout(prefix, None)
+    assert manifest.text_bytes == 72
     assert tokens.size == 74
-    assert heldout.read_heldout(prefix, 5).tolist() == tokens[:5].tolist()
+    assert heldout.read_heldout(prefix, 5)[0].tolist() == tokens[:5].tolist()
     assert entropy(byte_counts(tokens)) == pytest.approx(unigram_bits_per_byte(prefix), rel=1e-12)
     windows = heldout.cut_windows(tokens, 16)
     score = heldout.score_windows(Unigram(tokens), windows, 4)

@@ -1,0 +1,105 @@
+"""Samples text from a checkpoint, token by token, and prints it as it comes.
+
+Every layer caches earlier tokens in Megatron's static inference context: attention its keys, M and R their states. Model class
+and checkpoint format are stock Megatron's, checked with megatron-core 0.19.2; one process. A script for the launcher, which
+``megacpp-mcore sample`` starts.
+
+Shapes: B batch (1), S rows of one call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.util import console, flags
+
+
+def generate(
+    model: Any, prompt: Sequence[int], count: int, *, temperature: float, seed: int, vocabulary: int, end: int
+) -> Iterator[int]:
+    """Yield up to ``count`` ids after those of ``prompt``, until the model ends the document.
+
+    Args:
+        model: a GPTModel or HybridModel in evaluation mode.
+        prompt: at least one id.
+        count: how many ids at most.
+        temperature: divides the logits; 0 selects the likeliest id.
+        seed: for sampling.
+        vocabulary: how many of the logits are of ids; others pad the vocabulary.
+        end: the id that ends a document.
+
+    Raises:
+        DataError: the prompt is empty.
+    """
+    import torch
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference.utils import InferenceMode
+
+    if not prompt:
+        raise DataError("the prompt is empty; expected at least one token to continue from")
+    device = next(model.parameters()).device
+    context = StaticInferenceContext(1, len(prompt) + count)
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BS = torch.tensor([list(prompt)], device=device)
+    for _ in range(count):
+        first = context.sequence_len_offset
+        positions_BS = torch.arange(first, first + tokens_BS.shape[1], device=device)[None]
+        with torch.no_grad(), InferenceMode.active():
+            logits_BSV = model(tokens_BS, positions_BS, None, inference_context=context, runtime_gather_output=True)
+        context.sequence_len_offset += tokens_BS.shape[1]
+        logits_V = logits_BSV[0, -1, :vocabulary].float().cpu()
+        if temperature:
+            token = int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))
+        else:
+            token = int(logits_V.argmax())
+        if token == end:
+            return
+        yield token
+        tokens_BS = torch.tensor([[token]], device=device)
+
+
+def streamed(prompt: Sequence[int], ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Yield the text of the prompt and of what follows it in parts, none of which ends within a character."""
+    known, shown = list(prompt), ""
+    yield (shown := decode(known).rstrip("\ufffd"))
+    for one in ids:
+        known.append(one)
+        text = decode(known)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    yield decode(known)[len(shown) :]
+
+
+def add_options(parser: ArgumentParser) -> ArgumentParser:
+    """Add this script's options to those of a parser, Megatron's or the command's."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
+    group.add_argument("--tokens", type=flags.positive, default=200, metavar="N", help="tokens at most (default: 200)")
+    group.add_argument(
+        "--temperature", type=flags.not_negative, default=0.8, help="0: the likeliest token (default: 0.8)"
+    )
+    return parser
+
+
+def main() -> None:
+    """Sample with the options in ``sys.argv``; Megatron's ``--seed`` is that of the draws."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megacpp_mcore.launch.heldout import load_model, tokenizer_of
+
+    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    tokenizer = tokenizer_of(args)
+    model, prompt = load_model(args), tokenizer.encode(args.prompt.encode()).tolist()
+    vocabulary = tokenizer.eod_id + 1 if tokenizer.kind == "byte" else tokenizer.vocab_size
+    settings = {"temperature": args.temperature, "seed": args.seed, "vocabulary": vocabulary, "end": tokenizer.eod_id}
+    for part in streamed(prompt, generate(model, prompt, args.tokens, **settings), tokenizer.text):
+        console.say(part, end="")
+    console.say("")
+
+
+if __name__ == "__main__":
+    main()

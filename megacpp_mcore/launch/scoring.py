@@ -1,0 +1,88 @@
+"""Scores a checkpoint on held-out text: bits per byte, and perplexity per token.
+
+:mod:`megacpp_mcore.launch.heldout` defines how the text is split into windows. Ends of documents are predicted as well; their
+nats are counted with the bytes (see :mod:`megacpp_mcore.data.score`). Model class, checkpoint format and loss are stock
+Megatron's; one process. A script for the launcher, which ``megacpp-mcore score`` starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from argparse import ArgumentParser
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.util import console, flags
+from megacpp_mcore.util.files import replace
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's score; perplexity is per token, and comparable only between models of one tokenizer.
+
+    ``unigram_bits_per_byte``, of a byte model only, is the entropy of the same bytes without context.
+    """
+
+    bits_per_byte: float
+    perplexity: float
+    unigram_bits_per_byte: float | None
+    bytes: int
+    tokens: int
+    step: int
+    seconds: float
+
+
+def add_options(parser: ArgumentParser) -> ArgumentParser:
+    """Add this script's options to those of a parser, Megatron's or the command's."""
+    group = parser.add_argument_group("score")
+    group.add_argument(
+        "--heldout", required=True, metavar="PREFIX", help="dataset of the model's tokenizer to score on"
+    )
+    group.add_argument("--tokens", type=flags.positive, metavar="N", help="its first N tokens only (default: all)")
+    group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help="windows at a time (default: 8)")
+    group.add_argument("--output", metavar="FILE", help="JSON file for the result")
+    return parser
+
+
+def main() -> None:
+    """Score with the options in ``sys.argv``."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megacpp_mcore.data.score import byte_counts, entropy  # imports numpy
+    from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows, tokenizer_of
+
+    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    tokenizer = tokenizer_of(args)
+    tokens_N, manifest = read_heldout(args.heldout, args.tokens, tokenizer)
+    windows = cut_windows(tokens_N, args.seq_length)
+    model = load_model(args)
+    began = time.monotonic()
+    reached = score_windows(model, windows, args.batch)
+    predicted: Any = windows.labels_WS[windows.mask_WS]
+    if tokenizer.kind != "byte":
+        whole = manifest.text_bytes if len(tokens_N) == manifest.tokens else None
+        known = tokenizer.bytes_of(tokens_N.tolist()) if whole is None else whole
+        reached.bytes = known - tokenizer.bytes_of(tokens_N[:1].tolist())
+    score = Score(
+        bits_per_byte=reached.value,
+        perplexity=math.exp(reached.nats / predicted.size),
+        unigram_bits_per_byte=entropy(byte_counts(predicted)) if tokenizer.kind == "byte" else None,
+        bytes=reached.bytes,
+        tokens=predicted.size,
+        step=args.iteration,
+        seconds=time.monotonic() - began,
+    )
+    if args.output:
+        replace(Path(args.output), json.dumps(asdict(score), indent=1).encode() + b"\n")
+    unigram = "" if score.unigram_bits_per_byte is None else f" (unigram {score.unigram_bits_per_byte:.6f})"
+    console.say(
+        f"held-out bits per byte {score.bits_per_byte:.6f}{unigram}; perplexity {score.perplexity:.6f} per token; "
+        f"step {score.step}, {score.tokens} tokens, {score.bytes} bytes"
+    )
+
+
+if __name__ == "__main__":
+    main()

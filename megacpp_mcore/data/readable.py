@@ -26,8 +26,8 @@ def refuse_remote(*paths: str | os.PathLike[str]) -> None:
     """Raise DataError if one of the paths is of an object store, such as ``s3://bucket/corpus``."""
     if far := next((path for path in paths if "://" in os.fspath(path)), None):
         raise DataError(
-            f"{os.fspath(far)} is in an object store, whose files cannot be checked against a manifest; expected a path of a file "
-            "system: copy it to one, or mount the bucket"
+            f"{os.fspath(far)} is in an object store, whose files cannot be checked against a manifest; expected a path of a "
+            "file system: copy it to one, or mount the bucket"
         )
 
 

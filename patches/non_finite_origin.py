@@ -9,6 +9,9 @@ Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore 
 Scope: NaN and infinity, found by upstream's own checks; those of the first step raise. Without the checks, the gradient norm.
 Provenance: megatron-core 0.19.2 ``core/rerun_state_machine.py``, ``core/optimizer/optimizer.py``.
 
+On a GPU the host would wait for each loss and each bucket, twice. From the second step on, where upstream runs the step again
+anyway, it reads all of them at once, before it decides on that; the layer behind a loss is then named as the step runs again.
+
 Nothing is computed while values are finite. A layer (:func:`hold`) leaves weak references to its input and output, which live
 as long as the backward pass needs them: when the loss is checked, they tell the first layer whose output is not finite. When
 gradients are checked they are gone, or in CUDA graphs overwritten, and the gradients themselves tell where the backward pass,
@@ -33,6 +36,13 @@ logger = logging.getLogger(__name__)
 
 HELD = "held"
 """Attribute of a layer: weak references to its last input and output."""
+
+LATER = "megacpp_later"
+"""Attribute of the state machine: this step's checks that are still to be made, each with a copy of its value; None while they
+are made."""
+
+DEVICE = "cuda"
+"""Where a value lies that the host reads later."""
 
 _PARTS = {"embedding": "the embedding", "output_layer": "the output layer", "mtp": "the MTP block"}
 
@@ -178,6 +188,13 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, result, rejection_func, message, *rest, **kwargs)
             return
         of_loss = "grad" not in message
+        late = vars(self).setdefault(LATER, [])
+        if late is not None and _can_wait(self, result):
+            known = late[-1][1] if late and late[-1][0]() is result else result.detach().clone()  # losses are divided in place
+            late.append((weakref.ref(result), known, rejection_func, message, rest, kwargs))
+            if not of_loss:
+                self.has_checked_gradients = True
+            return
         unchecked = self.state.name == "INITIAL_RUN" and not self.first_iteration_complete
         if self.mode.value == "validate_results" and unchecked and rejection_func(result):
             where = f"no parameter was updated; {origin(of_loss=of_loss)}"
@@ -190,12 +207,46 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise NonFiniteError(f"{error}; no parameter was updated; {origin(of_loss=of_loss)}") from error
         if self.rerun_requested and not before:
-            logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, origin(of_loss=of_loss))
+            # What the layers made is gone by the time of a late check, or overwritten in CUDA graphs.
+            where = f"{_rank()}: the layer is named as the step runs again" if late is None and of_loss else None
+            where = where or origin(of_loss=of_loss)
+            logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, where)
             _examining = True
         if not of_loss and self.mode.value != "report_stats":
             self.has_checked_gradients = True
 
     return validate_result
+
+
+def _can_wait(machine: Any, result: Any) -> bool:
+    """Whether a check may be made at the end of the step: a check that fails there has the step run again."""
+    return bool(
+        getattr(getattr(result, "device", None), "type", "") == DEVICE
+        and machine.mode.value == "validate_results"
+        and machine.state.name == "INITIAL_RUN"
+        and machine.first_iteration_complete
+        and not (machine.rerun_requested or machine.error_injector.should_inject_errors)
+    )
+
+
+def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``RerunStateMachine.should_run_forward_backward``: makes the checks that waited, in their order, if one fails."""
+
+    @functools.wraps(original)
+    def should_run_forward_backward(self: Any, data_iterator: Any) -> Any:
+        import torch
+
+        late = vars(self).pop(LATER, None)
+        if late and self.state.name == "INITIAL_RUN":
+            values = {id(value): value.reshape(-1).float() for _, value, *_ in late}
+            if not _finite(torch.cat([*values.values()])):
+                vars(self)[LATER] = None
+                for _, value, rejection_func, message, rest, kwargs in late:
+                    self.validate_result(value, rejection_func, message, *rest, **kwargs)
+                del vars(self)[LATER]
+        return original(self, data_iterator)
+
+    return should_run_forward_backward
 
 
 def _finite_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,14 +286,19 @@ PATCH = Patch(
             _naming,
         ),
         Edit.of(
+            "megatron.core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
+            "eec0cc6e9bea33bdfed893e67de5e74ef8c236e2889ff3caa6f2b9ab71650bfe",
+            _at_once,
+        ),
+        Edit.of(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
             "de6fc1395f560bcde36a1bd5001cd4802ee4672b810987b7d3f7142dcd8fc754",
             _finite_norm,
         ),
     ),
     seam=(
-        "every check of a loss or of gradients ends in validate_result; every step of every optimizer asks for the gradient "
-        "norm first"
+        "every check of a loss or of gradients ends in validate_result; should_run_forward_backward decides whether to run the "
+        "step again; every step of every optimizer asks for the gradient norm first"
     ),
     leaves_alone=(
         "other checks (spiky losses, large gradients); the second run of a step whose values are not finite, its checkpoint "

@@ -1,8 +1,8 @@
 """A training one of whose values is NaN or infinite: ``python -m tests.patches.non_finite HOW FILE ARGUMENTS``.
 
 HOW is ``every``: the first step is tried with all of :data:`TRIED` before, and what each raised goes to FILE. Or it is a case
-that spoils steps from the second on, after ``first`` from the first on; FILE.RANK gets whether no parameter has changed. The
-launcher's device is DEVICE.
+that spoils steps from the second on, after ``first`` from the first on, after ``late`` with checks that wait as on a GPU;
+FILE.RANK gets whether no parameter has changed. The launcher's device is DEVICE.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def main(how: str, file: Path, words: list[str]) -> None:
     from megacpp_mcore.commands.cli import main as launch
 
     stock, calls = training.train_step, []
+    if how.startswith("late "):
+        non_finite_origin.DEVICE, how = "cpu", how.removeprefix("late ")
 
     def train_step(forward_step: Any, iterator: Any, chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
         calls.append(None)

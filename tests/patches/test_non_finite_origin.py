@@ -97,16 +97,18 @@ def test_without_checks_a_loss_that_is_not_finite_stops_the_run_and_is_thought_o
 
 
 @pytest.mark.slow
-def test_a_later_step_is_run_again_as_stock_does_and_examined(tmp_path: Path) -> None:
-    status, output, found = train(
-        tmp_path, "M, activation, nan", "--save", str(tmp_path / "saved"), "--save-interval", "9"
-    )
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("M, activation, nan", "the first layer whose output is not finite is layer 11 (M)"),
+        ("late M, activation, nan", "the layer is named as the step runs again"),
+    ],
+)
+def test_a_later_step_is_run_again_as_stock_does_and_examined(tmp_path: Path, how: str, named: str) -> None:
+    status, output, found = train(tmp_path, how, "--save", str(tmp_path / "saved"), "--save-interval", "9")
     assert status == EXIT_FOR_ANOTHER_GPU, output[-4000:]
     check_unchanged(found)
-    assert (
-        "step 2: the loss of the local forward pass is NaN; rank 0: the first layer whose output is not finite is layer 11 (M)"
-        in output
-    )
+    assert f"step 2: the loss of the local forward pass is NaN; rank 0: {named}" in output
     assert "rank 0: as the step is run again, the output of layer 11 (M) is the first that is not finite" in output
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
@@ -170,6 +172,61 @@ def test_layers_keep_no_activation_alive(process: Path) -> None:
     loss.backward()
     del loss
     assert not any(reference() is not None for given, made in held for reference in (given, made))
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_checks_on_a_gpu_wait_for_the_end_of_the_step(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are read at once; where one fails, all are made, in order, of what the values were."""
+    monkeypatch.setattr(non_finite_origin, "DEVICE", "cpu")
+    machine, made, read = machine_in_a_later_step(), [], []
+    monkeypatch.setattr(non_finite_origin, "_finite", lambda tensor: read.append(tensor) or tensor.isfinite().all())
+    check = non_finite_origin._naming(lambda self, result, *rest, **kwargs: made.append((float(result), *rest)))
+    machine.validate_result = check.__get__(machine)
+    for message in ("of a loss", "of a grad"):
+        result = torch.full((), value if "loss" in message else 2.0)
+        for rejection in (torch.isnan, torch.isinf):
+            machine.validate_result(result, rejection, message, tolerance=0.0, fatal=True)
+        result /= 4
+    assert (made, machine.has_checked_gradients) == ([], True)
+    decide = non_finite_origin._at_once(lambda self, iterator: iterator)
+    assert decide(machine, "iterator") == "iterator"
+    assert len(read) == 1
+    assert len(read[0]) == 2
+    rejections = (torch.isnan, torch.isinf)
+    expected = [(one, by, f"of a {what}") for one, what in ((value, "loss"), (2.0, "grad")) for by in rejections]
+    assert str(made) == str([] if value == 1.0 else expected)
+    made.clear()
+    decide(machine, "iterator")
+    assert (made, len(read)) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first_iteration_complete": False},
+        {"rerun_requested": True},
+        {"mode": SimpleNamespace(value="disabled")},
+        {"state": SimpleNamespace(name="RERUNNING_IN_PLACE")},
+        {"error_injector": SimpleNamespace(should_inject_errors=True)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_no_check_waits_where_nothing_runs_the_step_again(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(non_finite_origin, "DEVICE", "cpu")
+    assert non_finite_origin._can_wait(machine_in_a_later_step(), torch.ones(()))
+    assert not non_finite_origin._can_wait(machine_in_a_later_step(**change), torch.ones(()))
+
+
+def machine_in_a_later_step(**change: Any) -> Any:
+    """What the checks ask of Megatron's state machine."""
+    known = {
+        "mode": SimpleNamespace(value="validate_results"), "state": SimpleNamespace(name="INITIAL_RUN"),
+        "first_iteration_complete": True, "rerun_requested": False, "current_iteration": 1,
+        "error_injector": SimpleNamespace(should_inject_errors=False),
+    }  # fmt: skip
+    return SimpleNamespace(**known | change)
 
 
 class OnDevice:

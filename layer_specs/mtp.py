@@ -23,6 +23,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.patches.embedding_gradient import depth_of_mtp
 from megacpp_mcore.util import te_imports
 
 FUSED_NORM = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
@@ -43,6 +44,11 @@ class RepeatedLayer(MultiTokenPredictionLayer):
         for module in self.modules():
             if hasattr(module, "is_first_microbatch"):
                 module.disable_parameter_transpose_cache = True  # so that no call is marked
+
+    def _get_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method, whose use of the embedding is one of several."""
+        with depth_of_mtp():
+            return super()._get_embeddings(*args, **kwargs)
 
 
 def check_gradients(config: TransformerConfig, arguments: Any) -> None:

@@ -74,6 +74,7 @@ PATCHES = (
     "moe-metrics",
     "torch-fsdp",
     "non-finite-origin",
+    "embedding-gradient",
 )
 """Patches that the model requires; applied by :func:`apply_patches`, never by an import.
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
-from megacpp_mcore.ops import adam
+from megacpp_mcore.ops import adam, embedding
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
@@ -41,6 +41,7 @@ from megacpp_mcore.ops.sparse_mla import triton as sparse_mla
 from megacpp_mcore.ops.sparse_mla.reference import attend
 from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.ops import (
+    embedding_case,
     grouped_mlp_case,
     indexer_case,
     m2rnn_case,
@@ -458,6 +459,14 @@ def adam_steps() -> None:
         assert one.copy is None or torch.equal(one.copy, one.weight.half())
 
 
+def embeddings() -> None:
+    """Sequence and batch in either order, widths of several tiles and of part of one, both dtypes of the buffer."""
+    embedding.LAUNCH.update(COLUMNS=32)
+    sizes = {"B": 2, "S": 37, "V": 120, "D": 72, "dtype": FP16}
+    for transposed, total in ((True, FP32), (False, FP32), (True, FP16)):
+        embedding_case.compared("cpu", **sizes, total=total, transposed=transposed)
+
+
 def assert_near(
     found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rms: float
 ) -> None:
@@ -559,6 +568,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
     "m2rnn, small steps": recurrent_mixer_of_small_steps,
     "adam": adam_steps,
+    "embedding": embeddings,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding
     "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),

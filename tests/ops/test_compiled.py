@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megacpp_mcore.ops import adam
+from megacpp_mcore.ops import adam, embedding
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
@@ -125,7 +125,7 @@ def fp8_variants() -> Iterator[Variant]:
 
 
 def small_variants() -> Iterator[Variant]:
-    """RMSNorm, the router, and linear cross-entropy."""
+    """RMSNorm, the router, linear cross-entropy, Adam and the embedding."""
     given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
         "eps": "fp32"
     }
@@ -152,6 +152,8 @@ def small_variants() -> Iterator[Variant]:
         launch = {"HALF": False, "BLOCK": adam.BLOCK, "num_warps": 4} | without(*absent.split())
         yield f"adam without {absent}", adam.adam, given, launch
     for out in ("fp32", "bf16"):
+        given = types(i64="entry_T order_T", i32="end_T", bf16="gradient_BSD") | {"total_VD": f"*{out}"}
+        yield f"embedding to {out}", embedding.add_rows, given, {"D": D} | embedding.LAUNCH
         given = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
         yield f"add_scaled to {out}", cross_entropy.add_scaled, given, {"BLOCK": cross_entropy.SCALED, "BETA": True}
 

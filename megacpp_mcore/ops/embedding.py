@@ -1,0 +1,90 @@
+"""Token embedding on a GPU whose gradient is added to ``main_grad`` by rows, by one Triton kernel.
+
+Autograd fills a dense gradient of the whole table for every use of it, and adds that to the buffer. Here tokens are sorted, and
+the row of each entry that occurs gets the sum of its tokens' gradients, float32, in the order of the tokens: the same inputs
+give the same bits, and nothing of the vocabulary's size is touched.
+
+Legend: B batch, S sequence, T tokens (B × S), V vocabulary, D width.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
+from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.te import quantized
+
+LAUNCH: dict[str, int] = {"TOKENS": 8, "COLUMNS": 512, "num_warps": 2}
+"""Tile of the kernel, whose rows stay in a thread, and its launch options."""
+
+
+def embedding(token_BS: torch.Tensor, weight_VD: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
+    """Return ``weight_VD[token_BS]``, ``[B, S, D]``; the weight's gradient is added to ``main_grad``, rounded at most there.
+
+    Raises:
+        ModelError: tokens of another number of axes, a buffer that does not fit the weight, or a quantised weight.
+    """
+    quantized.refuse(weight=weight_VD)
+    check_main_grad(weight_VD, main_grad)
+    if token_BS.dim() != 2:
+        raise ModelError(f"tokens have shape {tuple(token_BS.shape)}; expected two axes, batch and sequence")
+    rows_BSD: torch.Tensor = _Embedding.apply(token_BS, weight_VD, main_grad)
+    return rows_BSD
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token_BS: torch.Tensor, weight_VD: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
+        ctx.save_for_backward(token_BS)
+        ctx.main_grad = main_grad
+        return torch.nn.functional.embedding(token_BS, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BSD: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        (token_BS,) = ctx.saved_tensors
+        add_gradient(ctx.main_grad.buffer, token_BS, gradient_BSD)
+        return None, ctx.main_grad.placeholder(), None
+
+
+def add_gradient(total_VD: torch.Tensor, token_BS: torch.Tensor, gradient_BSD: torch.Tensor) -> None:
+    """Add the gradient of every token to the row of its entry."""
+    (S, D), T = gradient_BSD.shape[1:], token_BS.numel()
+    if not T:
+        return
+    if gradient_BSD.stride(2) != 1:
+        gradient_BSD = gradient_BSD.contiguous()
+    entry_T, order_T = token_BS.reshape(-1).sort(stable=True)
+    end_T = torch.searchsorted(entry_T, entry_T, right=True, out_int32=True)
+    launch(
+        add_rows, (T, triton.cdiv(D, LAUNCH["COLUMNS"])), entry_T, order_T, end_T, gradient_BSD, total_VD, S,
+        *gradient_BSD.stride()[:2], D=D, **LAUNCH,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_rows(entry_T, order_T, end_T, gradient_BSD, total_VD, S, stride_b, stride_s,
+             D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Add the rows of the tokens of one entry, to which the program of the first of them in sorted order sees."""
+    t, d = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    entry = tl.load(entry_T + t)
+    if (t == 0) | (tl.load(entry_T + tl.maximum(t - 1, 0)) != entry):
+        end = tl.load(end_T + t)
+        total_D = tl.zeros([COLUMNS], tl.float32)
+        for first in range(t, end, TOKENS):
+            place = first + tl.arange(0, TOKENS)
+            token = tl.load(order_T + place, mask=place < end, other=0)
+            row = (token // S) * stride_b + (token % S) * stride_s
+            inside = (place < end)[:, None] & (d < D)[None, :]
+            total_D += tl.sum(tl.load(gradient_BSD + row[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+        at = total_VD + entry * D + d
+        tl.store(at, (tl.load(at, mask=d < D).to(tl.float32) + total_D).to(total_VD.dtype.element_ty), mask=d < D)

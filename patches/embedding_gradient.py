@@ -1,0 +1,95 @@
+"""embedding-gradient: the gradient of the token embedding is added to ``main_grad`` by the rows of the tokens that occur.
+
+Upstream fills a dense gradient of the whole vocabulary for each use of the table, the trunk's and one for every MTP depth, sums
+them, and adds the sum to ``main_grad``. The kernel is that of :mod:`megacpp_mcore.ops.embedding`.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["embedding-gradient"])``.
+Scope: GPUs, gradient accumulation fusion, one tensor- and pipeline-parallel rank, weights that nothing else wraps.
+Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
+
+Fewer sums are rounded to 16 bits, so that the gradient differs from upstream's in the last bits; deterministic mode is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megacpp_mcore.patches.linear_cross_entropy import placeholder
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+DEVICE = "cuda"
+"""Where the table lies whose gradient the kernel adds."""
+
+_is_depth: contextvars.ContextVar[bool] = contextvars.ContextVar("is_depth", default=False)
+
+
+@contextlib.contextmanager
+def depth_of_mtp() -> Iterator[None]:
+    """Within, the table is used by a depth of MTP: the trunk's use gives autograd what stands for the gradient of both."""
+    token = _is_depth.set(True)
+    try:
+        yield
+    finally:
+        _is_depth.reset(token)
+
+
+def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``VocabParallelEmbedding.forward``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input_: Any) -> Any:
+        if not _fits(self, input_):
+            return original(self, input_)
+        from megacpp_mcore.ops.embedding import embedding
+        from megacpp_mcore.ops.main_grad import MainGrad
+
+        given = (lambda: None) if _is_depth.get() else functools.partial(placeholder, self.weight)
+        return embedding(input_, self.weight, MainGrad(self.weight.main_grad, given))
+
+    return forward
+
+
+def _fits(layer: Any, token: Any) -> bool:
+    """Whether the table is whole, its gradient is wanted, and stock's fused accumulation would add it to a buffer."""
+    import torch
+
+    weight, config = layer.weight, layer.config
+    return bool(
+        weight.device.type == DEVICE
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and config.gradient_accumulation_fusion
+        and hasattr(weight, "main_grad")
+        and type(weight) is torch.nn.Parameter
+        and not hasattr(weight, "__fsdp_param__")
+        and not getattr(weight, "zero_out_wgrad", False)
+        and layer.gtp_remat_size == layer.tp_group.size() == config.pipeline_model_parallel_size == 1
+        and token.dim() == 2
+    )
+
+
+PATCH = Patch(
+    name="embedding-gradient",
+    fixes="the embedding's gradient is computed, summed and added over the whole vocabulary, whichever tokens occur",
+    source="megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py",
+    edits=(
+        Edit.of(
+            "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+            "417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",
+            _by_rows,
+        ),
+    ),
+    seam="the one use of the table in a forward pass, of the trunk and of every depth of MTP",
+    leaves_alone=(
+        "tied embeddings, vocabularies divided over ranks, pipeline stages, FSDP, rematerialised weights, runs without "
+        "gradient accumulation fusion, evaluation"
+    ),
+    retire_when="upstream's fused accumulation adds an embedding's gradient by rows",
+    cost="nothing",
+    gain="not measured",
+)

@@ -6,7 +6,10 @@ them, and adds the sum to ``main_grad``. The kernel is that of :mod:`megacpp_mco
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["embedding-gradient"])``.
 Scope: GPUs, gradient accumulation fusion, one tensor- and pipeline-parallel rank, weights that nothing else wraps.
-Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
+Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py`` and ``core/models/common/language_module/language_module.py``.
+
+With MTP upstream marks the table as one that the output layer uses, too (``zero_out_wgrad``): its data-parallel hook then adds
+what autograd has, zeros of the table's size. Only tied embeddings keep the mark.
 
 Fewer sums are rounded to 16 bits, so that the gradient differs from upstream's in the last bits; deterministic mode is kept.
 """
@@ -54,6 +57,18 @@ def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _marked_if_tied(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``LanguageModule.setup_embeddings_and_output_layer``."""
+
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        original(self)
+        if hasattr(self, "embedding") and not self.share_embeddings_and_output_weights:
+            vars(self.embedding.word_embeddings.weight).pop("zero_out_wgrad", None)
+
+    return setup_embeddings_and_output_layer
+
+
 def _fits(layer: Any, token: Any) -> bool:
     """Whether the table is whole, its gradient is wanted, and stock's fused accumulation would add it to a buffer."""
     import torch
@@ -76,15 +91,26 @@ def _fits(layer: Any, token: Any) -> bool:
 PATCH = Patch(
     name="embedding-gradient",
     fixes="the embedding's gradient is computed, summed and added over the whole vocabulary, whichever tokens occur",
-    source="megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py",
+    source=(
+        "megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py and megatron/core/models/common/language_module/"
+        "language_module.py"
+    ),
     edits=(
         Edit.of(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
             "417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",
             _by_rows,
         ),
+        Edit.of(
+            "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
+            "9cdf2778ee6d8aced25eee66c05c2a1fc5cd3a8c937581e01829ca95391b6678",
+            _marked_if_tied,
+        ),
     ),
-    seam="the one use of the table in a forward pass, of the trunk and of every depth of MTP",
+    seam=(
+        "every use of the table, of the trunk and of every depth of MTP, is this forward pass; the mark is set where the model "
+        "is set up"
+    ),
     leaves_alone=(
         "tied embeddings, vocabularies divided over ranks, pipeline stages, FSDP, rematerialised weights, runs without "
         "gradient accumulation fusion, evaluation"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=residual_norm(parts, dispatcher),
             mlp=partial(ExpertsLayer, submodules=submodules, backends=(experts, routing)),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add_to_residual,
         ),
     )
 
@@ -205,6 +206,10 @@ class ExpertsLayer(MoELayer):
         self.experts_backend, self.router_backend = backends
         self.takes_tokens = isinstance(self.experts, StackedExperts) and self.experts.takes_tokens
         self._routing_TE: torch.Tensor | None = None
+        self._readers: Sequence[torch.Tensor] = ()
+        self._shared: torch.Tensor | None = None
+        sums = self.takes_tokens and self.use_shared_expert and compute_device() == "cuda"
+        self.adds_three = sums and not (self.moe_layer_recompute or config.fp32_residual_connection)
         if self.takes_tokens:
             self.token_dispatcher = None
 
@@ -214,12 +219,35 @@ class ExpertsLayer(MoELayer):
         if isinstance(self.experts, FP8Experts):
             self.experts.set_layer_number(layer_number)
 
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the stock method; in training on a GPU the shared expert's output is returned in place of the bias, unadded."""
+        output, bias = super().forward(*args, **kwargs)
+        shared, self._shared = self._shared, None
+        return output, bias if shared is None else shared
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Run the shared expert, the first of the three readers of the layer's input."""
+        if self.adds_three and self.training:
+            from megacpp_mcore.ops.add import fork3
+
+            hidden_states, *self._readers = fork3(hidden_states)
+        shared: torch.Tensor | None = super().shared_experts_compute(hidden_states)
+        return shared
+
+    def route(self, hidden_states: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route the tokens."""
+        mine = self._readers[0] if self._readers else hidden_states
+        probs, routing_map = super().route(mine, *args)
+        return probs, routing_map
+
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the routing map ``[T, E]`` for the experts. With gathered tokens: all ranks' tokens, this rank's experts."""
         if not self.takes_tokens:
             return super().preprocess(hidden_states, probs, routing_map)
+        if self._readers:
+            hidden_states, self._readers = self._readers[1], ()
         if self.ep_group.size() > 1:
             mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
             routing_map, probs = (self._gathered(one)[:, mine] for one in (routing_map.view(torch.uint8), probs))
@@ -253,10 +281,31 @@ class ExpertsLayer(MoELayer):
         return output
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Add the shared expert's output."""
+        """Add the shared expert's output, or leave that to :func:`add_to_residual`."""
         if not self.takes_tokens:
             return super().postprocess(output, shared_expert_output)
+        if self.adds_three and self.training:
+            self._shared = shared_expert_output
+            return output
         return output if shared_expert_output is None else output + shared_expert_output
+
+
+def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """Return stock's sum of a layer's output, bias and residual, by one kernel where the bias is another output."""
+    stock = get_bias_dropout_add(training, fused)
+
+    def add(
+        output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
+    ) -> torch.Tensor:
+        output, bias = output_with_bias
+        if bias is None or prob or not output.is_cuda or bias.shape != output.shape:
+            total: torch.Tensor = stock(output_with_bias, residual, prob)
+            return total
+        from megacpp_mcore.ops.add import add3
+
+        return add3(output, bias, residual)
+
+    return add
 
 
 # --- Our experts --------------------------------------------------------------------------------------------------------

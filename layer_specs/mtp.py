@@ -21,7 +21,7 @@ from megatron.training import global_vars
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention
-from megacpp_mcore.layer_specs.norm import residual_norm
+from megacpp_mcore.layer_specs.norm import plain_norm, residual_norm
 from megacpp_mcore.layer_specs.parts import Parts
 from megacpp_mcore.patches.embedding_gradient import depth_of_mtp
 from megacpp_mcore.util import te_imports
@@ -77,7 +77,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
         BackendError: this is requested, and Transformer Engine is not available.
     """
     fused = te_imports.features().mtp and te_imports.entry("TELayerNormColumnParallelLinear")
-    norm = residual_norm(parts, dispatcher)
+    norm, plain = residual_norm(parts, dispatcher), plain_norm(parts, dispatcher)
     block = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -100,11 +100,11 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
     layer = ModuleSpec(
         module=RepeatedLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=parts.norm,
-            hnorm=parts.norm,
+            enorm=plain,
+            hnorm=plain,
             eh_proj=parts.column_linear,
             mtp_model_layer=block,
-            layer_norm=parts.norm,
+            layer_norm=plain,
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer])

@@ -1,4 +1,4 @@
-"""Input norm of a layer together with the layer's residual, as one autograd function on a GPU.
+"""Norms by the op ``rms_norm``: a layer's input norm with its residual as one autograd function on a GPU; others alone.
 
 Stock's TransformerLayer accepts a pair from its input norm (megatron-core 0.19, ``transformer/transformer_layer.py``) and adds
 the pair's residual, so that one kernel sums both gradients.
@@ -24,7 +24,12 @@ def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.n
         BackendError: when called, if the run names a backend of the op ``rms_norm`` that cannot run here, or that lacks a
             feature of stock's norm which the run requests.
     """
-    return functools.partial(_build, parts, dispatcher)
+    return functools.partial(_build, parts, dispatcher, parts.residual_norm, True)
+
+
+def plain_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
+    """Return a builder as that of :func:`residual_norm`, of a norm without a residual."""
+    return functools.partial(_build, parts, dispatcher, parts.norm, False)
 
 
 def why_stock_norm(config: TransformerConfig) -> str | None:
@@ -44,26 +49,39 @@ def _recomputed(config: TransformerConfig) -> bool:
     return config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
 
 
-def _build(parts: Parts, dispatcher: Dispatcher, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
+def _build(
+    parts: Parts,
+    dispatcher: Dispatcher,
+    stock: Any,
+    has_residual: bool,
+    config: TransformerConfig,
+    hidden_size: int,
+    eps: float,
+) -> Any:
     backend = dispatcher.resolve_or_stock(
         "rms_norm", why_stock_norm(config), hidden=hidden_size, **backend_needs(config)
     )
     # A recompute would free the residual with the rest of what a fusing norm returns.
-    norm = parts.residual_norm if backend.observed == STOCK and not _recomputed(config) else parts.norm
+    norm = stock if backend.observed == STOCK and not _recomputed(config) else parts.norm
     module = norm(config=config, hidden_size=hidden_size, eps=eps)
     if backend.observed != STOCK:
-        module.__class__ = _with_residual(module.__class__)  # parameters keep their checkpoint keys
+        module.__class__ = _by_op(module.__class__, has_residual)  # parameters keep their checkpoint keys
     module.backend = backend
     return module
 
 
 @functools.cache
-def _with_residual(norm: Any) -> Any:
-    """Subclass of a norm's class, with its name, that returns the pair of the op ``rms_norm``."""
+def _by_op(norm: Any, has_residual: bool) -> Any:
+    """Subclass of a norm's class, with its name, that returns what the op ``rms_norm`` computes, the pair or its first."""
 
-    def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[..., D] -> (normed, residual)``."""
-        pair: tuple[torch.Tensor, torch.Tensor] = self.backend.fn(hidden, self.weight, self.eps)
-        return pair
+        made: tuple[torch.Tensor, torch.Tensor] = self.backend.fn(hidden, self.weight, self.eps)
+        return made
 
-    return type(norm.__name__, (norm,), {"forward": forward, "returns_residual": True, "__module__": norm.__module__})
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., D] -> [..., D]``."""
+        return pair(self, hidden)[0]
+
+    members = {"forward": pair, "returns_residual": True} if has_residual else {"forward": forward}
+    return type(norm.__name__, (norm,), {**members, "__module__": norm.__module__})

@@ -6,7 +6,7 @@ them, and adds the sum to ``main_grad``. The kernel is that of :mod:`megacpp_mco
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["embedding-gradient"])``.
 Scope: GPUs, gradient accumulation fusion, one tensor- and pipeline-parallel rank, weights that nothing else wraps.
-Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py`` and ``core/models/common/language_module/language_module.py``.
+Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``, ``core/models/common/language_module/language_module.py``.
 
 With MTP upstream marks the table as one that the output layer uses, too (``zero_out_wgrad``): its data-parallel hook then adds
 what autograd has, zeros of the table's size. Only tied embeddings keep the mark.

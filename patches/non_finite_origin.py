@@ -190,7 +190,9 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         of_loss = "grad" not in message
         late = vars(self).setdefault(LATER, [])
         if late is not None and _can_wait(self, result):
-            known = late[-1][1] if late and late[-1][0]() is result else result.detach().clone()  # losses are divided in place
+            known = (
+                late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
+            )  # losses are divided in place
             late.append((weakref.ref(result), known, rejection_func, message, rest, kwargs))
             if not of_loss:
                 self.has_checked_gradients = True
@@ -208,9 +210,9 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
             raise NonFiniteError(f"{error}; no parameter was updated; {origin(of_loss=of_loss)}") from error
         if self.rerun_requested and not before:
             # What the layers made is gone by the time of a late check, or overwritten in CUDA graphs.
-            where = f"{_rank()}: the layer is named as the step runs again" if late is None and of_loss else None
-            where = where or origin(of_loss=of_loss)
-            logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, where)
+            is_gone = late is None and of_loss
+            found = f"{_rank()}: the layer is named as the step runs again" if is_gone else origin(of_loss=of_loss)
+            logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, found)
             _examining = True
         if not of_loss and self.mode.value != "report_stats":
             self.has_checked_gradients = True

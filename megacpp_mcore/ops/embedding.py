@@ -85,6 +85,8 @@ def add_rows(entry_T, order_T, end_T, gradient_BSD, total_VD, S, stride_b, strid
             token = tl.load(order_T + place, mask=place < end, other=0)
             row = (token // S) * stride_b + (token % S) * stride_s
             inside = (place < end)[:, None] & (d < D)[None, :]
-            total_D += tl.sum(tl.load(gradient_BSD + row[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+            total_D += tl.sum(
+                tl.load(gradient_BSD + row[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32), 0
+            )
         at = total_VD + entry * D + d
         tl.store(at, (tl.load(at, mask=d < D).to(tl.float32) + total_D).to(total_VD.dtype.element_ty), mask=d < D)

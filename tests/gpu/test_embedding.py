@@ -1,4 +1,4 @@
-"""The embedding's gradient by rows on a GPU: parity, equal bits again, a CUDA graph; and no more memory than its tokens take."""
+"""The embedding's gradient by rows on a GPU: parity, equal bits again, a CUDA graph; and memory for its tokens only."""
 
 from __future__ import annotations
 

@@ -88,6 +88,28 @@ def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
     }
 
 
+def test_sums_of_three_are_stocks_bit_for_bit(process: Path, truth: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with PyTorch's additions: the shared expert is added with the residual, gradients of the readers at once."""
+    from megacpp_mcore.layer_specs import experts
+    from megacpp_mcore.ops import add
+
+    sums = []
+    monkeypatch.setattr(add, "_added", lambda a, b, c: sums.append(None) or (a + b) + c)
+    init = experts.ExpertsLayer.__init__
+
+    def on_a_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.adds_three = True
+
+    monkeypatch.setattr(experts.ExpertsLayer, "__init__", on_a_gpu)
+    found = outcome(process, {"router": STOCK})
+    layers = [layer.mlp for layer in found.model.decoder.layers if hasattr(layer.mlp, "router")]
+    assert len(sums) == len(layers)
+    assert not any(layer._readers or layer._shared is not None for layer in layers)
+    assert torch.equal(found.losses_BS, truth.losses_BS)
+    assert differing_tensors(truth.gradients, found.gradients, 0.0) == []
+
+
 def test_the_router_is_stocks_to_rounding(process: Path, truth: Outcome) -> None:
     """Its decisions to the last bit: tokens that go to other experts are counted."""
     found = outcome(process, {"router": "reference"})

@@ -41,6 +41,10 @@ def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) 
     for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer):
         norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
         assert any(getattr(module, "backend", None) and module.backend.observed == "reference" for module in norms)
+    depth = model.mtp.layers[0]
+    plain = [depth.enorm, depth.hnorm, depth.final_layernorm]
+    assert {norm.backend.observed for norm in plain} == {"reference"}
+    assert all(type(norm(torch.randn(2, 128))) is torch.Tensor for norm in plain)
     torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
     assert differing_tensors(gradients, found, 1e-5) == []
 

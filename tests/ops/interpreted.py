@@ -41,6 +41,7 @@ from megacpp_mcore.ops.sparse_mla import triton as sparse_mla
 from megacpp_mcore.ops.sparse_mla.reference import attend
 from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.ops import (
+    add_case,
     embedding_case,
     grouped_mlp_case,
     indexer_case,
@@ -459,6 +460,13 @@ def adam_steps() -> None:
         assert one.copy is None or torch.equal(one.copy, one.weight.half())
 
 
+def sums_of_three() -> None:
+    """More than a program has, and less."""
+    for shape in ((3, 5, 137), (2, 2, 8), (0, 2, 8)):
+        for dtype in (FP32, FP16):
+            add_case.compared("cpu", dtype, shape)
+
+
 def embeddings() -> None:
     """Sequence and batch in either order, widths of several tiles and of part of one, both dtypes of the buffer."""
     embedding.LAUNCH.update(COLUMNS=32)
@@ -568,6 +576,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
     "m2rnn, small steps": recurrent_mixer_of_small_steps,
     "adam": adam_steps,
+    "add": sums_of_three,
     "embedding": embeddings,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding
     "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True),

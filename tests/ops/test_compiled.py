@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megacpp_mcore.ops import adam, embedding
+from megacpp_mcore.ops import adam, add, embedding
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
@@ -151,6 +151,7 @@ def small_variants() -> Iterator[Variant]:
     for absent in ("", "scale_ptr"):
         launch = {"HALF": False, "BLOCK": adam.BLOCK, "num_warps": 4} | without(*absent.split())
         yield f"adam without {absent}", adam.adam, given, launch
+    yield "add three", add.add_three, types(bf16="a_ptr b_ptr c_ptr total_ptr"), add.LAUNCH
     for out in ("fp32", "bf16"):
         given = types(i64="entry_T order_T", i32="end_T", bf16="gradient_BSD") | {"total_VD": f"*{out}"}
         yield f"embedding to {out}", embedding.add_rows, given, {"D": D} | embedding.LAUNCH

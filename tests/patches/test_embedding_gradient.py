@@ -1,4 +1,4 @@
-"""The patch embedding-gradient: every use of the table adds to ``main_grad``, and one of them gives autograd its placeholder."""
+"""The patch embedding-gradient: every use of the table adds to ``main_grad``, of which one returns a placeholder."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import global_vars
 
+from megacpp_mcore import policy
+from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part
@@ -62,8 +65,13 @@ class Mamba3Mixer(Mixer):
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
         self.out_proj = self.output_projection(row_linear, model.mamba_inner)
         self._add_parameters(heads)
-        self.backend = dispatcher.request(
+        told = global_vars._GLOBAL_ARGS is not None  # without a stock script nothing says the micro-batch
+        kept = policy.mamba_keeps(getattr(config, RUN, None) if told else None)
+        self.backend = dispatcher.request_in_place(
             "mamba3",
+            "triton",
+            kept and f"triton_keep_{kept}",
+            "the GPU's memory is estimated to suffice for it",
             layer=layer_number,
             head_dim=ssm.head_dim,
             mimo_rank=ssm.mimo_rank,

@@ -199,7 +199,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 dataclasses.replace(_MAMBA3_TRITON, archs=_ARCHS["mamba3"]),
                 f"{ops}.mamba3.triton:mamba3_{keep}",
                 _GPU_TRITON,
-                auto=False,  # for memory, which only the user knows to be free
+                auto=False,  # they need memory: layers take them where it is free (policy/gpu_memory.py)
             )
             for keep in ("keep_scan", "keep_all")
         ),

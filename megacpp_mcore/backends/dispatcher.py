@@ -149,6 +149,18 @@ class Dispatcher:
             made = dataclasses.replace(made, requested=AUTO, reason=reason)
             return self._resolutions.setdefault((op, stock_reason), made)
 
+    def request_in_place(self, op: str, taken: str, better: str | None, reason: str, **needs: Any) -> Resolution:
+        """Resolve ``op`` like :meth:`request`; where ``auto`` takes ``taken``, take ``better``, if there is one, for ``reason``."""
+        with self._lock:
+            made = self.request(op, **needs)
+            if better is None or made.requested != AUTO or made.observed != taken:
+                return made
+            key = next(key for key, known in self._resolutions.items() if known is made)
+            layer = needs.pop("layer", None)
+            found = self._by_name(op, better, layer, needs)
+            self._resolutions[key] = dataclasses.replace(found, requested=AUTO, reason=reason)
+            return self._resolutions[key]
+
     def check_named(self) -> None:
         """Refuse, before anything is built, a backend requested by name whose requirements this machine does not meet.
 

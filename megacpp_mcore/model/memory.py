@@ -23,6 +23,11 @@ with one micro-batch of 4096 tokens used 4.6 GB on top of its states (experiment
 torch does not count, uses half a GB."""
 
 
+ACTIVATIONS = 20
+"""Bytes that a step is assumed to hold for each token, layer and value of the hidden states, activations and workspaces
+together: those of ``nam56r`` in CUDA graphs were 15 (experiments/results/gpus_h200.csv)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class States:
     """Bytes on one rank."""
@@ -78,6 +83,30 @@ def states(run: Run) -> States | None:
 def fits(held: States, gpu_bytes: int) -> bool:
     """Whether ``held`` leaves room for a step on a GPU of ``gpu_bytes``."""
     return held.total <= gpu_bytes - gpu_bytes // ROOM
+
+
+def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
+    """Return what M layers may keep for their backward pass on a GPU of ``gpu_bytes``: ``all``, ``scan``, or None for neither.
+
+    Estimated without pipeline stages, which hold several micro-batches, and only for several ranks of MIMO: at rank 1 kernels
+    keep it anyway. An FP8 copy of every weight is allowed for where the run has one.
+    """
+    model, held = run.model, states(run)
+    if model is None or held is None or run.layout.pipeline > 1 or model.mamba3.mimo_rank == 1:
+        return None
+    ssm, tokens = model.mamba3, run.training.micro_batch_size * model.seq_length
+    step = ACTIVATIONS * model.hidden_size * (len(model.layers) + model.mtp.depth) * tokens
+    in_fp8 = run.training.plan.kernel_fp8 != "none" or (
+        run.settings is not None and run.settings.fp8.recipe is not None
+    )
+    free = gpu_bytes - gpu_bytes // ROOM - held.total - step - held.weights * in_fp8
+    rows = 2 * model.mamba_heads * ssm.mimo_rank  # bytes of a column, 16 bits each
+    tables = model.mamba_heads * (12 + 4 * ssm.angles) + 4 * ssm.groups * ssm.mimo_rank * ssm.state
+    scan = rows * ssm.head_dim + tables
+    for kept, size in (("all", scan + 2 * rows * ssm.state), ("scan", scan)):
+        if size * tokens * model.layers.count("M") <= free:
+            return kept
+    return None
 
 
 def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:

@@ -9,7 +9,7 @@ variables and arguments have the source ``recipe``. For a script that was starte
 launcher, its spec prints the policy as it really is (:func:`announce`): with nothing set. No torch here.
 """
 
-from megacpp_mcore.policy.gpu_memory import check_memory
+from megacpp_mcore.policy.gpu_memory import check_memory, mamba_keeps
 from megacpp_mcore.policy.launch import CompilePolicy, LaunchPolicy, active, announce, announced, resolve
 from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value, tf32_products
@@ -27,6 +27,7 @@ __all__ = [
     "announce",
     "announced",
     "check_memory",
+    "mamba_keeps",
     "overlap_contract",
     "resolve",
     "tf32_products",

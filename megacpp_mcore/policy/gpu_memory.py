@@ -1,4 +1,4 @@
-"""Refuses a run whose states alone leave no room for a step on this process's GPU."""
+"""Refuses a run whose states alone leave no room for a step on this process's GPU; says what else of it layers may use."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def check_memory(run: Run) -> None:
         f"has {gpu.total_memory / 1e9:.1f} GB, of which 1/{memory.ROOM} must stay free for activations; "
         + (f"it fits on {fitting}" if fitting else "no layout of it fits on such GPUs: change the model")
     )
+
+
+def mamba_keeps(run: Run | None) -> str | None:
+    """Return what M layers of ``run`` may keep on this process's GPU (:func:`megacpp_mcore.model.memory.mamba_keeps`).
+
+    None on a CPU, and without a run.
+    """
+    if run is None or run.device != "cuda":
+        return None
+    import torch
+
+    gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    return memory.mamba_keeps(run, gpu.total_memory)
 
 
 def _layout_words(layout: Layout) -> str:

@@ -180,6 +180,24 @@ def test_mapping_and_argument() -> None:
     ]
 
 
+def test_a_better_one_is_taken_in_place_of_autos_only() -> None:
+    def one(name: str, auto: bool = True) -> Candidate:
+        return Candidate(name=name, op="mla", speed=Speed.KERNEL, load=lambda: abs, auto=auto)
+
+    many = [one("plain"), one("better", auto=False), one("other")]
+    for requests, better, observed, requested in (
+        ({}, "better", "better", "auto"),
+        ({}, None, "plain", "auto"),
+        ({"mla": "plain"}, "better", "plain", "plain"),
+        ({"mla": "other"}, "better", "other", "other"),
+    ):
+        made = Dispatcher(requests, many)
+        found = made.request_in_place("mla", "plain", better, "memory is free", layer=3, head_dim=64)
+        assert (found.observed, found.requested, found.layer) == (observed, requested, 3)
+        assert (found.reason == "memory is free") == (observed == "better")
+        assert made.observed_backends() == [found.as_record()]
+
+
 def test_names_that_do_not_exist() -> None:
     for requests, values in (
         ({"mla": "fastt"}, ["op mla", "'fastt'", "'fast'"]),

@@ -185,7 +185,7 @@ def test_a_better_one_is_taken_in_place_of_autos_only() -> None:
         return Candidate(name=name, op="mla", speed=Speed.KERNEL, load=lambda: abs, auto=auto)
 
     many = [one("plain"), one("better", auto=False), one("other")]
-    for requests, better, observed, requested in (
+    for requests, better, runs, requested in (
         ({}, "better", "better", "auto"),
         ({}, None, "plain", "auto"),
         ({"mla": "plain"}, "better", "plain", "plain"),
@@ -193,8 +193,8 @@ def test_a_better_one_is_taken_in_place_of_autos_only() -> None:
     ):
         made = Dispatcher(requests, many)
         found = made.request_in_place("mla", "plain", better, "memory is free", layer=3, head_dim=64)
-        assert (found.observed, found.requested, found.layer) == (observed, requested, 3)
-        assert (found.reason == "memory is free") == (observed == "better")
+        assert (found.observed, found.requested, found.layer) == (runs, requested, 3)
+        assert (found.reason == "memory is free") == (runs == "better")
         assert made.observed_backends() == [found.as_record()]
 
 

@@ -150,7 +150,7 @@ class Dispatcher:
             return self._resolutions.setdefault((op, stock_reason), made)
 
     def request_in_place(self, op: str, taken: str, better: str | None, reason: str, **needs: Any) -> Resolution:
-        """Resolve ``op`` like :meth:`request`; where ``auto`` takes ``taken``, take ``better`` (None: keep it) for ``reason``."""
+        """Resolve ``op`` like :meth:`request`; if ``auto`` takes ``taken``, take ``better`` (None: keep it) for ``reason``."""
         with self._lock:
             made = self.request(op, **needs)
             if better is None or made.requested != AUTO or made.observed != taken:

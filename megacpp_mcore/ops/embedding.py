@@ -23,8 +23,8 @@ from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.te import quantized
 
-LAUNCH: dict[str, int] = {"TOKENS": 8, "COLUMNS": 512, "num_warps": 2}
-"""Tile of the kernel, whose rows stay in a thread, and its launch options."""
+LAUNCH: dict[str, int] = {"MANY": 64, "FEW": 4, "COLUMNS": 256, "num_warps": 2}
+"""Tiles of the kernel, tokens and columns, and its launch options."""
 
 
 def embedding(token_BS: torch.Tensor, weight_VD: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
@@ -72,21 +72,34 @@ def add_gradient(total_VD: torch.Tensor, token_BS: torch.Tensor, gradient_BSD: t
 
 
 @triton.jit
+def _sum_of(order_T, place, end, gradient_BSD, d, S, stride_b, stride_s, D: tl.constexpr, FULL: tl.constexpr):
+    """Add the rows of the tokens at some places of the sorted order; FULL: all of them are before ``end``."""
+    inside = d[None, :] < D
+    if FULL:
+        token = tl.load(order_T + place).to(tl.int32)
+    else:
+        token = tl.load(order_T + place, mask=place < end, other=0).to(tl.int32)
+        inside = inside & (place < end)[:, None]
+    row = (token // S).to(tl.int64) * stride_b + (token % S).to(tl.int64) * stride_s
+    return tl.sum(tl.load(gradient_BSD + row[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+
+
+@triton.jit
 def add_rows(entry_T, order_T, end_T, gradient_BSD, total_VD, S, stride_b, stride_s,
-             D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Add the rows of the tokens of one entry, to which the program of the first of them in sorted order sees."""
+             D: tl.constexpr, MANY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Add the rows of the tokens of one entry, to which the program of the first of them in sorted order sees: MANY at a time,
+    as of a letter in a text of bytes, then FEW."""
     t, d = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     entry = tl.load(entry_T + t)
     if (t == 0) | (tl.load(entry_T + tl.maximum(t - 1, 0)) != entry):
         end = tl.load(end_T + t)
+        rest = end - (end - t) % MANY
         total_D = tl.zeros([COLUMNS], tl.float32)
-        for first in range(t, end, TOKENS):
-            place = first + tl.arange(0, TOKENS)
-            token = tl.load(order_T + place, mask=place < end, other=0)
-            row = (token // S) * stride_b + (token % S) * stride_s
-            inside = (place < end)[:, None] & (d < D)[None, :]
-            total_D += tl.sum(
-                tl.load(gradient_BSD + row[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32), 0
-            )
+        for first in range(t, rest, MANY):
+            place = first + tl.arange(0, MANY)
+            total_D += _sum_of(order_T, place, end, gradient_BSD, d, S, stride_b, stride_s, D, True)
+        for first in range(rest, end, FEW):
+            place = first + tl.arange(0, FEW)
+            total_D += _sum_of(order_T, place, end, gradient_BSD, d, S, stride_b, stride_s, D, False)
         at = total_VD + entry * D + d
         tl.store(at, (tl.load(at, mask=d < D).to(tl.float32) + total_D).to(total_VD.dtype.element_ty), mask=d < D)

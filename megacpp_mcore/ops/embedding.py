@@ -23,7 +23,7 @@ from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.te import quantized
 
-LAUNCH: dict[str, int] = {"MANY": 64, "FEW": 4, "COLUMNS": 256, "num_warps": 2}
+LAUNCH: dict[str, int] = {"MANY": 32, "FEW": 4, "COLUMNS": 256, "num_warps": 1}
 """Tiles of the kernel, tokens and columns, and its launch options."""
 
 

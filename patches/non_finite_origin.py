@@ -307,5 +307,6 @@ PATCH = Patch(
         "and exit status; fp16, whose loss scaler skips such steps; the threshold above which steps are skipped"
     ),
     retire_when="upstream checks the first step, and names the layer",
+    gain="gaps of 20 ms between kernels a step of `nam56r` on one H200",
     cost="a microsecond of the host for a layer; under FSDP2, or without the checks, the host reads the gradient norm",
 )

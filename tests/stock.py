@@ -238,7 +238,7 @@ def build_on_meta(model: Model, layout: Layout | None = None, processes: int = 1
     config.transformer.perform_initialization = False
     # The lane draws a number to seed the experts with, and stages compare embeddings: meta tensors have no values for that.
     stock_init = SequentialMLP.__init__.__wrapped__
-    equal = mock.patch.object(LanguageModule, "_is_in_embd_group", lambda _: False)
+    equal = mock.patch.object(LanguageModule, "_is_in_embd_group", return_value=False)
     with torch.device("meta"), mock.patch.object(SequentialMLP, "__init__", stock_init), equal:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         stages = range(layout.virtual) if layout.virtual > 1 else [None]

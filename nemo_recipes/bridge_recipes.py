@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -34,8 +34,10 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.model import Model, hybrid
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import GC_INTERVAL, Run
+from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.util.nearest import nearest
 
@@ -218,6 +220,8 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
         "train.manual_gc_interval": GC_INTERVAL if how.manual_gc else 0,
         "logger.log_interval": how.log_interval,
     }
+    if run.host == HYBRID:
+        fields["model.hybrid_layer_pattern"] = hybrid.plan(cast("Model", run.model), run.layout).text
     for key, value in fields.items():
         if key not in given:
             section, name = key.split(".")

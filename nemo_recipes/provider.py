@@ -1,4 +1,4 @@
-"""The model provider that Megatron-Bridge builds NAM56R from: GPTModel with our layers, MTP block included.
+"""The model providers that Megatron-Bridge builds NAM56R from: HybridModel or GPTModel with our layers, MTP block included.
 
 Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written against megatron-bridge 0.6.2.
 """
@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.models.transformer_config import MLATransformerConfig
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -24,26 +27,21 @@ from megatron.core.quantization.utils import load_quantization_recipe
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.read import RUN, model_of
+from megacpp_mcore.layer_specs.hybrid_host import nam56r_hybrid
 from megacpp_mcore.layer_specs.nam56r import nam56r
 from megacpp_mcore.model import Model, flops
 from megacpp_mcore.model.run import Run
-
-# Fields used to compare a stock run with a model that a provider names differently or lacks.
-_NOT_FIELDS = ("heterogeneous_block_specs", "is_hybrid_model")
+from megacpp_mcore.model.training import GPT, HYBRID
 
 
 @dataclass
-class NAM56RProvider(MLAModelProvider):
-    """Bridge's MLA provider, with layers and MTP block from one spec.
+class _Provider(MLATransformerConfig):
+    """What the providers of both hosts have: the run's model, and what Bridge leaves out of it.
 
-    Bridge builds an MTP block of stock layers whatever the spec is (``gpt_provider.py``, ``mtp_block_spec``), and ignores
-    ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``): ``provide`` and
-    ``provide_distributed_model`` differ from Bridge's only in this.
+    Bridge ignores ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``).
     """
 
-    transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
-    heterogeneous_block_specs: bool = False
-    is_hybrid_model: bool = False
+    heterogeneous_block_specs: bool = False  # compared with the model, and no field of Bridge's
     megacpp_preset: str | None = (
         None  # the model's name, by which its definition is found if no file of MEGACPP_CONFIG has it
     )
@@ -56,42 +54,26 @@ class NAM56RProvider(MLAModelProvider):
             self.quant_recipe = load_quantization_recipe(self.te_precision_config_file)
         super().finalize()
 
-    def provide(
-        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
-    ) -> GPTModel:
-        """Build the GPTModel of one model chunk.
-
-        Raises:
-            ArgumentMismatchError: the configuration contradicts the model; nothing has been allocated.
-        """
+    def chunk(self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None) -> dict[str, Any]:
+        """Return the arguments of one model chunk that both model classes take; by default those of its pipeline stage."""
         groups, virtual = self._pg_collection, self.virtual_pipeline_model_parallel_size
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=virtual) and is_pp_first_stage(groups.pp)
         if post_process is None:
             post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=virtual) and is_pp_last_stage(groups.pp)
-        spec = self.transformer_layer_spec(self, vp_stage=vp_stage)
         self._vp_stage = vp_stage
-        return GPTModel(
-            self,
-            transformer_layer_spec=spec,
-            mtp_block_spec=spec.mtp,
-            vocab_size=self.padded_vocab_size(),
-            max_sequence_length=self.seq_length,
-            fp16_lm_cross_entropy=self.fp16_lm_cross_entropy,
-            parallel_output=self.parallel_output,
-            share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
-            position_embedding_type=self.position_embedding_type,
-            rotary_percent=self.rotary_percent,
-            rotary_base=self.rotary_base,
-            rope_scaling=self.rope_scaling,
-            rope_scaling_factor=self.rope_scaling_factor,
-            seq_len_interpolation_factor=self.seq_len_interpolation_factor,
-            scatter_embedding_sequence_parallel=self.scatter_embedding_sequence_parallel,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        same = (
+            "fp16_lm_cross_entropy", "parallel_output", "share_embeddings_and_output_weights", "position_embedding_type",
+            "rotary_percent", "rotary_base", "seq_len_interpolation_factor",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in same} | {
+            "vocab_size": self.padded_vocab_size(),
+            "max_sequence_length": self.seq_length,
+            "pre_process": pre_process,
+            "post_process": post_process,
+            "pg_collection": groups,
+            "vp_stage": vp_stage,
+        }
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> Any:
         """As Bridge's method, with initialization on the CPU if the configuration says so."""
@@ -108,12 +90,63 @@ class NAM56RProvider(MLAModelProvider):
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
         """Count the audited FLOPs of training ``batch_size`` sequences, for Bridge's throughput log."""
         run = getattr(self, RUN, None)  # left by the spec
-        model = model_of((self,), plugin_config.from_environment()) if run is None else run.model
+        host = HYBRID if self.is_hybrid_model else GPT
+        model = model_of((self,), plugin_config.from_environment(), host=host) if run is None else run.model
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
         return step.total.training
 
 
-def provider(run: Run) -> NAM56RProvider:
+@dataclass
+class NAM56RProvider(_Provider, MLAModelProvider):
+    """Bridge's MLA provider, with layers and MTP block from one spec.
+
+    Bridge builds an MTP block of stock layers whatever the spec is (``gpt_provider.py``, ``mtp_block_spec``).
+    """
+
+    transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
+
+    def provide(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> GPTModel:
+        """Build the GPTModel of one model chunk.
+
+        Raises:
+            ArgumentMismatchError: the configuration contradicts the model; nothing has been allocated.
+        """
+        spec = self.transformer_layer_spec(self, vp_stage=vp_stage)
+        return GPTModel(
+            self,
+            transformer_layer_spec=spec,
+            mtp_block_spec=spec.mtp,
+            rope_scaling=self.rope_scaling,
+            rope_scaling_factor=self.rope_scaling_factor,
+            scatter_embedding_sequence_parallel=self.scatter_embedding_sequence_parallel,
+            **self.chunk(pre_process, post_process, vp_stage),
+        )
+
+
+@dataclass
+class NAM56RHybridProvider(_Provider, HybridModelProvider):
+    """Bridge's provider of HybridModel, which refuses virtual stages (``hybrid_provider.py``, ``provide``)."""
+
+    def provide(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> HybridModel:
+        """Build the HybridModel of one model chunk.
+
+        Raises:
+            ArgumentMismatchError: the configuration contradicts the model; nothing has been allocated.
+        """
+        chunk = self.chunk(pre_process, post_process, vp_stage)
+        # Newer Megatron copies the configuration for each layer, and process groups cannot be copied.
+        self._pg_collection = None
+        try:
+            return HybridModel(self, nam56r_hybrid, hybrid_layer_pattern=self.hybrid_layer_pattern, **chunk)
+        finally:
+            self._pg_collection = chunk["pg_collection"]
+
+
+def provider(run: Run) -> NAM56RProvider | NAM56RHybridProvider:
     """Return the provider of the model of ``run`` under its layout; its vocabulary comes from the run's tokenizer.
 
     Raises:
@@ -121,11 +154,9 @@ def provider(run: Run) -> NAM56RProvider:
     """
     model, layout, training = cast("Model", run.model), run.layout, run.training
     model.check_layout(layout)
-    fields = {argument.field: argument.expected for argument in lowering.model_arguments(model)}
-    for name in _NOT_FIELDS:
-        fields.pop(name, None)
+    fields = {argument.field: argument.expected for argument in lowering.model_arguments(model, run.host)}
     fields["activation_func"] = torch.nn.functional.gelu
-    return NAM56RProvider(
+    return (NAM56RProvider if run.host == GPT else NAM56RHybridProvider)(
         **fields,
         megacpp_preset=model.name,
         moe_grouped_gemm=run.has_engine,

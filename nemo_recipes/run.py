@@ -67,13 +67,16 @@ _PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Launch-policy value to the key prefixes of overrides that mark it as set by the user."""
 
 
-def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording | None = None) -> None:
+def run(
+    name: str, overrides: Sequence[str] = (), recording: launcher.Recording | None = None, host: str | None = None
+) -> None:
     """Train recipe ``name``, changed by ``overrides``.
 
     Args:
         name: of the recipe.
         overrides: ``key=value`` as in ``recipe emit --set``, or ``section.key=value`` of Bridge's configuration.
         recording: what to record of the run, and where.
+        host: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``; None: the recipe's.
 
     Raises:
         LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: the run cannot work; before Megatron starts.
@@ -84,6 +87,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         check_form(override)  # before the minute in which Bridge is imported
     check_once(ours, overrides)
     chosen = changed(with_own_model(recipe(name), plugin_config.from_environment()), ours)
+    chosen = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, host=host or chosen.run.host))
     settings = chosen.run.settings
     with contextlib.ExitStack() as stack:
         stack.enter_context(stand_in.process_environment())
@@ -279,7 +283,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     bridge_recipes.derive(config, usual, keys)
     config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
-        lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}")
+        lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}", chosen.run.host)
     except ArgumentMismatchError as error:
         raise ArgumentMismatchError(f"{error}\nOverrides of a recipe may not change its model.") from error
     finally:
@@ -451,6 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.nemo_recipes.run", description=__doc__)
     parser.add_argument("--recipe", metavar="NAME", help="what to train")
     parser.add_argument("--list", action="store_true", help="name the recipes")
+    parser.add_argument("--host", choices=tuple(lowering.SCRIPTS), help="Megatron's model class that holds the layers")
     launcher.Recording.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args(arguments)
@@ -458,7 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(RECIPES))
         return 0 if options.list else 2
     try:
-        run(options.recipe.removesuffix("_config"), options.overrides, launcher.Recording.read(options))
+        run(options.recipe.removesuffix("_config"), options.overrides, launcher.Recording.read(options), options.host)
     except MegacppError as error:
         print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -140,6 +140,22 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+def test_the_other_host_goes_on_from_its_checkpoint(
+    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
+) -> None:
+    """The same steps, parameters and moments, bit for bit, under the same names."""
+    folder, log = trained
+    other = recipe_run(
+        bridge_python, corpus, tmp_path, "--host", "hybrid", f"train.train_iters={STEPS}",
+        f"checkpoint.load={folder}/saved", f"checkpoint.ckpt_step={RESUMED}", f"checkpoint.save={tmp_path}/saved",
+    )  # fmt: skip
+    assert "building nam56r_tiny on HybridModel" in other
+    assert losses(other) == losses(log)[RESUMED:]
+    ours, theirs = (tensors_in(one / "saved" / f"iter_{STEPS:07d}") for one in (tmp_path, folder))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
 @pytest.mark.exhaustive
 def test_two_pipeline_stages_go_on_as_one_process_does(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path

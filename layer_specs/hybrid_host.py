@@ -1,13 +1,12 @@
-"""``--spec megacpp_mcore nam56r_hybrid``, or another preset: an A/M/E/R model on HybridModel, for ``pretrain_hybrid.py``.
+"""``--spec megacpp_mcore nam56r``, or another preset: an A/M/E/R model on HybridModel, for ``pretrain_hybrid.py``.
 
-The layers are those of the GPT host (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots assigned by
-:mod:`megacpp_mcore.model.hybrid`, and every parameter has the same name and place as there. So checkpoints of either host,
-optimizer state included, load in the other without conversion.
+For ``pretrain_gpt.py`` the same name builds a GPTModel (:class:`Spec`). The layers are those of the GPT host
+(:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots assigned by :mod:`megacpp_mcore.model.hybrid`, and every parameter has
+the same name and place as there. So checkpoints of either host, optimizer state included, load in the other without conversion.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -149,21 +148,30 @@ class SharedMTPLayer(RepeatedLayer):
         )
 
 
-nam56r_hybrid = ModuleSpec(
-    module=NAM56RStack,
-    submodules=HybridStackSubmodules(
+class Spec:
+    """What ``--spec megacpp_mcore PRESET`` names, for either host, which asks for no more than it needs.
+
+    HybridModel builds its stack from it, as from a ModuleSpec. It is none, since GPTModel's builder calls what is not.
+    """
+
+    module = NAM56RStack
+    submodules = HybridStackSubmodules(
         mtp_block_spec=ModuleSpec(
             module=MultiTokenPredictionBlock,
             submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=SharedMTPLayer)]),
         )
-    ),
-)
+    )
+
+    def __init__(self, preset: str) -> None:
+        self.params = {"preset": preset}
+
+    def __call__(self, config: Any, vp_stage: int | None = None) -> gpt_host.HybridBlockSubmodules:
+        """Return the layer specs of one chunk of a GPTModel (:func:`megacpp_mcore.layer_specs.nam56r.nam56r`)."""
+        return gpt_host.nam56r(config, vp_stage, **self.params)
+
+
+nam56r_hybrid = Spec(DEFAULT)
 """HybridModel's stack spec of :data:`~megacpp_mcore.model.DEFAULT`, or of the model of ``MEGACPP_CONFIG``."""
-
-
-def spec_of(preset: str) -> ModuleSpec:
-    """Return what ``--spec megacpp_mcore PRESET_hybrid`` names."""
-    return nam56r_hybrid if preset == DEFAULT else dataclasses.replace(nam56r_hybrid, params={"preset": preset})
 
 
 def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:

@@ -6,7 +6,6 @@ Megatron's GPTModel is the host: it calls the function below once per model chun
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import sys
@@ -128,11 +127,6 @@ def nam56r(config: Any, vp_stage: int | None = None, preset: str = DEFAULT) -> H
         f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up",
     )
     return block_submodules(model, transformer, layers, vp_stage, dispatcher, settings)
-
-
-def spec_of(preset: str) -> Callable[..., HybridBlockSubmodules]:
-    """Return what ``--spec megacpp_mcore PRESET`` names: a function as :func:`nam56r`, of that preset."""
-    return nam56r if preset == DEFAULT else functools.partial(nam56r, preset=preset)
 
 
 def start(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

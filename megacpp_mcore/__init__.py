@@ -1,8 +1,8 @@
 """megacpp-mcore: the hybrid model NAM56R for stock Megatron-Core, as a plugin package.
 
-``nam56r`` is what ``--spec megacpp_mcore nam56r`` names (for ``pretrain_gpt.py``), ``nam56r_hybrid`` its like for
-``pretrain_hybrid.py``, and so for each preset. They are resolved on first use, so that importing this package imports neither
-torch nor Megatron.
+``nam56r`` is what ``--spec megacpp_mcore nam56r`` names, for ``pretrain_hybrid.py`` and ``pretrain_gpt.py``, and so for each
+preset (``nam56r_hybrid`` is the same). They are resolved on first use, so that importing this package imports neither torch
+nor Megatron.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     lowering = importlib.import_module("megacpp_mcore.arguments.lowering")
-    named = lowering.named_by([__name__, name])
+    named = lowering.preset_of([__name__, name])
     if named is None:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has __version__, {', '.join(lowering.SPECS)}"
         )
     # Megatron looks the name up in vars(megacpp_mcore), which never asks __getattr__.
-    globals()[name] = importlib.import_module(lowering.MODULES[named.host]).spec_of(named.preset)
+    globals()[name] = importlib.import_module("megacpp_mcore.layer_specs.hybrid_host").Spec(named)
     return globals()[name]
 
 

@@ -55,7 +55,7 @@ _LAYOUT: Mapping[str, str] = MappingProxyType(
 )
 """Override key to the layout field that it changes."""
 
-_STAGES = "model.pipeline_model_parallel_layout"
+_STAGES = ("model.pipeline_model_parallel_layout=", "model.hybrid_layer_pattern=")
 
 _PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -210,7 +210,7 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str]) -> No
     Raises:
         ModelError: names the size that is not divisible, or the DSA schedule that the stages need.
     """
-    if any(override.startswith(f"{_STAGES}=") for override in overrides):
+    if any(override.startswith(_STAGES) for override in overrides):
         chosen.model.check_divisible(layout)
     else:
         chosen.model.check_layout(layout)

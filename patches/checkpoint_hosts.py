@@ -1,8 +1,8 @@
 """checkpoint-hosts: a distributed checkpoint of GPTModel loads into HybridModel, and back, where both host our model.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
 ``megacpp_mcore.patches.apply(["checkpoint-hosts"])``.
-Scope: runs and checkpoints that use these two specs; upstream handles all others.
+Scope: runs and checkpoints that use this spec; upstream handles all others.
 Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/common/language_module/language_module.py`` and
 ``core/models/gpt/gpt_model.py``.
 """
@@ -48,9 +48,9 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
-        run, saved = (lowering.host_of(getattr(one, "spec", None)) for one in (args, ckpt_args))
-        if run is None or saved is None:
+        if any(lowering.preset_of(getattr(one, "spec", None)) is None for one in (args, ckpt_args)):
             return original(args, ckpt_args, model)
+        run, saved = map(lowering.host_of, (args, ckpt_args))
         wanted, found = _outline(args, run), _outline(ckpt_args, saved)
         differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
         if differ:

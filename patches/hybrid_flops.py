@@ -1,8 +1,8 @@
 """hybrid-flops: the training loop's TFLOP/s come from an audited FLOP count of the trained model.
 
 Activate: ``megacpp_mcore.patches.apply(["hybrid-flops"])``.
-Scope: runs with ``--spec megacpp_mcore nam56r`` or ``nam56r_hybrid``, whose count is replaced; stock hybrid patterns with ``D``
-or ``+`` layers or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is
+Scope: runs with ``--spec megacpp_mcore nam56r``, whose count is replaced; stock hybrid patterns with ``D`` or ``+`` layers or
+multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is
 corrected. Packed documents are counted by their actual lengths.
 Provenance: megatron-core 0.19.2 ``training/training.py``, ``core/models/hybrid/hybrid_layer_allocation.py``,
 ``core/transformer/experimental_attention_variant/{absorbed_mla,dsa}.py``.
@@ -211,11 +211,11 @@ def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Mode
 
 def _described_model(args: Any) -> Model | None:
     """Return the model that ``args`` train through our spec, as the spec determines it; None for another spec or none."""
-    named = lowering.named_by(getattr(args, "spec", None))
+    named = lowering.preset_of(getattr(args, "spec", None))
     if named is None:
         return None
     settings = plugin_config.from_environment()
-    return preset(named.preset) if settings is None else settings.model  # the spec has checked the arguments against it
+    return preset(named) if settings is None else settings.model  # the spec has checked the arguments against it
 
 
 def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:

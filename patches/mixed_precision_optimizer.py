@@ -8,7 +8,7 @@ grad enabled, into views of the model's fp32 parameters, which PyTorch does not 
 Mixed dtypes are refused if upstream leaves the main parameters to the inner optimizer (the precision-aware one, also on the
 CPU): Transformer Engine's saves fp32 parameters as they were before the first step; the CPU one cannot be built.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
 ``megacpp_mcore.patches.apply(["mixed-precision-optimizer"])``.
 Scope: optimizers that hold both dtypes; all others are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py`` and ``core/optimizer/distrib_optimizer.py``.

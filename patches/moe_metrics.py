@@ -60,7 +60,7 @@ def contributors(args: Any, *, is_mended: bool) -> int:
     if not isinstance(placed, list):
         placed = [number % (placed or 1) == 0 for number in range(args.num_layers)]
     # Our own MTP block is dense; stock's is as the last layer.
-    is_ours = lowering.host_of(getattr(args, "spec", None)) is not None
+    is_ours = lowering.preset_of(getattr(args, "spec", None)) is not None
     return sum(map(bool, placed)) + (repeated if placed[-1] and not is_ours else 0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import DEFAULT, PRESETS, Model, hybrid, precision
@@ -21,24 +21,13 @@ from megacpp_mcore.model.run import words_of as field_words
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.util import flags
 
-
-class Named(NamedTuple):
-    """What a ``--spec`` of this package names: Megatron's model class, and the preset that is built without a file."""
-
-    host: str
-    preset: str
-
-
-_SUFFIX = {GPT: "", HYBRID: "_hybrid"}
-SPECS: Mapping[str, Named] = MappingProxyType(
-    {name + suffix: Named(host, name) for name in PRESETS for host, suffix in _SUFFIX.items()}
-)
-"""Second word of ``--spec megacpp_mcore NAME`` to what it names."""
+SPECS: Mapping[str, str] = MappingProxyType({f"{name}{end}": name for name in PRESETS for end in ("", "_hybrid")})
+"""Second word of ``--spec megacpp_mcore NAME`` to the preset that is built without a file, on either host."""
 SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
 """Host to the stock script that builds it."""
 
-MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid_host"}
-"""Host to the module of its specs."""
+_IN_MODULES = ("megacpp_mcore.layer_specs.nam56r.nam56r", "megacpp_mcore.layer_specs.hybrid_host.nam56r_hybrid")
+"""Specs of one host, by the modules that have them."""
 
 _UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
@@ -84,22 +73,21 @@ def check_unused(words: Sequence[str]) -> None:
         )
 
 
-def spec_of(model: str, host: str) -> tuple[str, str]:
+def spec_of(model: str) -> tuple[str, str]:
     """Return the two words of ``--spec`` for a model's name; a model that is no preset has to be in the settings file."""
-    return "megacpp_mcore", (model if model in PRESETS else DEFAULT) + _SUFFIX[host]
+    return "megacpp_mcore", model if model in PRESETS else DEFAULT
 
 
-def named_by(spec: Sequence[str] | None) -> Named | None:
-    """Return what a ``--spec`` value names; None for other specs."""
-    module, _, name = ".".join(spec or ()).rpartition(".")
-    named = SPECS.get(name)
-    return named if named and module in ("megacpp_mcore", MODULES[named.host]) else None
+def preset_of(spec: Sequence[str] | None) -> str | None:
+    """Return the name of the preset that a ``--spec`` value names; None for specs that are not of this package."""
+    words = ".".join(spec or ())
+    module, _, name = words.rpartition(".")
+    return SPECS.get(name) if module == "megacpp_mcore" or words in _IN_MODULES else None
 
 
-def host_of(spec: Sequence[str] | None) -> str | None:
-    """Return the host of a ``--spec`` value; None for other specs."""
-    named = named_by(spec)
-    return named and named.host
+def host_of(arguments: Any) -> str:
+    """Return the model class that Megatron's ``arguments`` build: a pattern makes it a HybridModel."""
+    return GPT if getattr(arguments, "hybrid_layer_pattern", None) is None else HYBRID
 
 
 def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
@@ -242,7 +230,7 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
         words.append("--grad-reduce-in-bf16")
     if how.torch_fsdp and "--ckpt-format" not in training.extra:
         words += ["--ckpt-format", TORCH_FSDP_FORMAT]
-    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *spec_of(model.name, run.host))
+    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *spec_of(model.name))
 
 
 _PADDING = 128  # Megatron's default
@@ -477,7 +465,7 @@ def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, 
     if found:
         places = {one.name: [line.partition(":")[0] for line in differing(one)] for one in PRESETS.values()}
         closest = min(places, key=lambda name: len(places[name]))
-        spec, equal, advice = f"--spec {' '.join(spec_of(closest, host))}", "", ""
+        spec, equal, advice = f"--spec {' '.join(spec_of(closest))}", "", ""
         if not places[closest]:
             equal = f", and are those of {closest} ({spec})"
         elif len(places[closest]) < len(found):

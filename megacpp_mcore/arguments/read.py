@@ -84,12 +84,12 @@ def read(
         ModelError: a combination that no run can have.
     """
     given = flags.read(words)
-    named = lowering.named_by(given.get("--spec"))
-    host = named and named.host
+    named = lowering.preset_of(given.get("--spec"))
+    host = HYBRID if named is not None and "--hybrid-layer-pattern" in given else GPT
     if model is None and settings is not None:
         model = settings.model
     if model is None and named is not None:
-        model = preset(named.preset)
+        model = preset(named)
     layout = _layout(given, model, host)
     plan, file = _precision(given)
     impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
@@ -105,7 +105,7 @@ def read(
             processes=processes,
             **({} if model is None else _numbers(given)),
         )
-    run = Run(model, layout, training, host or GPT, settings=settings)
+    run = Run(model, layout, training, host, settings=settings)
     found = {name: known.default for name, known in FIELDS.items()} | given_in(given)
     found |= {
         "precision_file": file,
@@ -159,7 +159,7 @@ def model_of(sources: Sequence[object], settings: PluginConfig | None, named: st
     return model
 
 
-def _layout(given: flags.Flags, model: Model | None, host: str | None) -> Layout:
+def _layout(given: flags.Flags, model: Model | None, host: str) -> Layout:
     """Read the layout, without what Megatron switches off without tensor parallelism, or refuses without stages."""
     tensor, pipeline, expert, context = (
         flags.whole(given, f"--{name}-parallel-size", LaunchError, 1) or 1

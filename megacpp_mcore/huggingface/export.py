@@ -22,7 +22,6 @@ from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_S
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.training import GPT
 
 INDEX = "model.safetensors.index.json"
 CODE = ("configuration_nam56r.py", "modeling_nam56r.py")
@@ -139,8 +138,7 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
     found = dict(common.get("content_metadata", {}).get(layout.MODEL_KEY, {}))
     expected = layout.recorded(model)
     arguments = common.get("args")
-    host = lowering.host_of(getattr(arguments, "spec", None)) or GPT
-    for argument in lowering.model_arguments(model, host):
+    for argument in lowering.model_arguments(model, lowering.host_of(arguments)):
         if hasattr(arguments, argument.field):
             found[argument.field], expected[argument.field] = getattr(arguments, argument.field), argument.expected
     wrong = [

@@ -87,7 +87,7 @@ def plan(
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_spec(script, spec, arguments, allowed_spec_prefixes)
-    _check_supported(script, arguments, lowering.host_of(spec) is not None)
+    _check_supported(script, arguments, lowering.preset_of(spec) is not None)
     resolved = _resolve_device(device, nproc, environment)
     chosen = Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
     if chosen.has_own_spec:
@@ -296,22 +296,13 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
             f"if you trust it, add --allow-spec-from {module.partition('.')[0]}",
             code="spec-not-allowed",
         )
-    named = lowering.named_by(spec)
-    if named is None:
-        return
-    host, other = named.host, GPT if named.host == HYBRID else HYBRID
-    other_spec = ".".join(lowering.spec_of(named.preset, other))
-    if script is not None and script.name == lowering.SCRIPTS[other]:
-        raise SpecImportError(
-            f"--spec {name} is for {lowering.SCRIPTS[host]}, and the script is {script.name}; name the other script, "
-            f"or --spec {other_spec}"
-        )
     has_pattern = "--hybrid-layer-pattern" in flags.read(arguments)
-    if has_pattern != (host == HYBRID):
+    host, other = (HYBRID, GPT) if has_pattern else (GPT, HYBRID)
+    if lowering.preset_of(spec) is not None and script is not None and script.name == lowering.SCRIPTS[other]:
         needs, do = ("takes no", "leave out") if has_pattern else ("needs", "add")
         raise SpecImportError(
-            f"--spec {name} {needs} --hybrid-layer-pattern, which makes the model a HybridModel; {do} that, or name "
-            f"--spec {other_spec}"
+            f"--spec {name}: {script.name} {needs} --hybrid-layer-pattern, which makes the model a HybridModel; {do} that "
+            f"(`megacpp-mcore recipe emit` prints it), or name {lowering.SCRIPTS[host]}"
         )
 
 

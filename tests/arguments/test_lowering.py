@@ -192,7 +192,7 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layo
     words = stock.words(model, device=device, layout=layout, transformer_impl="local")
     config = stock.model_config(words, size(layout))
     assert mismatches(model, [config.transformer, config]) == []
-    assert config.transformer_layer_spec.keywords == {"preset": "nam56r_tiny"}
+    assert config.transformer_layer_spec.params == {"preset": "nam56r_tiny"}
     chunks = model_chunks(config.transformer)
     assert chunks == model.chunks(layout)
     nam56r.check_layout(model, config.transformer, chunks)

@@ -6,7 +6,6 @@ Shape legend: S sequence, B batch.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import spec_of
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
 from megacpp_mcore.model import Layout, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
@@ -211,14 +209,13 @@ def test_another_mtp_block_is_refused(process: Path) -> None:
         SharedMTPLayer(config, mtp_layer_pattern="D-")
 
 
-def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
-    """As ``--spec`` looks it up, which asks ``vars`` of the module; the launcher's import has stored it there."""
-    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-
-    importlib.import_module("megacpp_mcore").nam56r_tiny_hybrid  # noqa: B018
-    found = import_module(spec_of("nam56r_tiny", HYBRID))
-    assert isinstance(found, ModuleSpec)
-    assert found.params == {"preset": "nam56r_tiny"}
+@pytest.mark.parametrize("name", ["nam56r_tiny", "nam56r_tiny_hybrid"])
+def test_one_spec_builds_both_hosts(process: Path, pair: tuple[Any, Any], name: str) -> None:
+    """By the scripts' own builders, from the two words of ``--spec`` that both are given."""
+    for built, host in zip(pair, (GPT, HYBRID), strict=True):
+        model = stock.build(OVERRIDES, TINY, process, host=host, changed=put("megacpp_mcore", name))
+        assert type(model) is type(built)
+        assert list(dict(model.named_parameters())) == list(dict(built.named_parameters()))
 
 
 def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: Path | None = None) -> Run:

@@ -171,7 +171,7 @@ def _arguments(facts: Facts, args: Any, config: Any) -> None:
 
 
 def _model(facts: Facts, args: Any, config: Any) -> Model:
-    if lowering.host_of(args.spec) is None:
+    if lowering.preset_of(args.spec) is None:
         facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
         spec = "no spec" if not args.spec else f"the spec {'.'.join(args.spec)}"
         raise MegacppError(f"the run has {spec}, none of this package: what it builds is not known here")

@@ -17,7 +17,7 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
-	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout); FAST=1: under a minute"
+	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout; MEGATRON=… runs all on it); FAST=1: under a minute"
 	@echo "make cases      what people ran into elsewhere, each case a script (tests/cases)"
 	@echo "make dist       the sdist, and the wheel built from it, in dist/"
 	@echo "make test-install  that wheel in an environment of its own, which then trains two steps on the CPU"
@@ -43,8 +43,10 @@ demo:
 FAST_TESTS = $(addprefix tests/,arguments backends data model nemo_recipes policy repository/test_docs.py repository/test_house.py util)
 # Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
 # Files in the order of tests/conftest.py, the slow ones first; pytest-xdist's own puts those with the fewest tests last.
+# MEGATRON=/path/to/Megatron-LM: with that Megatron in place of the wheel, also as the checkout.
+test: ENVIRONMENT = $(if $(MEGATRON),megatron "$(MEGATRON)")
 test:
-	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
+	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; $(if $(MEGATRON),export MEGATRON_LM="$(MEGATRON)";) exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
 		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests --ignore=tests/gpu)
 
 # What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.

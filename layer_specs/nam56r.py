@@ -320,6 +320,9 @@ def check_layout(
             "--overlap-moe-expert-parallel-comm, whose schedule wants stock's layers,",
         ),
         (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
+        # Megatron 0.20's, and changes of the model.
+        (getattr(config, "mtp_hsm", False), "--mtp-hsm"),
+        (getattr(config, "enable_mhc_connections", False), "--enable-mhc-connections"),
     ):
         if asked:
             raise ModelError(f"{model.name}: {what} is not supported yet; leave it out")

@@ -1,10 +1,11 @@
 """Finds or makes a virtual environment of the lock files, outside of the clone; prints the path of its Python.
 
-    python requirements/environment.py [dev|docs|bridge|nemo-run]
+    python requirements/environment.py [dev|docs|bridge|nemo-run|megatron CHECKOUT]
 
 Its folder is ``${XDG_CACHE_HOME:-~/.cache}/megacpp-mcore/venv-<hash of the lock files and the Python version>`` (``docs-…``
 for the documentation and ``nemo-run-…`` for nemo-run, neither of which needs torch; ``bridge-…`` for Megatron-Bridge, which
-adds its packages to those of ``dev``, and hides a few by its own versions): every clone with the same lock shares it. It counts
+adds its packages to those of ``dev``, and hides a few by its own versions; ``megatron-…`` hides megatron-core by that of a
+checkout, and is named by its sources, too): every clone with the same lock shares it. It counts
 as made only when its marker is there; a half-made one is made anew. A lock keeps two callers from making it at the same time.
 Only the standard library is used.
 """
@@ -17,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +82,50 @@ def ensure(folder: Path, name: str, kind: str) -> Path:
                 install_resiliency(python, packages_of(target))
             (target / MARKER).write_text("")
     return python
+
+
+def ensure_megatron(folder: Path, checkout: Path) -> Path:
+    """The Python of an environment in which the Megatron of ``checkout`` is installed before the packages of ``dev``.
+
+    Raises:
+        SetupError: the checkout is none, or pip failed.
+    """
+    sources = [
+        checkout / "pyproject.toml",
+        checkout / "setup.py",
+        checkout / "README.md",
+        *_sources(checkout / "megatron"),
+    ]
+    if missing := [path for path in (*sources[:3], checkout / "megatron" / "core") if not path.exists()]:
+        raise SetupError(f"{checkout} is no Megatron-LM checkout: it has no {missing[0].relative_to(checkout)}")
+    digest = hashlib.sha256(environment_name("dev").encode())
+    for path in sources:
+        digest.update(f"{path.relative_to(checkout)}\n".encode() + path.read_bytes())
+    name = f"megatron-{digest.hexdigest()[:16]}"
+    target, dev = folder / name, ensure(folder, environment_name("dev"), "dev")
+    python = target / "bin" / "python"
+    with locked(folder, name), tempfile.TemporaryDirectory() as copied:
+        if not (target / MARKER).is_file():
+            print(f"making {target}", file=sys.stderr, flush=True)
+            shutil.rmtree(target, ignore_errors=True)
+            create(target)
+            see_also(target, dev)
+            for path in sources:  # a build writes into its sources
+                copy = Path(copied, path.relative_to(checkout))
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+            _pip_install(python, "--no-deps", copied)
+            (target / MARKER).write_text("")
+    return python
+
+
+def _sources(folder: Path) -> list[Path]:
+    """The files of ``folder`` and below, without what Python and builds leave there."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".so") and not path.is_symlink()
+    )
 
 
 @contextlib.contextmanager
@@ -147,8 +193,11 @@ def main() -> int:
     """Print the path of the environment's Python; 1 when there cannot be one."""
     kind = sys.argv[1] if len(sys.argv) > 1 else "dev"
     try:
+        if kind == "megatron" and len(sys.argv) == 3:
+            print(ensure_megatron(cache_folder(), Path(sys.argv[2]).resolve()))
+            return 0
         if kind not in LOCKS:
-            raise SetupError(f"there is no environment {kind!r}; expected one of {', '.join(LOCKS)}")
+            raise SetupError(f"there is no environment {kind!r}; expected one of {', '.join(LOCKS)}, megatron CHECKOUT")
         print(ensure(cache_folder(), environment_name(kind), kind))
     except SetupError as error:
         print(error, file=sys.stderr)

@@ -108,10 +108,12 @@ def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_
 
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     asked = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
-    listed = set(NOT_THE_MODELS.read_text().split())
+    words = NOT_THE_MODELS.read_text().split()
+    listed = {word.lstrip("+-") for word in words}
+    other = "+" if {word[1:] for word in words if word[0] == "-"} <= fields else "-"  # since 0.20, or until 0.19
     assert asked & listed == set()
     assert sorted(fields - asked - listed) == []
-    assert sorted(listed - fields) == []
+    assert sorted(listed - fields) == sorted(word[1:] for word in words if word[0] == other)
 
 
 def test_flags_without_an_effect_are_megatrons_and_refused() -> None:

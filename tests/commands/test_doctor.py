@@ -197,7 +197,7 @@ def test_a_megatron_is_judged_by_its_sources(
     modules = {module for patch in default().patches for module in patch.modules}
     tree = copy_modules(wheel_root(), tmp_path / "lm", modules)
     info, target = tree / "megatron/core/package_info.py", tree / "megatron/training/models/gpt.py"
-    edit(info, info.read_bytes().replace(b"MINOR = 19", b"MINOR = 23"))
+    edit(info, re.sub(rb"MINOR = \d+", b"MINOR = 23", info.read_bytes()))
     version = Checkout(tree).version
     monkeypatch.setattr(Checkout, "installed", lambda: Checkout(tree))
     monkeypatch.setenv("MEGATRON_LM", str(tree))

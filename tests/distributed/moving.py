@@ -179,7 +179,9 @@ def expected(state: str, entry: ShardedTensor | ShardedTensorFactory) -> torch.T
     else:
         pieces = [dataclasses.replace(entry, data=local, dtype=local.dtype)]
     for piece in pieces:
-        piece.data.copy_(whole(state, piece)[piece.global_slice()].view_as(piece.data))
+        first, at = piece.global_offset[: piece.prepend_axis_num], piece.global_offset[piece.prepend_axis_num :]
+        place = (*first, *(slice(start, start + size) for start, size in zip(at, piece.local_shape, strict=True)))
+        piece.data.copy_(whole(state, piece)[place].view_as(piece.data))
     return local
 
 

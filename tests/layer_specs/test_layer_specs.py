@@ -635,6 +635,8 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
         ({}, {"fp8": "hybrid"}, ["--fp8-format"]),
         ({}, {"fp4": "e2m1"}, ["--fp4-format"]),
         ({}, {"delay_wgrad_compute": True}, ["--delay-wgrad-compute"]),
+        ({}, {"mtp_hsm": True}, ["--mtp-hsm"]),
+        ({}, {"enable_mhc_connections": True}, ["--enable-mhc-connections"]),
         ({}, {"cuda_graph_impl": "local"}, ["--cuda-graph-impl", "CPU"]),
         ({}, {"expert_tensor_parallel_size": 2}, ["--expert-tensor-parallel-size"]),
         ({}, {"context_parallel_size": 2}, ["context parallelism is 2"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.patches import torch_adam_resume
+from megacpp_mcore.patches.machinery.registry import fingerprint
 from megacpp_mcore.patches.mixed_precision_optimizer import PATCH
 from tests import stock
 from tests.errors import raises
@@ -71,7 +73,8 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def test_each_state_has_its_parameters_name(kind: str) -> None:
     """Upstream's plain optimizer cannot be saved; its distributed one says nothing where all sizes are the same."""
     model, optimizer = trained(MIXED, distributed=kind == "distributed")
-    with pytest.raises((AssertionError, KeyError, ValueError)):
+    is_mended = kind == "plain" and any(fingerprint(edit.target) in edit.until for edit in PATCH.edits)
+    with contextlib.nullcontext() if is_mended else pytest.raises((AssertionError, KeyError, ValueError)):
         assert_same(saved(model, optimizer), expected(model, optimizer, kind))
     with stock.patched(PATCH):
         model, optimizer = trained(MIXED, distributed=kind == "distributed")

@@ -228,6 +228,54 @@ def test_the_environment_is_made_once_and_anew_when_half_made(tmp_path: Path) ->
     assert "pip" in call(str(half_made / "bin" / "python"), "-m", "pip", "--version", cwd=tmp_path)
 
 
+# Builds a wheel of what is beside it, and writes into its sources, as setuptools does.
+BACKEND = """
+import pathlib, zipfile
+def build_wheel(folder, settings=None, metadata=None):
+    pathlib.Path("build").mkdir()
+    name, info = "megatron_core-9.0-py3-none-any.whl", "megatron_core-9.0.dist-info/"
+    with zipfile.ZipFile(pathlib.Path(folder, name), "w") as wheel:
+        wheel.write("megatron/core/__init__.py")
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: megatron-core\\nVersion: 9.0\\n")
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(info + "RECORD", "")
+    return name
+"""
+
+
+@pytest.mark.exhaustive
+def test_another_megatron_is_installed_before_the_packages_of_dev(script: Path) -> None:
+    """Anew where its sources have changed; nothing is written into them."""
+    tree = script.parent / "tree"
+    (tree / "megatron" / "core").mkdir(parents=True)
+    command = [sys.executable, str(script), "megatron", str(tree)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(script.parent / "cache"), "PIP_NO_INDEX": "1"}
+
+    def asked() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    assert f"{tree} is no Megatron-LM checkout: it has no pyproject.toml" in asked().stderr
+    system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["megatron"]\n'
+    for name, content in {
+        "pyproject.toml": system,
+        "setup.py": "",
+        "README.md": "",
+        "megatron/backend.py": BACKEND,
+    }.items():
+        (tree / name).write_text(content)
+    pythons = []
+    for number in (1, 1, 2):
+        (tree / "megatron" / "core" / "__init__.py").write_text(f"number = {number}")
+        done = asked()
+        assert done.returncode == 0, done.stderr
+        pythons.append(done.stdout.strip())
+        assert call(
+            pythons[-1], "-c", "import megatron.core; print(megatron.core.number)", cwd=tree.parent
+        ).strip() == str(number)
+    assert pythons[0] == pythons[1] != pythons[2]
+    assert {path.name for path in tree.iterdir()} == {"megatron", "pyproject.toml", "setup.py", "README.md"}
+
+
 def test_a_missing_python_is_said_plainly() -> None:
     done = subprocess.run(
         ["make", "venv", "BASE_PYTHON=no-such-python"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -713,7 +713,9 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
 
     seen: list[tuple[int, str]] = []
     plan = SimpleNamespace(spec=lambda spec, letter: letter, mtp=lambda block: block)
-    graphs = SimpleNamespace(spec=lambda letter, number: seen.append((number, letter)), mtp=lambda block: block)
+    graphs = SimpleNamespace(
+        describe=list, spec=lambda letter, number: seen.append((number, letter)), mtp=lambda block: block
+    )
     monkeypatch.setattr(of_model, "layer_plan", lambda *_: plan)
     monkeypatch.setattr(of_model, "graph_plan", lambda *_: graphs)
     config = stock.model_config(stock.words(definition)).transformer

@@ -298,6 +298,10 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
     ) -> torch.Tensor:
         output, bias = output_with_bias
+        if bias is not None and bias.shape[:-1] != output.shape[:-1] and bias.numel() == output.numel():
+            # Packed rows: the layer lays only the output out as one row again (``_maybe_reflatten_from_moe``).
+            bias = bias.transpose(0, 1).reshape(output.shape)
+            output_with_bias = output, bias
         if bias is None or prob or not output.is_cuda or bias.shape != output.shape:
             total: torch.Tensor = stock(output_with_bias, residual, prob)
             return total

@@ -185,6 +185,9 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
 
         global _examining
         if rejection_func not in (torch.isnan, torch.isinf) or not kwargs.get("fatal", True):
+            _check_waiting(
+                self
+            )  # a check that fails without stopping the run would be the one that the step is repeated for
             original(self, result, rejection_func, message, *rest, **kwargs)
             return
         of_loss = "grad" not in message
@@ -202,6 +205,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
             where = f"no parameter was updated; {origin(of_loss=of_loss)}"
             raise NonFiniteError(f"step {self.current_iteration}: {message} ({float(result)}); {where}")
         before = self.rerun_requested
+        is_checked = self.state.name == "INITIAL_RUN" and not before
         try:
             original(self, result, rejection_func, message, *rest, **kwargs)
         except RuntimeError as error:
@@ -214,7 +218,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
             found = f"{_rank()}: the layer is named as the step runs again" if is_gone else origin(of_loss=of_loss)
             logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, found)
             _examining = True
-        if not of_loss and self.mode.value != "report_stats":
+        if not of_loss and (is_checked or self.mode.value == "disabled") and self.mode.value != "report_stats":
             self.has_checked_gradients = True
 
     return validate_result
@@ -231,21 +235,28 @@ def _can_wait(machine: Any, result: Any) -> bool:
     )
 
 
+def _check_waiting(machine: Any) -> None:
+    """Make the checks that wait, in their order, if one fails."""
+    import torch
+
+    late = vars(machine).pop(LATER, None)
+    if late and machine.state.name == "INITIAL_RUN":
+        values = {id(value): value.reshape(-1).float() for _, value, *_ in late}
+        if not _finite(torch.cat([*values.values()])):
+            vars(machine)[LATER] = None
+            for _, value, rejection_func, message, rest, kwargs in late:
+                machine.validate_result(value, rejection_func, message, *rest, **kwargs)
+            del vars(machine)[LATER]
+
+
 def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``RerunStateMachine.should_run_forward_backward``: makes the checks that waited, in their order, if one fails."""
+    """Replace ``RerunStateMachine.should_run_forward_backward``, which first makes the checks that waited."""
 
     @functools.wraps(original)
     def should_run_forward_backward(self: Any, data_iterator: Any) -> Any:
-        import torch
-
-        late = vars(self).pop(LATER, None)
-        if late and self.state.name == "INITIAL_RUN":
-            values = {id(value): value.reshape(-1).float() for _, value, *_ in late}
-            if not _finite(torch.cat([*values.values()])):
-                vars(self)[LATER] = None
-                for _, value, rejection_func, message, rest, kwargs in late:
-                    self.validate_result(value, rejection_func, message, *rest, **kwargs)
-                del vars(self)[LATER]
+        _check_waiting(self)
+        if self.state.name == "NOT_RUNNING_YET":
+            self.has_checked_gradients = False
         return original(self, data_iterator)
 
     return should_run_forward_backward

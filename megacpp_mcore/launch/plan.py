@@ -209,7 +209,8 @@ def _check_supported(script: Path | None, arguments: Sequence[str], has_own_laye
             "checkout as the first word of the launch command",
             code="unsupported",
         )
-    if script is not None and script.name == lowering.SCRIPTS[HYBRID] and "--fim-data" in given:
+    is_hybrid = script is not None and script.name != lowering.SCRIPTS[GPT] and "--hybrid-layer-pattern" in given
+    if script is not None and "--fim-data" in given and (is_hybrid or script.name == lowering.SCRIPTS[HYBRID]):
         raise LaunchError(
             f"{script.name} has no dataset for --fim-data and would train without it, in silence; leave it out, or the script: "
             "the wheel's loop has one"

@@ -47,6 +47,9 @@ class _Named[**Given, Returned]:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._package, name)
 
+    def __reduce__(self) -> str:
+        return self.__name__  # copied and pickled by its name, as a function is
+
 
 @_Named
 def mamba3(

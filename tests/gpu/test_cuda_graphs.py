@@ -72,9 +72,8 @@ def begin(
     folder.mkdir()
     model = with_overrides(preset("nam56r_tiny"), overrides)
     arguments = runs.words_of(
-        model, *words, corpus=corpus, train_iters=STEPS, learning_rate=1e-3, global_batch_size=4,
-        micro_batch_size=1 if "--dataloader-inter-document-masking" in words else 2, layout=layout, processes=processes,
-        host=host,
+        model, *words, corpus=corpus, train_iters=STEPS, learning_rate=1e-3, global_batch_size=4, micro_batch_size=2,
+        layout=layout, processes=processes, host=host,
     )  # fmt: skip
     file = folder / "megacpp.json"
     file.write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides, **settings}))

@@ -238,12 +238,13 @@ def test_packed_rows_on_inner_stages_of_a_stock_script_are_refused(words: str, t
     assert plan(str(script), *two).script == script
 
 
-def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path) -> None:
-    """It has no dataset for it; the wheel's loop has, on either host."""
+@pytest.mark.parametrize("name", ["pretrain_hybrid.py", "pretrain_mamba.py"])
+def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path, name: str) -> None:
+    """It has no dataset for it, nor have those that run it; the wheel's loop has, on either host."""
     words = ["--hybrid-layer-pattern", "M", "--fim-data", *CPU_ARGUMENTS]
-    script = tmp_path / "pretrain_hybrid.py"
+    script = tmp_path / name
     script.touch()
-    with raises(LaunchError, "pretrain_hybrid.py", "--fim-data"):
+    with raises(LaunchError, name, "--fim-data"):
         plan(str(script), *words)
     assert plan(*words).script is None
 

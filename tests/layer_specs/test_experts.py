@@ -38,7 +38,7 @@ class Outcome:
     tokens_per_expert: torch.Tensor
 
 
-def outcome(folder: Path, backends: Mapping[str, str]) -> Outcome:
+def outcome(folder: Path, backends: Mapping[str, str], *, is_packed: bool = False) -> Outcome:
     """Losses of the same model, its gradients, and the matrices of each layer's experts as one tensor."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -50,7 +50,11 @@ def outcome(folder: Path, backends: Mapping[str, str]) -> Outcome:
     routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
     for router in routers:
         router.expert_bias += bias_N
-    losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
+    tokens, told = micro_batch.draw_tokens(B, S), {}
+    if is_packed:  # both samples in one row
+        tokens, documents = micro_batch.draw_tokens(1, B * S), micro_batch.packed([S + 3, S - 3], tokens_per_sample=S)
+        told = {"packed_seq_params": documents, "position_ids": torch.arange(S).repeat(B)[None]}
+    losses_BS = micro_batch.losses_of(model, tokens, **told)
     losses_BS.mean().backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if ".mlp.experts." not in name}
     for number, layer in enumerate(model.decoder.layers, 1):
@@ -88,11 +92,16 @@ def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
     }
 
 
-def test_sums_of_three_are_stocks_bit_for_bit(process: Path, truth: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_sums_of_three_are_stocks_bit_for_bit(
+    process: Path, truth: Outcome, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
     """As on a GPU, with PyTorch's additions: the shared expert is added with the residual, gradients of the readers at once."""
     from megacpp_mcore.layer_specs import experts
     from megacpp_mcore.ops import add
 
+    if is_packed:
+        truth = outcome(process, {EXPERTS: STOCK, "router": STOCK}, is_packed=True)
     sums = []
     monkeypatch.setattr(add, "_added", lambda a, b, c: sums.append(None) or (a + b) + c)
     init = experts.ExpertsLayer.__init__
@@ -102,7 +111,7 @@ def test_sums_of_three_are_stocks_bit_for_bit(process: Path, truth: Outcome, mon
         self.adds_three = True
 
     monkeypatch.setattr(experts.ExpertsLayer, "__init__", on_a_gpu)
-    found = outcome(process, {"router": STOCK})
+    found = outcome(process, {"router": STOCK}, is_packed=is_packed)
     layers = [layer.mlp for layer in found.model.decoder.layers if hasattr(layer.mlp, "router")]
     assert len(sums) == len(layers)
     assert not any(layer._readers or layer._shared is not None for layer in layers)

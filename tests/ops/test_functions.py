@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +91,8 @@ def test_functions_and_packages_of_one_name() -> None:
         function = getattr(ops, name)
         assert "Raises:" in function.__doc__
         assert {"backend", "reduction"} & set(inspect.signature(function).parameters)
+    assert copy.deepcopy(mamba3) is copy.copy(mamba3) is mamba3
+    assert b"mamba3" in pickle.dumps(mamba3)
 
 
 def losses(**given: Any) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:

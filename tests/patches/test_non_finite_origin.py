@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from megacpp_mcore import patches
 from megacpp_mcore.errors import NonFiniteError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
@@ -198,6 +199,37 @@ def test_checks_on_a_gpu_wait_for_the_end_of_the_step(value: float, monkeypatch:
     made.clear()
     decide(machine, "iterator")
     assert (made, len(read)) == ([], 1)
+
+
+@pytest.mark.parametrize("losses", [(float("nan"), 100.0), (100.0, float("nan"))], ids=["before", "after"])
+def test_a_spike_beside_it_hides_no_value_that_is_not_finite(
+    losses: tuple[float, float], monkeypatch: pytest.MonkeyPatch, process: Path
+) -> None:
+    """The step is repeated for one check alone: the spike's, which stops nothing, if that comes first."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    monkeypatch.setattr(non_finite_origin, "DEVICE", "cpu")
+    for name in ("_save_state", "_restore_state"):
+        monkeypatch.setattr(RerunStateMachine, name, lambda self: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    patches.apply(["non-finite-origin"])
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    try:
+        for values in ((1.0, 1.0), (1.0, 1.0), losses):
+            while machine.should_run_forward_backward(None):
+                for value in values:
+                    for rejection in (torch.isnan, torch.isinf):
+                        machine.validate_result(torch.tensor(value), rejection, "in loss", fatal=True)
+                    machine.validate_result(torch.tensor(value), lambda loss: loss > 10, "a spike", fatal=False)
+                machine.validate_result(torch.tensor(sum(values)), torch.isnan, "in grad", fatal=True)
+            checkpoint, exits, status = machine.should_checkpoint_and_exit()
+    finally:
+        patches.revert(["non-finite-origin"])
+    if losses[0] == 100.0:
+        assert not exits
+        assert not machine.has_checked_gradients  # so that the norm is read before the update
+    else:
+        assert (checkpoint, exits, status) == (True, True, EXIT_FOR_ANOTHER_GPU)
 
 
 @pytest.mark.parametrize(

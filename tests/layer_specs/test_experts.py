@@ -38,13 +38,15 @@ class Outcome:
     tokens_per_expert: torch.Tensor
 
 
-def outcome(folder: Path, backends: Mapping[str, str], *, is_packed: bool = False) -> Outcome:
+def outcome(
+    folder: Path, backends: Mapping[str, str], *words: str, is_packed: bool = False, **settings: Any
+) -> Outcome:
     """Losses of the same model, its gradients, and the matrices of each layer's experts as one tensor."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     from megacpp_mcore.layer_specs.experts import StackedExperts, expert_matrices
 
-    model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, backends=backends).train()
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends=backends, **settings).train()
     stock.loss_scale(1.0)
     bias_N = torch.tensor([0.1, -0.05, 0.0, 0.2])
     routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
@@ -92,14 +94,18 @@ def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
     }
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("how", "words", "recompute"),
+    [("", (), []), ("packed", (), []), ("layers", stock.full_recompute(), []), ("experts", (), ["experts"])],
+)
 def test_sums_of_three_are_stocks_bit_for_bit(
-    process: Path, truth: Outcome, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+    process: Path, truth: Outcome, monkeypatch: pytest.MonkeyPatch, how: str, words: tuple[str, ...], recompute: list[str]
 ) -> None:
     """As on a GPU, with PyTorch's additions: the shared expert is added with the residual, gradients of the readers at once."""
     from megacpp_mcore.layer_specs import experts
     from megacpp_mcore.ops import add
 
+    is_packed = how == "packed"
     if is_packed:
         truth = outcome(process, {EXPERTS: STOCK, "router": STOCK}, is_packed=True)
     sums = []
@@ -111,7 +117,7 @@ def test_sums_of_three_are_stocks_bit_for_bit(
         self.adds_three = True
 
     monkeypatch.setattr(experts.ExpertsLayer, "__init__", on_a_gpu)
-    found = outcome(process, {"router": STOCK}, is_packed=is_packed)
+    found = outcome(process, {"router": STOCK}, *words, recompute=recompute, is_packed=is_packed)
     layers = [layer.mlp for layer in found.model.decoder.layers if hasattr(layer.mlp, "router")]
     assert len(sums) == len(layers)
     assert not any(layer._readers or layer._shared is not None for layer in layers)

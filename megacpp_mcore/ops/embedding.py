@@ -23,7 +23,10 @@ from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.te import quantized
 
-LAUNCH: dict[str, int] = {"MANY": 32, "FEW": 4, "COLUMNS": 256, "num_warps": 1}
+WIDTHS = 16
+"""Widths are multiples of this: rows of others are not aligned, and the kernel would spill registers."""
+
+LAUNCH: dict[str, int] = {"MANY": 32, "FEW": 4, "COLUMNS": 512, "num_warps": 2}
 """Tiles of the kernel, tokens and columns, and its launch options."""
 
 
@@ -31,12 +34,17 @@ def embedding(token_BS: torch.Tensor, weight_VD: torch.Tensor, main_grad: MainGr
     """Return ``weight_VD[token_BS]``, ``[B, S, D]``; the weight's gradient is added to ``main_grad``, rounded at most there.
 
     Raises:
-        ModelError: tokens of another number of axes, a buffer that does not fit the weight, or a quantised weight.
+        ModelError: tokens of another number of axes, a width that is no multiple of :data:`WIDTHS`, a buffer that does not
+            fit the weight, or a quantised weight.
     """
     quantized.refuse(weight=weight_VD)
     check_main_grad(weight_VD, main_grad)
     if token_BS.dim() != 2:
         raise ModelError(f"tokens have shape {tuple(token_BS.shape)}; expected two axes, batch and sequence")
+    if weight_VD.shape[1] % WIDTHS:
+        raise ModelError(
+            f"the table is {weight_VD.shape[1]} wide; expected a multiple of {WIDTHS}: use torch's embedding"
+        )
     rows_BSD: torch.Tensor = _Embedding.apply(token_BS, weight_VD, main_grad)
     return rows_BSD
 
@@ -61,7 +69,7 @@ def add_gradient(total_VD: torch.Tensor, token_BS: torch.Tensor, gradient_BSD: t
     (S, D), T = gradient_BSD.shape[1:], token_BS.numel()
     if not T:
         return
-    if gradient_BSD.stride(2) != 1:
+    if gradient_BSD.stride(2) != 1 or any(stride % WIDTHS for stride in gradient_BSD.stride()[:2]):
         gradient_BSD = gradient_BSD.contiguous()
     entry_T, order_T = token_BS.reshape(-1).sort(stable=True)
     end_T = torch.searchsorted(entry_T, entry_T, right=True, out_int32=True)

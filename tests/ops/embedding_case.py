@@ -6,8 +6,10 @@ from functools import partial
 
 import torch
 
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops import embedding
 from megacpp_mcore.ops.main_grad import MainGrad
+from tests.errors import raises
 
 
 def compared(
@@ -35,6 +37,8 @@ def compared(
     tolerance = 2e-6 if total == torch.float32 else 1e-2
     torch.testing.assert_close(found[0].double(), truth, rtol=tolerance, atol=tolerance * 10)
     assert torch.equal(found[0], found[1])
+    with raises(ModelError, "24", "16"):
+        embedding.embedding(token, weight[:, :24], MainGrad(held[:, :24].contiguous(), lambda: None))
     absent = torch.ones(V, dtype=torch.bool, device=device).index_fill(0, token.flatten(), False)
     assert absent.any()
     assert torch.equal(found[0][absent], held[absent])

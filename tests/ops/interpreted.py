@@ -470,7 +470,7 @@ def sums_of_three() -> None:
 def embeddings() -> None:
     """Sequence and batch in either order, widths of several tiles and of part of one, both dtypes of the buffer."""
     embedding.LAUNCH.update(COLUMNS=32, MANY=8, FEW=2)
-    sizes = {"B": 2, "S": 37, "V": 120, "D": 72, "dtype": FP16}
+    sizes = {"B": 2, "S": 37, "V": 120, "D": 80, "dtype": FP16}
     for transposed, total in ((True, FP32), (False, FP32), (True, FP16)):
         embedding_case.compared("cpu", **sizes, total=total, transposed=transposed)
 

@@ -52,6 +52,7 @@ def test_the_trunk_and_every_depth_of_mtp_add_to_the_buffer(process: Path, monke
     "change",
     [
         {"weight": {"zero_out_wgrad": True}},
+        {"weight": {"data": torch.zeros(8, 24)}},
         {"weight": {"__fsdp_param__": True}},
         {"config": {"gradient_accumulation_fusion": False}},
         {"config": {"pipeline_model_parallel_size": 2}},
@@ -62,8 +63,8 @@ def test_the_trunk_and_every_depth_of_mtp_add_to_the_buffer(process: Path, monke
 )
 def test_other_tables_are_left_to_upstream(change: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "DEVICE", "cpu")
-    weight: Any = torch.nn.Parameter(torch.randn(8, 4))
-    weight.main_grad = torch.zeros(8, 4)
+    weight: Any = torch.nn.Parameter(torch.randn(8, 16))
+    weight.main_grad = torch.zeros(8, 16)
     config = SimpleNamespace(gradient_accumulation_fusion=True, pipeline_model_parallel_size=1)
     layer = SimpleNamespace(weight=weight, config=config, gtp_remat_size=1, tp_group=SimpleNamespace(size=lambda: 1))
     token = torch.zeros(1, 3, dtype=torch.long)
@@ -72,5 +73,6 @@ def test_other_tables_are_left_to_upstream(change: dict[str, dict[str, Any]], mo
         assert not patch._fits(layer, token)
     assert not patch._fits(layer, token[0])
     for holder, values in change.items():
-        {"weight": weight, "config": config, "layer": layer}[holder].__dict__.update(values)
+        for name, value in values.items():
+            setattr({"weight": weight, "config": config, "layer": layer}[holder], name, value)
     assert not patch._fits(layer, token)

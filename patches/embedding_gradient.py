@@ -113,8 +113,8 @@ PATCH = Patch(
         "is set up"
     ),
     leaves_alone=(
-        "tied embeddings, widths that are no multiple of 16, vocabularies divided over ranks, pipeline stages, FSDP, rematerialised weights, runs without "
-        "gradient accumulation fusion, evaluation"
+        "tied embeddings, widths that are no multiple of 16, vocabularies divided over ranks, pipeline stages, FSDP, "
+        "rematerialised weights, runs without gradient accumulation fusion, evaluation"
     ),
     retire_when="upstream's fused accumulation adds an embedding's gradient by rows",
     cost="nothing",

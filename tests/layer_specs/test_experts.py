@@ -99,7 +99,12 @@ def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
     [("", (), []), ("packed", (), []), ("layers", stock.full_recompute(), []), ("experts", (), ["experts"])],
 )
 def test_sums_of_three_are_stocks_bit_for_bit(
-    process: Path, truth: Outcome, monkeypatch: pytest.MonkeyPatch, how: str, words: tuple[str, ...], recompute: list[str]
+    process: Path,
+    truth: Outcome,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    words: tuple[str, ...],
+    recompute: list[str],
 ) -> None:
     """As on a GPU, with PyTorch's additions: the shared expert is added with the residual, gradients of the readers at once."""
     from megacpp_mcore.layer_specs import experts

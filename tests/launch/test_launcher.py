@@ -139,8 +139,9 @@ def test_what_our_layers_would_not_read_is_refused_on_a_script_too(tmp_path: Pat
     script = tmp_path / "pretrain_gpt.py"
     script.touch()
     assert plan(str(script), flag, *CPU_ARGUMENTS).spec is None  # stock's own
-    with pytest.raises(ArgumentMismatchError, match=flag.partition("=")[0]):
-        plan(str(script), flag, "--spec", "megacpp_mcore", "nam56r", *CPU_ARGUMENTS)
+    for first in ([str(script)], []):  # the reason, rather than that the wheel's loop does not do it
+        with pytest.raises(ArgumentMismatchError, match=flag.partition("=")[0]):
+            plan(*first, flag, "--spec", "megacpp_mcore", "nam56r", *CPU_ARGUMENTS)
 
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -198,7 +199,6 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "", ["srun", "2 tasks"]),
         ([], {"environment": {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}}, "", ["mpirun", "4 tasks"]),
         ([], {"environment": {"PMI_SIZE": "3"}}, "", ["mpiexec", "3 tasks"]),
-        (["--sft", "--spec", "megacpp_mcore", "nam56r"], {}, "unsupported", ["--sft"]),
         (["--logits-load-dir", "x"], {}, "unsupported", ["--logits-load-dir"]),
         (["--hybrid-context-parallel", "--sft"], {}, "unsupported", ["--sft, --hybrid-context-parallel;"]),
         (["--use-checkpoint-args"], {}, "", ["--use-checkpoint-args", "--spec"]),

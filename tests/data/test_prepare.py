@@ -351,7 +351,7 @@ def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
         run(tmp_path / name, tmp_path / "set")
 
 
-def test_a_packed_file_gives_what_it_holds(texts, tmp_path):
+def test_a_packed_file_gives_what_it_holds(texts, tmp_path, capsys):
     """Lines longer and shorter than a piece, in one and two processes; offsets are those of the unpacked text."""
     records = texts / "records.jsonl"
     packed = tmp_path / "records.JSONL.gz"
@@ -360,6 +360,7 @@ def test_a_packed_file_gives_what_it_holds(texts, tmp_path):
     for number, options in enumerate(({}, {"workers": 2})):
         (found,) = run(packed, tmp_path / f"packed{number}", **options)
         assert Path(found + ".bin").read_bytes() == Path(plain + ".bin").read_bytes()
+        assert "\n1/1 files" in "\n" + capsys.readouterr().err.splitlines()[-1]
         (source,) = verify(found).sources["list"]
         assert source["sha256"] == hashlib.sha256(packed.read_bytes()).hexdigest()
         assert (source["bytes"], source["documents"]) == (packed.stat().st_size, 40)

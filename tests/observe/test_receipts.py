@@ -238,8 +238,8 @@ def judged(
     values: dict[str, Any], steps: Sequence[Step] = EVEN, compiled: dict[int, int] | None = None, overlap: str = ""
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The evidence of disqualifiers, and the reasons of those not judged, of a run whose second step was measured."""
-    window = Window(2, 0, 1.0, {2: 1.0}, compiled or {}, 0) if steps else None
-    found, unjudged = compare.judge(compare.Case(values, steps, tokens_of(steps), window, overlap))
+    seconds = {2: 1.0} if steps else {}
+    found, unjudged = compare.judge(compare.Case(values, steps, tokens_of(steps), seconds, compiled or {}, overlap))
     return {one["name"]: one["evidence"] for one in found}, {one["name"]: one["reason"] for one in unjudged}
 
 

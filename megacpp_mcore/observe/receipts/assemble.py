@@ -92,7 +92,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
     _speed(found)
     _shares(found, _read_profile(found, Path(run)))
-    disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, events.overlap(ranks)))
+    measured = window.seconds, window.compiled
+    disqualifiers, unjudged = judge(Case(found.values, steps, tokens, *measured, events.overlap(ranks)))
     notes = [f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())]
     if status == STOPPED:
         notes += [f"stopped: {one.facts['stopped']}" for one in processes if "stopped" in one.facts][:1]

@@ -19,7 +19,6 @@ from megacpp_mcore.observe.receipts.fields import BESIDE, DISQUALIFIERS, FIELDS,
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
-    from megacpp_mcore.observe.receipts.assemble import Window
 
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------
 
@@ -39,14 +38,16 @@ class Case:
         values: a receipt's values by path.
         steps: the recorded steps.
         tokens: of each step where they are known, by its number.
-        window: the measured steps; None where they are not known.
+        seconds: of each measured step, by its number.
+        compiled: nanoseconds of compilation of those measured steps that compiled.
         overlap: which starts recorded at the same time, in words; empty: none.
     """
 
     values: Mapping[str, Any]
     steps: Sequence[Step]
     tokens: Mapping[int, int]
-    window: Window | None
+    seconds: Mapping[int, float]
+    compiled: Mapping[int, int]
     overlap: str = ""
 
     def known(self, path: str) -> Any:
@@ -90,12 +91,12 @@ def _untrained(case: Case) -> str:
 
 
 def _compiled(case: Case) -> str:
-    if case.window is None or not case.window.seconds:
+    if not case.seconds:
         raise _Unjudged("no step was measured")
-    if not case.window.compiled:
+    if not case.compiled:
         return ""
-    step, spent = max(case.window.compiled.items(), key=lambda one: one[1])
-    return f"{len(case.window.compiled)} measured steps compiled or tuned, step {step} for {spent / 1e9:.3f} s"
+    step, spent = max(case.compiled.items(), key=lambda one: one[1])
+    return f"{len(case.compiled)} measured steps compiled or tuned, step {step} for {spent / 1e9:.3f} s"
 
 
 def _fallen_back(case: Case) -> str:

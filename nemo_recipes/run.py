@@ -26,7 +26,7 @@ from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import named_as
+from megacpp_mcore.model.training import HYBRID, named_as
 from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.nemo_recipes.read_bridge import read
 from megacpp_mcore.observe import recording as observation
@@ -210,6 +210,8 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str]) -> No
     Raises:
         ModelError: names the size that is not divisible, or the DSA schedule that the stages need.
     """
+    if chosen.run.host == HYBRID and any(override.startswith(_STAGES[0]) for override in overrides):
+        raise ModelError(f"{_STAGES[0]} is for GPTModel; stages of HybridModel are marked by '|' in {_STAGES[1]}")
     if any(override.startswith(_STAGES) for override in overrides):
         chosen.model.check_divisible(layout)
     else:

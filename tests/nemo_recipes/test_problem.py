@@ -15,6 +15,7 @@ from megacpp_mcore import policy, settings
 from megacpp_mcore.errors import LaunchError, MegacppError, ModelError
 from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.recipes import RECIPES, Recipe
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.nemo_recipes import bridge, run
 from megacpp_mcore.nemo_recipes import read_bridge as bridge_read
 from tests.errors import raises
@@ -185,7 +186,15 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
     tiny, stages = RECIPES[TINY], Layout(pipeline=2)
     with pytest.raises(ModelError, match="-FF"):
         run.check_stages(tiny, stages, [])
-    run.check_stages(tiny, stages, ["model.pipeline_model_parallel_layout=Et*9|t*3mL"])
+    cut = {
+        GPT: "model.pipeline_model_parallel_layout=Et*9|t*3mL",
+        HYBRID: "model.hybrid_layer_pattern=+EMEDEMED|EMG/+-",
+    }
+    for host, override in cut.items():
+        run.check_stages(dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, host=host)), stages, [override])
+    on_hybrid = dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, host=HYBRID))
+    with raises(ModelError, "model.pipeline_model_parallel_layout=", "model.hybrid_layer_pattern="):
+        run.check_stages(on_hybrid, stages, [cut[GPT]])
     file = tmp_path / "settings.yaml"
     file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
     run.check_stages(run.with_own_model(tiny, settings.load(file)), stages, [])

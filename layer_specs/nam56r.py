@@ -52,6 +52,7 @@ from megacpp_mcore.model import DEFAULT, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import EXPERTS
 from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
 from megacpp_mcore.policy import ranks
@@ -237,7 +238,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         LaunchError: as :func:`megacpp_mcore.policy.check_memory`.
     """
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
-        return Run(model, layout_of(config), settings=settings)
+        return Run(model, layout_of(config), host=HYBRID if config.is_hybrid_model else GPT, settings=settings)
     lowering.check_unused(sys.argv[1:])
     device, processes = "cpu" if cpu.is_active() else "cuda", torch.distributed.get_world_size()
     run = read(sys.argv[1:], device=device, processes=processes, model=model, settings=settings)

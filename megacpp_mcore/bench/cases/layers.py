@@ -181,7 +181,7 @@ def _config(options: Options, model: Model) -> Any:
     from megacpp_mcore.arguments.lowering import lower
     from megacpp_mcore.data.tokenizer import tokenizer_words
     from megacpp_mcore.model.run import Run
-    from megacpp_mcore.model.training import Training
+    from megacpp_mcore.model.training import GPT, Training
 
     training = Training(
         device=options.device, precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
@@ -189,7 +189,7 @@ def _config(options: Options, model: Model) -> Any:
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip
     with (  # Megatron's parser reads the command line and the environment, and prints every argument
-        mock.patch.object(sys, "argv", ["bench", *lower(Run(model, training=training))]),
+        mock.patch.object(sys, "argv", ["bench", *lower(Run(model, training=training, host=GPT))]),
         mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}),
         contextlib.redirect_stdout(io.StringIO()),
     ):

@@ -96,6 +96,12 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
         return None
     ssm, tokens = model.mamba3, run.training.micro_batch_size * model.seq_length
     step = ACTIVATIONS * model.hidden_size * (len(model.layers) + model.mtp.depth) * tokens
+    # What nam56r does not have: experts wider than the hidden states, rows gathered from other ranks, logits.
+    wider = 4 * max(0, model.moe.topk * model.moe.ffn_hidden_size - model.hidden_size)
+    gathered = 2 * model.hidden_size * (run.layout.expert - 1)
+    step += (wider + gathered) * model.layers.count("E") * tokens
+    if run.settings is not None and not run.settings.speed_defaults.linear_cross_entropy:
+        step += 6 * model.vocab_size * (1 + model.mtp.depth) * tokens
     in_fp8 = run.training.plan.kernel_fp8 != "none" or (
         run.settings is not None and run.settings.fp8.recipe is not None
     )

@@ -178,28 +178,31 @@ def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(
 
 
 @pytest.mark.parametrize(
-    ("size", "processes", "micro_batch", "layout", "fp8", "kept"),
+    ("size", "processes", "micro_batch", "layout", "words", "kept"),
     [
-        (H200, 1, 1, Layout(), False, "all"),
-        (H200, 1, 2, Layout(), False, "all"),  # 132 GB are reserved
-        (H200, 1, 2, Layout(), True, "scan"),
-        (H200, 1, 4, Layout(), False, None),
-        (H200, 4, 4, Layout(), False, "scan"),
-        (H100, 4, 1, Layout(), False, "all"),
-        (H100, 4, 2, Layout(), False, None),
-        (H200, 2, 1, Layout(pipeline=2, virtual=2), False, None),
+        (H200, 1, 1, Layout(), "", "all"),
+        (H200, 1, 2, Layout(), "", "all"),  # 132 GB are reserved
+        (H200, 1, 2, Layout(), "fp8: {recipe: block}", "scan"),
+        (H200, 1, 2, Layout(), "speed_defaults: {linear_cross_entropy: false}", "scan"),
+        (H200, 4, 4, Layout(), "overrides: {moe: {topk: 16}}", None),
+        (H200, 1, 4, Layout(), "", None),
+        (H200, 4, 4, Layout(), "", "scan"),
+        (H100, 4, 1, Layout(), "", "all"),
+        (H100, 4, 2, Layout(), "", None),
+        (H200, 2, 1, Layout(pipeline=2, virtual=2), "", None),
     ],
     ids=str,
 )
 def test_what_mamba_keeps_follows_from_memory(
-    gpu: Any, tmp_path: Path, size: int, processes: int, micro_batch: int, layout: Layout, fp8: bool, kept: str | None
+    gpu: Any, tmp_path: Path, size: int, processes: int, micro_batch: int, layout: Layout, words: str, kept: str | None
 ) -> None:
     gpu("a GPU", size)
     file = tmp_path / "own.yaml"
-    file.write_text(f"model: nam56r\nfp8: {{recipe: {'block' if fp8 else 'null'}}}\n", encoding="utf-8")
+    file.write_text(f"model: nam56r\n{words}\n", encoding="utf-8")
     training = Training(processes=processes, micro_batch_size=micro_batch, global_batch_size=8 * processes)
     how = {"distributed_optimizer": True}
-    run = Run(preset("nam56r"), layout, training, asked=how, settings=settings.load(file))
+    own = settings.load(file)
+    run = Run(own.model, layout, training, asked=how, settings=own)
     assert policy.mamba_keeps(run) == kept
     assert policy.mamba_keeps(None) is None
     on_cpu = Training(device="cpu", transformer_impl="local")

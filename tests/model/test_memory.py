@@ -184,7 +184,8 @@ def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(
         (H200, 1, 2, Layout(), "", "all"),  # 132 GB are reserved
         (H200, 1, 2, Layout(), "fp8: {recipe: block}", "scan"),
         (H200, 1, 2, Layout(), "speed_defaults: {linear_cross_entropy: false}", "scan"),
-        (H200, 4, 4, Layout(), "overrides: {moe: {topk: 16}}", None),
+        (H200, 8, 4, Layout(), "", "all"),
+        (H200, 8, 4, Layout(), "overrides: {moe: {topk: 16}}", "scan"),
         (H200, 1, 4, Layout(), "", None),
         (H200, 4, 4, Layout(), "", "scan"),
         (H100, 4, 1, Layout(), "", "all"),

@@ -13,7 +13,7 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test cases dist test-install kernels test-bridge test-exhaustive test-upstream lint typecheck docs bridge nemo-run clean
+.PHONY: help venv demo test cases dist test-install kernels test-bridge test-exhaustive test-newest test-upstream lint typecheck docs bridge nemo-run clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
@@ -24,6 +24,7 @@ help:
 	@echo "make kernels    the GPU kernels without a GPU: interpreted, and compiled for an H200 (nothing spilled, tensor cores used)"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
+	@echo "make test-newest  kernels, ops, patches and CPU lane with the newest torch that pip installs (5 GB, removed at the end)"
 	@echo "make test-upstream  Megatron's own unit tests with and without patches, on a GPU host"
 	@echo "make lint       ruff, check and format; who imports whom"
 	@echo "make typecheck  mypy"
@@ -80,6 +81,11 @@ test-bridge:
 
 test-exhaustive:
 	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive and not gpu" tests
+
+test-newest:
+	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; "$(BASE_PYTHON)" -m venv "$$folder/venv"; python="$$folder/venv/bin/python"; \
+	"$$python" -m pip install --quiet --disable-pip-version-check ".[dev]"; \
+	"$$python" -m pytest -n 2 --dist worksteal -m "not gpu and not exhaustive" tests/cpu tests/ops tests/patches
 
 # With the host's own Python: the environment of this file has no Transformer Engine.
 test-upstream:

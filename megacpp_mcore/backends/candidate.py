@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacpp_mcore import versions
 from megacpp_mcore.backends import probes, vendor_switches
 from megacpp_mcore.backends.probes import ProbeResult
 from megacpp_mcore.backends.support import Support
@@ -60,6 +61,17 @@ class Candidate:
     def unproven(self, needs: Mapping[str, Any]) -> str | None:
         """Return why ``auto`` does not take it for a request that it supports, or None."""
         return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
+
+    def foreign(self, needs: Mapping[str, Any]) -> str | None:
+        """Return why ``auto`` does not take it with this GPU and this Triton, or None; None if it is not for a GPU."""
+        if needs.get("device") != "cuda":
+            return None
+        release = probes.triton_release() if probes.TRITON in self.requires else ""
+        spilling = versions.TRITON.get(release, {}).get(self.op)
+        if spilling and all(needs.get(name) == size for name, size in spilling.items()):
+            sizes = ", ".join(f"{name} {size}" for name, size in spilling.items())
+            return f"with Triton {release} its kernels spill registers at {sizes}"
+        return self.support.foreign(probes.arch())
 
     def present(self) -> ProbeResult:
         """Return whether this machine meets its requirements; a probe that raises means no."""

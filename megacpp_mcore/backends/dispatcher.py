@@ -187,7 +187,7 @@ class Dispatcher:
         for candidate in self._candidates[op].values():
             if not candidate.auto or candidate.unproven(needs) or candidate.speed != Speed.KERNEL:
                 continue
-            reason = candidate.support.foreign(probes.arch()) if needs.get("device") == "cuda" else None
+            reason = candidate.foreign(needs)
             if reason is None:
                 with self._lock:
                     present = self._probe(candidate)
@@ -262,7 +262,7 @@ class Dispatcher:
                 passed_over.append(f"{candidate.name} was not measured to be faster here: {unproven}")
                 continue
             best = candidate.speed if best is None else best
-            foreign = candidate.support.foreign(probes.arch()) if needs.get("device") == "cuda" else None
+            foreign = candidate.foreign(needs)
             if foreign is not None:  # before its probe, too
                 passed_over.append(f"{candidate.name}: {foreign}")
                 continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megacpp_mcore.backends import probes
 from megacpp_mcore.backends.candidate import Candidate
 from megacpp_mcore.backends.candidates import own_candidates
 from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE
@@ -27,7 +26,7 @@ def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
                 "requires": list(candidate.requires),
                 **candidate.support.as_record(),
                 "present": present.ok,
-                "reason": present.reason or candidate.support.foreign(probes.arch()) or "",
+                "reason": present.reason or candidate.foreign({"device": "cuda"}) or "",
             }
         )
     return found

@@ -12,10 +12,12 @@ from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult, probe_import
 from megacpp_mcore.util.te_imports import DISABLE_TE, TRANSFORMER_ENGINE
 from megacpp_mcore.util.te_imports import disabled as te_disabled
+from megacpp_mcore.versions import TRITON as TRITON_RELEASES
+from megacpp_mcore.versions import TRITON_DIRECT
 
 __all__ = [
     "APEX_PARTS", "CUDA", "DISABLE_TE", "REQUIREMENTS", "TRANSFORMER_ENGINE", "TRITON", "ProbeResult", "apex_parts",
-    "probe_import", "requirement", "te_disabled",
+    "known_triton", "probe_import", "requirement", "te_disabled", "triton_release",
 ]  # fmt: skip
 
 TRITON = "triton"
@@ -53,11 +55,28 @@ def apex_parts() -> dict[str, ProbeResult]:
     return {part: found[part] for part in APEX_PARTS}
 
 
-def _triton() -> ProbeResult:
-    """Return whether Triton has a driver here, which it builds with a C compiler; importing it does not show that."""
-    imported = probe_import("triton")
-    if not imported.ok:
+@functools.cache
+def triton_release() -> str:
+    """Return the release of the installed Triton, such as ``3.6``; empty without one."""
+    return ".".join(importlib.import_module("triton").__version__.split(".")[:2]) if probe_import("triton").ok else ""
+
+
+def known_triton() -> ProbeResult:
+    """Return whether the kernels were compiled with the installed Triton, and if so, what else to know of it."""
+    if not (imported := probe_import("triton")).ok:
         return imported
+    release, known = triton_release(), ", ".join(TRITON_RELEASES)
+    if release not in TRITON_RELEASES:
+        return ProbeResult(False, f"the kernels were not compiled with Triton {release}, but with {known}")
+    ran = release == TRITON_DIRECT
+    return ProbeResult(True, "" if ran else f"kernels compile with it; on GPUs they ran with Triton {TRITON_DIRECT} only")
+
+
+def _triton() -> ProbeResult:
+    """Return whether Triton is of a known release and has a driver here, which importing does not show: it compiles one."""
+    known = known_triton()
+    if not known.ok:
+        return known
     try:
         importlib.import_module("triton").runtime.driver.active.get_current_target()
     except Exception as error:

@@ -116,6 +116,14 @@ version = package_info.__version__
 details["file"] = package_info.__file__
 import megatron.core.models.gpt.gpt_model, megatron.core.optimizer, megatron.training.arguments
 """
+_TRITON = """
+import triton
+from megacpp_mcore.backends import probes
+version = triton.__version__
+details["note"] = (known := probes.known_triton()).reason
+if not known.ok:
+    raise SystemExit(known.reason)
+"""
 _ENGINE = """
 import transformer_engine.pytorch as te
 te.Linear
@@ -161,7 +169,7 @@ import megatron.bridge.training.pretrain
 COMPONENTS: tuple[Component, ...] = (
     Component(name="torch", module="torch", probe=_TORCH, required=True, versions=versions.TORCH),
     Component(name="megatron-core", module="megatron.core", probe=_MEGATRON, required=True, versions=versions.MEGATRON_CORE),
-    Component(name="triton", module="triton"),
+    Component(name="triton", module="triton", probe=_TRITON),
     Component(name="transformer-engine", module=TRANSFORMER_ENGINE, probe=_ENGINE, blocks=True,
               distributions=("transformer-engine", "transformer-engine-cu13", "transformer-engine-cu12"),
               advice="a transformer-engine that does not import breaks megatron-core's own import; "
@@ -254,7 +262,7 @@ def _find_and_try(component: Component, time_limit_s: float) -> Finding:
         problem = f"{component.name}{component.versions} is needed"
         problem = _megatron()[1] if component.module == "megatron.core" else problem
     if not problem:
-        return found(WORKS, version, details=details)
+        return found(WORKS, version, details.pop("note", ""), details=details)
     reason = f"{problem}; {component.advice}" if component.advice else problem
     return found(BROKEN, version, reason, component.is_needed, details)
 

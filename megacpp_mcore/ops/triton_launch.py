@@ -17,8 +17,25 @@ from megacpp_mcore.versions import TRITON_DIRECT
 DIRECT = triton.__version__.startswith(f"{TRITON_DIRECT}.")
 """Whether compiled kernels are launched directly: the arguments of that call are not a public interface of Triton."""
 
+_NEWER: dict[str, dict[str, Any]] = {
+    "angle_totals": {"num_warps": 4},
+    "all_rows": {"LEAST": 64},
+    "chunk_scan_bwd_keys": {"maxnreg": None},
+    "chunk_scan_fwd": {"maxnreg": None},
+    "keys": {"W": 64},
+    "place": {"num_warps": 8},
+    "score_keys": {"maxnreg": None},
+    "targets, 576": {"KEYS": 16},
+}
+"""What to change of the launch options that were tuned with Triton 3.6 where newer versions spill registers with them."""
+
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, int, tuple[None, ...]]] = {}
 """Kernels by all that they depend on, each with its device and a placeholder for every compile-time argument."""
+
+
+def options(kernel: str, tuned: dict[str, Any]) -> dict[str, Any]:
+    """Return the launch options of ``kernel`` for this version of Triton; ``tuned`` are those of 3.6."""
+    return tuned if DIRECT else tuned | _NEWER.get(kernel, {})
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

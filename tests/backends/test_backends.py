@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -10,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megacpp_mcore import backends
+from megacpp_mcore import backends, versions
 from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, markdown, observed, probes
+from megacpp_mcore.backends import candidates as listed
 from megacpp_mcore.backends import dispatcher as dispatching
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.commands import doctor
@@ -28,9 +31,12 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has warned of nothing, tried nothing and disables nothing."""
     monkeypatch.setattr(dispatching, "_warned", set())
     monkeypatch.delenv(probes.DISABLE_TE, raising=False)
-    probes._probed.cache_clear()
+    cached = probes._probed, probes.triton_release
+    for each in cached:
+        each.cache_clear()
     yield
-    probes._probed.cache_clear()
+    for each in cached:
+        each.cache_clear()
 
 
 class Counted:
@@ -71,6 +77,40 @@ def test_kernels_for_other_gpus_are_left_to_requests_by_name(monkeypatch: pytest
     (row, _) = markdown.rows(both)
     assert (row["archs"], row["present"]) == (["sm_90", "sm_100"], True)
     assert "by name only" in markdown.text(both)
+
+
+@pytest.mark.parametrize("release", [*versions.TRITON, "3.10"])
+def test_kernels_are_taken_with_the_triton_that_compiles_them(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``auto`` where they spill nothing, by name where they compile at all."""
+    triton = ModuleType("triton")
+    triton.__version__ = f"{release}.1"  # type: ignore[attr-defined]
+    target = SimpleNamespace(get_current_target=lambda: "an H200")
+    triton.runtime = SimpleNamespace(driver=SimpleNamespace(active=target))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(probes, "probe_import", lambda name: ProbeResult(True))
+    monkeypatch.setattr(probes, "arch", lambda: "sm_90")
+    monkeypatch.setattr(probes, "REQUIREMENTS", {**probes.REQUIREMENTS, probes.CUDA: lambda: ProbeResult(True)})
+    monkeypatch.setattr(listed, "_load", lambda path: int)
+    (component,) = (one for one in doctor.COMPONENTS if one.name == "triton")
+    found: dict[str, Any] = {"details": {}}
+    with pytest.raises(SystemExit) if release == "3.10" else contextlib.nullcontext():
+        exec(component.probe, found)  # noqa: S102 - as the doctor does, in a process of its own
+    assert found["version"] == f"{release}.1"
+    assert ("on GPUs they ran with Triton 3.6 only" in found["details"]["note"]) == (release not in ("3.6", "3.10"))
+    for state, rank in ((64, 4), (128, 1), (128, 4)):
+        needs = {"device": "cuda", "dtype": "bfloat16", "head_dim": 64, "mimo_rank": rank, "state": state}
+        made = Dispatcher().request("mamba3", **needs)
+        spills = versions.TRITON.get(release, {}).get("mamba3") == {"mimo_rank": rank, "state": state}
+        assert made.observed == ("reference" if spills or release == "3.10" else "triton"), made.reason
+        assert made.slower_than_best == (made.observed == "reference")
+        if spills:
+            assert f"with Triton {release} its kernels spill registers at mimo_rank 4, state 128" in made.reason
+        if release == "3.10":
+            assert "the kernels were not compiled with Triton 3.10, but with 3.6, 3.9" in made.reason
+            with pytest.raises(BackendError, match=r"op mamba3: the kernels were not compiled with Triton 3\.10"):
+                Dispatcher({"mamba3": "triton"}).request("mamba3", **needs)
+        else:
+            assert Dispatcher({"mamba3": "triton"}).request("mamba3", **needs).observed == "triton"
 
 
 def dispatcher(requests: Mapping[str, str] | None = None, **fast: Any) -> tuple[Dispatcher, Counted]:

@@ -48,7 +48,7 @@ def compiled(
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if signature[name].startswith("*") or name in multiples
+        if signature[name].startswith("*") or (name in multiples and signature[name] != "constexpr")
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)

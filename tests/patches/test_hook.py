@@ -262,7 +262,7 @@ def test_megatron_core_alone_arms_and_imports_nothing_more(hooked: Path) -> None
     assert (row["state"], row["hook"], row["fingerprints"]) == ("armed", str(hooked / HOOKED), {})
     assert row["waits_for"] == list(dict.fromkeys(target.partition(":")[0] for target in row["targets"]))
     assert set(imported) == {"megatron", "megatron.core", "megatron.core.package_info"}
-    (line,) = done.stderr.splitlines()  # at the end of the process
+    (line,) = (line for line in done.stderr.splitlines() if "torch/utils/cpp_extension.py" not in line)  # at the end
     assert f"patch {NAME} was NOT applied; never imported in this process: {', '.join(row['waits_for'])}" in line
 
 

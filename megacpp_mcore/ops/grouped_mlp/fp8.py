@@ -28,7 +28,7 @@ from megacpp_mcore.ops.assembly import INTERPRETED
 from megacpp_mcore.ops.grouped_mlp import triton as bf16
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
 from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
-from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.ops.triton_launch import DIRECT, launch
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -129,13 +129,17 @@ def largest_parts(w, largest_EP, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(largest_EP + expert * PARTS + part, tl.max(largest, 0))
 
 
+_OPAQUE = tl.constexpr("mov.b32 $0, $1;" if DIRECT else "max.f32 $0, $1, 0f00000000;")
+"""An instruction that leaves a positive number as it is; the ptxas 12.9 of Triton 3.9 sees through the first."""
+
+
 @triton.jit
 def _opaque(x):
-    """``x``, opaque to the compiler."""
+    """``x``, a positive number, opaque to the compiler."""
     if INTERPRETED:
         return x
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(_OPAQUE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

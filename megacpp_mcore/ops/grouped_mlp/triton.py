@@ -21,7 +21,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import kernels
 from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_counts, check_routed, check_rows
 from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
-from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.ops.triton_launch import launch, options
 
 DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel only for this dtype; for others it loops over counts, for
@@ -232,7 +232,7 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int, exact: b
     launch(kernels.count, (blocks,), routing_TE, count_BE, T, E, **shape)
     launch(
         kernels.place, (blocks,), routing_TE, probs_TE.contiguous(), count_BE, *rows, T, E, blocks, K=topk,
-        SLOTS=triton.next_power_of_2(topk), SPAN=tokens, EXACT=exact, **shape,
+        SLOTS=triton.next_power_of_2(topk), SPAN=tokens, EXACT=exact, **options("place", shape),
     )  # fmt: skip
     return rows, row_TK
 

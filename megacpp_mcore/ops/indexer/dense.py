@@ -18,7 +18,7 @@ import triton.language as tl
 
 from megacpp_mcore.ops.assembly import LOG2E, exp2
 from megacpp_mcore.ops.slices import aligned, eighths
-from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.ops.triton_launch import launch, options
 
 HALVES = {128: (128, 0), 576: (512, 64)}
 """By attention head width, its columns as two powers of two."""
@@ -29,7 +29,7 @@ SUMS = {
 }
 TARGETS = {
     128: {"QUERIES": 64, "KEYS": 128, "num_warps": 8, "num_stages": 2},
-    576: {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    576: options("targets, 576", {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}),
 }
 LEARN = {
     64: {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},

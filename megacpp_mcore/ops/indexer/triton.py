@@ -21,7 +21,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import kernels
 from megacpp_mcore.ops.indexer.reference import check_gradient, check_indexer, check_selection
 from megacpp_mcore.ops.sums import integer_unit
-from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.ops.triton_launch import launch, options
 from megacpp_mcore.ops.visibility import check_square
 
 HEAD_DIM, MOST_HEADS = 64, 64
@@ -40,7 +40,7 @@ SCORE_KEYS = {
 TAKE_BEST = {"KEYS": KEYS, "BLOCK": 1024, "num_warps": 1, "num_stages": 1}
 """Launch options of the selection. One warp per row of scores, so that none waits for another."""
 
-ALL_KEYS = SCORE_KEYS | {"CAUSAL": False, "maxnreg": 168}
+ALL_KEYS = SCORE_KEYS | options("score_keys", {"CAUSAL": False, "maxnreg": 168})
 SCORE_ALL = {HEAD_DIM: ALL_KEYS, 128: ALL_KEYS | {"D": 128, "STAGES": 2, "num_stages": 2}}
 """Launch options of :func:`score_all` by head width. Registers and shared memory leave room for three programs: without the
 limit, rows of T not a multiple of 16, whose numbers are stored one by one, take 254 registers of a thread."""

@@ -36,7 +36,7 @@ from megacpp_mcore.ops.mamba3.reference import (
 )
 from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
-from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.ops.triton_launch import DIRECT, launch, options
 from megacpp_mcore.util.nearest import nearest_number
 
 ROWS = 64
@@ -171,29 +171,30 @@ class Plan:
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
-        """What each launch of ``chunk_scan_bwd_keys`` computes: at a state of 128, registers suffice for only half of it."""
-        if self.N <= 64 or self.R == 1:
+        """What each launch of ``chunk_scan_bwd_keys`` computes: at a state of 128, and with newer versions of Triton, registers
+        suffice for only half of it."""
+        if self.R == 1 or (DIRECT and self.N <= 64):
             return ({"KEYS": True, "VALUES": True, "QUERIES": self.R == 1},)
         return ({"KEYS": True, "VALUES": False, "QUERIES": False}, {"KEYS": False, "VALUES": True, "QUERIES": False})
 
-    def options(self, kernel: str) -> dict[str, int]:
+    def options(self, kernel: str) -> dict[str, Any]:
         """Launch options of a kernel."""
-        options = {"num_warps": 4, "num_stages": 1}
+        tuned = {"num_warps": 4, "num_stages": 1}
         if kernel == "rotate_bwd":
-            options["num_warps"] = 1  # its sums stay in a warp
+            tuned["num_warps"] = 1  # its sums stay in a warp
         elif kernel in ("angle_totals", "tables_fwd", "tables_bwd"):
-            options["num_warps"] = max(1, self.segment // 32)  # one token per thread
+            tuned["num_warps"] = max(1, self.segment // 32)  # one token per thread
         elif kernel == "chunk_state_fwd" and self.N > 64 and self.R > 1:
-            options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
+            tuned |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd" and self.R != 2:
-            options["maxnreg"] = 96 if self.norm else 80  # five programs per multiprocessor, or six
+            tuned["maxnreg"] = 96 if self.norm else 80  # five programs per multiprocessor, or six
         elif kernel in ("chunk_scan_fwd", "chunk_scan_bwd_queries", "chunk_scan_bwd_keys"):
-            options["num_stages"] = 2  # prefetch the next chunk's rows
+            tuned["num_stages"] = 2  # prefetch the next chunk's rows
             if (kernel == "chunk_scan_bwd_keys" and self.R == 1) or (
                 kernel != "chunk_scan_bwd_keys" and self.N <= 64 and self.R == 4
             ):
-                options["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
-        return options
+                tuned["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
+        return options(kernel, tuned)
 
     @cached_property
     def constants(self) -> dict[str, dict[str, Any]]:

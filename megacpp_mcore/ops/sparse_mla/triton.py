@@ -23,7 +23,7 @@ from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.sparse_mla import kernels, wide
 from megacpp_mcore.ops.sparse_mla.reference import check_attention
 from megacpp_mcore.ops.sums import integer_unit
-from megacpp_mcore.ops.triton_launch import launch
+from megacpp_mcore.ops.triton_launch import launch, options
 
 WIDE = ((576, 512),)
 """Widths of a query and of its value that have separate kernels: DeepSeek's."""
@@ -48,7 +48,7 @@ WIDE_FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 
 SCORES = WIDE_FORWARD | {"STAGES": 1}
 WIDE_SUMS = WIDE_FORWARD | {"STAGES": 2}
 QUERIES = WIDE_FORWARD | {"STAGES": 5, "PARTS": 2}
-GRADIENTS = WIDE_FORWARD | {"STAGES": 1, "W": 128}
+GRADIENTS = WIDE_FORWARD | options("keys", {"STAGES": 1, "W": 128})
 WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS, WIDE_SUMS)
 """Launch options for :data:`WIDE` widths: of those without a spill in any kernel, the fewest cycles by estimate.
 
@@ -246,7 +246,8 @@ def _rows(heads: int, second: int) -> int:
 
 def _all_rows(heads: int) -> int:
     """Heads of one launch of ``queries`` and ``keys`` (up to two of ``scores``), with ``heads`` left, rounded up."""
-    return 2 * HEADS if heads > HEADS else _rows(heads, HEADS)
+    least: int = options("all_rows", {"LEAST": 1})["LEAST"]
+    return 2 * HEADS if heads > HEADS else _rows(max(heads, least), HEADS)
 
 
 def _integer_scale(

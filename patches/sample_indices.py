@@ -1,7 +1,7 @@
 """sample-indices: cached sample indices are written whole, with digests, and checked before they are used.
 
 Upstream writes each index in place and later uses any file of the right name: half a file ends every later start, and changed
-entries train on other samples.
+entries train on other samples. For a split without a token, such as one of few documents, it counts epochs without end.
 
 Activate: applied by the launcher for the specs of this package; or ``megacpp_mcore.patches.apply(["sample-indices"])``.
 Scope: the document, sample and shuffle index of a GPTDataset and the two of a BlendedDataset, in the folder ``path_to_cache``.
@@ -67,6 +67,22 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the method that adds up epochs until there are tokens for all samples."""
+
+    @functools.wraps(original)
+    def epochs(self: Any, num_tokens_per_epoch: int) -> Any:
+        if num_tokens_per_epoch <= 0 and self.num_samples is not None:
+            raise DataError(
+                f"the {self.index_split.name} split of {self.dataset_path} has no token: --split {self.config.split} leaves it "
+                f"{len(self.indices)} documents; give it a larger share, or 0 with --eval-iters 0",
+                code="empty-split",
+            )
+        return original(self, num_tokens_per_epoch)
+
+    return epochs
+
+
 def problem_of(folder: Path, base: str) -> str | None:
     """Why the indices whose files begin with ``base`` in ``folder`` cannot be used; None: they are as they were written."""
     record = folder / f"{base}-{DIGESTS}"
@@ -102,7 +118,7 @@ PATCH = Patch(
     name="sample-indices",
     fixes=(
         "sample indices that a killed run left cut off end every later start, and damaged ones are trained with; neither is "
-        "named"
+        "named; a split to which --split leaves no document hangs the start"
     ),
     source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py",
     edits=(
@@ -112,13 +128,21 @@ PATCH = Patch(
             _checked,
         ),
         Edit.of(
+            "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
+            "2a8e50253a5e1dd6859c6f410d6ddc687c47834363210a72609bb435610cf996",
+            _counted,
+        ),
+        Edit.of(
             "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
             "c526c2c6ddd9d47ee82fbc7352ca7fb112b5ab67753792f4f56bb6d934ed0b79",
             _checked,
         ),
     ),
-    seam="each of the two methods both reads and builds all indices of a dataset, and takes the folder from its configuration",
+    seam=(
+        "each of two methods both reads and builds all indices of a dataset, and takes the folder from its configuration; the "
+        "third has the loop"
+    ),
     leaves_alone="what the indices contain, and their names; datasets without path_to_cache",
-    retire_when="upstream writes indices atomically and checks them",
+    retire_when="upstream writes indices atomically and checks them, and refuses a split without a token",
     cost="indices are hashed once per start and rank; those without digests are built once more",
 )

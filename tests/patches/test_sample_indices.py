@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,3 +193,41 @@ def test_a_folder_that_cannot_be_written_names_the_flag(prefixes: list[str], tmp
     (tmp_path / "file").write_text("")
     with raises(DataError, "file/cache", "--data-cache-path", code="no-cache"):
         build(prefixes, tmp_path / "file" / "cache")
+
+
+class Unending(int):
+    """The tokens of an empty epoch, which are added no more than a thousand times."""
+
+    additions = 0
+
+    def __radd__(self, other: int) -> int:
+        self.additions += 1
+        if self.additions > 1000:
+            raise OverflowError("epochs without end")
+        return other
+
+
+def test_a_split_without_a_token_is_refused_where_stock_counts_epochs_without_end(
+    prefixes: list[str], tmp_path: Path
+) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
+
+    tokenizer = MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
+    )
+    config = GPTDatasetConfig(
+        random_seed=1, sequence_length=8, blend=(prefixes[:1], None), split="9998,1,1", tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tmp_path),
+    )  # fmt: skip
+    with raises(
+        DataError, "the valid split of", "has no token: --split 9998,1,1 leaves it 0 documents", code="empty-split"
+    ):
+        BlendedMegatronDatasetBuilder(GPTDataset, [30, 5, 0], lambda: True, config).build()
+    counted = GPTDataset._get_num_epochs
+    for method, error in ((counted, DataError), (counted.__wrapped__, OverflowError)):  # type: ignore[attr-defined]
+        with pytest.raises(error):
+            method(SimpleNamespace(
+                num_samples=5, config=config, index_split=SimpleNamespace(name="valid"), indices=[], dataset_path="a"
+            ), Unending(0))  # fmt: skip

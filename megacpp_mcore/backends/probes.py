@@ -69,7 +69,9 @@ def known_triton() -> ProbeResult:
     if release not in TRITON_RELEASES:
         return ProbeResult(False, f"the kernels were not compiled with Triton {release}, but with {known}")
     ran = release == TRITON_DIRECT
-    return ProbeResult(True, "" if ran else f"kernels compile with it; on GPUs they ran with Triton {TRITON_DIRECT} only")
+    return ProbeResult(
+        True, "" if ran else f"kernels compile with it; on GPUs they ran with Triton {TRITON_DIRECT} only"
+    )
 
 
 def _triton() -> ProbeResult:

@@ -17,7 +17,7 @@ from megacpp_mcore.observe.steps import read_steps
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-STEPS = re.compile(r"iteration +(\d+)/ +3 \|.* lm loss: (\S+)")
+STEPS = re.compile(r"(?:^step |iteration +)(\d+)/ *3 .*?loss:? (\S+)", re.MULTILINE)
 PARAMETERS = re.compile(r"number of parameters on .*: (\d+)")
 
 

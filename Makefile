@@ -47,7 +47,7 @@ FAST_TESTS = $(addprefix tests/,arguments backends data model nemo_recipes polic
 # MEGATRON=/path/to/Megatron-LM: with that Megatron in place of the wheel, also as the checkout.
 test: ENVIRONMENT = $(if $(MEGATRON),megatron "$(MEGATRON)")
 test:
-	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; $(if $(MEGATRON),export MEGATRON_LM="$(MEGATRON)";) exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
+	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; $(if $(MEGATRON),export MEGATRON_LM="$(abspath $(MEGATRON))";) exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
 		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests --ignore=tests/gpu)
 
 # What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.

@@ -104,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             other = first.get((arm.name, seed)) or first.setdefault((wanted, seed), steps)
             first.setdefault((arm.name, seed), steps)
-            row = _row(args, content["model"], (arm, seed), folder, steps, other)
+            model = "stock" if arm.via == "stock" else content["model"]
+            row = _row(args, model, (arm, seed), folder, steps, other)
             table.append(row)
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
     return int(bool(failures))
@@ -172,7 +173,9 @@ def _train(
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
         words = lower(Run(model, Layout(**arm.layout), training, arm.host))
         command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    if arm.via != "stock":
+        environment["MEGACPP_CONFIG"] = str(folder / "megacpp.json")
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if args.device == "cuda" else {}
     with (folder / "log").open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)

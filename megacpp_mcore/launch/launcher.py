@@ -28,6 +28,7 @@ from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.read import read
 from megacpp_mcore.backends import Dispatcher, vendor_switches
+from megacpp_mcore.backends.probes import known_triton, triton_release
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
 from megacpp_mcore.observe import live
@@ -132,7 +133,10 @@ def launch_script(file: str, args: argparse.Namespace, *options: str) -> int:
     given = {name: getattr(args, name) for name in options}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     recording = Recording(no_observe=True)
-    return launch([file, *args.stock_command, *words], device=args.device, recording=recording, verbose=False)
+    # Without training there are no gradients and no optimizer, which would be asked to fit on the GPU.
+    return launch(
+        [file, *args.stock_command, "--skip-train", *words], device=args.device, recording=recording, verbose=False
+    )
 
 
 def _run_processes(nproc: int, words: Sequence[str]) -> int:
@@ -186,6 +190,8 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         launched = policy.resolve(run, environment=os.environ, tf32_products=tf32)
         for line in launched.lines(settings):
             say(line)
+        if on_gpus and (about_triton := known_triton().reason):
+            say(f"Triton {triton_release()}: {about_triton}")
         stack.enter_context(policy.announced())
         stack.enter_context(environment(launched.environment()))
         policy.check_memory(run)  # starts CUDA, which reads the environment once

@@ -298,6 +298,11 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
             code="spec-not-allowed",
         )
     has_pattern = "--hybrid-layer-pattern" in flags.read(arguments)
+    if lowering.preset_of(spec) is not None and name.endswith("_hybrid") and not has_pattern:
+        raise SpecImportError(
+            f"--spec {name} names a HybridModel, which needs --hybrid-layer-pattern; add that (`megacpp-mcore recipe emit` "
+            f"prints it), or name {name.removesuffix('_hybrid')}"
+        )
     host, other = (HYBRID, GPT) if has_pattern else (GPT, HYBRID)
     if lowering.preset_of(spec) is not None and script is not None and script.name == lowering.SCRIPTS[other]:
         needs, do = ("takes no", "leave out") if has_pattern else ("needs", "add")

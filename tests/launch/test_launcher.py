@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from megacpp_mcore import cpu
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import (
@@ -28,11 +30,11 @@ from megacpp_mcore.errors import (
 )
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
-from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model import Layout, memory, preset
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events
-from tests import forks
+from tests import forks, stock
 from tests.errors import raises
 from tests.leftovers import is_running
 
@@ -468,3 +470,20 @@ def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, mon
     with raises(ConfigFileError, "options.yaml", "'modle'"):
         plan("--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
     assert plan("--spec", "megatron.core.spec", *CPU_ARGUMENTS).spec is not None
+
+
+def test_a_name_of_the_other_host_needs_its_pattern() -> None:
+    words = ["--spec", "megacpp_mcore", "nam56r_hybrid", *CPU_ARGUMENTS]
+    with raises(SpecImportError, "nam56r_hybrid", "--hybrid-layer-pattern"):
+        plan(*words)
+    assert plan("--hybrid-layer-pattern", "M", *words).spec == ("megacpp_mcore", "nam56r_hybrid")
+
+
+def test_what_does_not_train_needs_no_memory_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of a recipe for several GPUs, as a command that only loads the model has them on one."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(launcher, "launch", lambda words, **_: begun.append(words) or 0)
+    given = argparse.Namespace(stock_command=stock.words(preset("nam56r"), device="cuda"), device="cuda", tokens=3)
+    assert launcher.launch_script("score.py", given, "tokens") == 0
+    assert memory.states(read(given.stock_command, device="cuda", processes=1, model=preset("nam56r"))) is not None
+    assert memory.states(read(begun[0][1:], device="cuda", processes=1, model=preset("nam56r"))) is None

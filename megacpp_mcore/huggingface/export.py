@@ -138,8 +138,11 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
     found = dict(common.get("content_metadata", {}).get(layout.MODEL_KEY, {}))
     expected = layout.recorded(model)
     arguments = common.get("args")
+    unset = (
+        set() if getattr(arguments, "group_query_attention", False) else {"num_query_groups"}
+    )  # until the first step
     for argument in lowering.model_arguments(model, lowering.host_of(arguments)):
-        if hasattr(arguments, argument.field):
+        if hasattr(arguments, argument.field) and argument.field not in unset:
             found[argument.field], expected[argument.field] = getattr(arguments, argument.field), argument.expected
     wrong = [
         f"{name} is {value!r}, expected {expected.get(name)!r}"

@@ -59,7 +59,7 @@ def test_the_trunk_and_every_depth_of_mtp_add_to_the_buffer(process: Path, monke
         {"layer": {"gtp_remat_size": 2}},
         {"layer": {"tp_group": SimpleNamespace(size=lambda: 2)}},
     ],
-    ids=str,
+    ids=lambda change: next(iter(*change.values())),
 )
 def test_other_tables_are_left_to_upstream(change: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "DEVICE", "cpu")

@@ -92,7 +92,7 @@ def test_a_command_is_a_launch(
     monkeypatch.setattr(launcher, "launch", lambda *given, **more: launched.append((given, more)) or 0)
     assert cli.main([*words, "--device", "cpu", "--", "--load", "x"]) == 0
     (((command,), more),) = launched
-    assert command == [script.__file__, "--load", "x", *options]
+    assert command == [script.__file__, "--load", "x", "--skip-train", *options]
     assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
 
 

@@ -123,4 +123,4 @@ def test_a_seeded_dequantisation_is_counted_once_and_disqualifies() -> None:
             "reason": "",
         }
         values = {"backends": [norm], "precision.dequantised": times}
-        assert claims._fallen_back(claims.Case(values, (), {}, None)) == evidence
+        assert claims._fallen_back(claims.Case(values, (), {}, {}, {})) == evidence

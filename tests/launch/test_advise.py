@@ -91,7 +91,7 @@ def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(words) == 0
     (((command,), more),) = launched
     assert command[0] == schedule_search.__file__
-    assert command[1:] == ["--load", "x", "--skip-train", "--heldout=text", "--tokens=9", "--batch=8", "--tolerance=0.001"]
+    assert " ".join(command[1:]) == "--load x --skip-train --heldout=text --tokens=9 --batch=8 --tolerance=0.001"
     assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
 
 

@@ -66,6 +66,7 @@ def _build(
     module = norm(config=config, hidden_size=hidden_size, eps=eps)
     if backend.observed != STOCK:
         module.__class__ = _by_op(module.__class__, has_residual)  # parameters keep their checkpoint keys
+        module.returns_residual = has_residual  # Megatron 0.20's norms have an attribute of their own
     module.backend = backend
     return module
 
@@ -83,5 +84,5 @@ def _by_op(norm: Any, has_residual: bool) -> Any:
         """``[..., D] -> [..., D]``."""
         return pair(self, hidden)[0]
 
-    members = {"forward": pair, "returns_residual": True} if has_residual else {"forward": forward}
-    return type(norm.__name__, (norm,), {**members, "__module__": norm.__module__})
+    members = {"forward": pair if has_residual else forward, "__module__": norm.__module__}
+    return type(norm.__name__, (norm,), members)

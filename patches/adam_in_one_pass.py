@@ -163,7 +163,10 @@ def _in_one_pass(original: Callable[..., Any]) -> Callable[..., Any]:
             found = _update(self)
         if found is None:
             return original(self)
-        vars(self.optimizer)["step"] = functools.partial(found.run, self.optimizer)
+        from torch.optim import Optimizer
+
+        # With the hooks of PyTorch's optimizers, by which what is kept between steps is dropped.
+        vars(self.optimizer)["step"] = functools.partial(Optimizer.profile_hook_step(found.run), self.optimizer)
         vars(self)["_copy_main_params_to_model_params"] = lambda: None
         try:
             return original(self)

@@ -81,7 +81,8 @@ def outcome(layer: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> list[to
     stacked = isinstance(experts, StackedExperts)
     first, second = ([experts.weight1], [experts.weight2]) if stacked else expert_matrices(experts)
     leaves = [hidden, layer.router.weight, shared.linear_fc1.weight, shared.linear_fc2.weight, *first, *second]
-    output, _ = layer(hidden)
+    output, unadded = layer(hidden)
+    output = output if unadded is None else output + unadded
     found = torch.autograd.grad(output, leaves, gradient)
     if stacked:
         return [output.detach(), *found]

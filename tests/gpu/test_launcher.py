@@ -51,7 +51,7 @@ def test_the_stream_is_the_current_one() -> None:
         found = twice(x)
         assert not side.query()
         side.synchronize()
-    torch.cuda._sleep(2**30)
+    torch.cuda._sleep(2**32)  # seconds: other processes take turns on the card
     with torch.cuda.stream(side):
         assert torch.equal(twice(x), 2 * x)  # which waits for this stream alone
     assert not torch.cuda.current_stream().query()

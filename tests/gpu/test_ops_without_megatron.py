@@ -64,7 +64,8 @@ def test_automatic_calls_take_kernels() -> None:
 
 def test_the_loss_ignores_labels_on_a_gpu() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
-    hidden, weight = (torch.randn(n, 128, device="cuda", generator=generator).bfloat16() for n in (500, 1000))
+    hidden, weight = (torch.randn(n, 128, device="cuda", generator=generator) for n in (500, 1000))
+    hidden, weight = hidden.bfloat16(), (weight / 128**0.5).bfloat16()  # logits of 1 are kept to 2^-9 of that
     label = torch.randint(1000, (500,), device="cuda", generator=generator)
     label[::3] = -100
     leaves = [tensor.requires_grad_() for tensor in (hidden, weight)]

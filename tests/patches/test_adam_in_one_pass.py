@@ -23,7 +23,7 @@ class Quantised(torch.Tensor):
     """What holds no 16-bit elements."""
 
 
-class FusedAdam:
+class FusedAdam(torch.optim.Optimizer):
     """Transformer Engine's, as far as the patch looks at it; its own step must not run."""
 
     __module__ = "transformer_engine.pytorch.optimizers.fused_adam"
@@ -31,13 +31,13 @@ class FusedAdam:
     def __init__(self, mains: list[torch.Tensor]) -> None:
         shared = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True}
         parts = ((mains[:COPIED], 0.1), (mains[COPIED:], 0.0), ([], 0.0))
-        self.param_groups = [{"params": some, "weight_decay": decay, "step": 3, **shared} for some, decay in parts]
-        self.state = {main: {name: torch.rand_like(main) for name in ("exp_avg", "exp_avg_sq")} for main in mains}
+        super().__init__([{"params": some, "weight_decay": decay, "step": 3, **shared} for some, decay in parts], {})
+        self.state |= {main: {name: torch.rand_like(main) for name in ("exp_avg", "exp_avg_sq")} for main in mains}
         self.capturable, self.master_weights, self.adam_w_mode = False, False, 1
         self.name_to_dtype_map = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
         self.stepped = 0
 
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]
         self.stepped += 1
 
 
@@ -114,8 +114,11 @@ def one_step(optimizer: Optimizer, *, clips: bool = True) -> list[float]:
 @pytest.mark.parametrize("distributed", [True, False])
 def test_one_launch_a_group_clips_updates_and_copies(calls: list[tuple[Any, ...]], distributed: bool) -> None:
     optimizer = Optimizer(distributed)
+    hooked: list[int] = []
+    optimizer.optimizer.register_step_post_hook(lambda *_: hooked.append(len(calls)))
     assert one_step(optimizer) == []
     assert one_step(optimizer, clips=False) == []
+    assert hooked == [2, 4]  # what is kept of weights until the next step is dropped by such a hook
     assert optimizer.optimizer.stepped == optimizer.copied == 0
     assert [call[1:] for call in calls] == [(4, 0.25, 0.1), (4, 0.25, 0.0), (5, None, 0.1), (5, None, 0.0)]
     assert [group["step"] for group in optimizer.optimizer.param_groups] == [5, 5, 5]  # an empty group counts, too

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The launcher: three steps of nam56r_tiny by the unmodified pretrain_gpt.py of a Megatron-LM checkout, on the CPU.
+# The launcher: three steps of nam56r_tiny by the unmodified pretrain_hybrid.py of a Megatron-LM checkout, on the CPU.
 #
 #     MEGATRON_LM=/path/to/Megatron-LM examples/checkout_spec.sh FOLDER
 set -euo pipefail
@@ -11,4 +11,4 @@ megacpp-mcore data prepare "$(dirname "$0")/../README.md" --output "$folder/text
 megacpp-mcore recipe emit nam56r_tiny --as args --data "$folder/text" \
     --set train_iters=3 global_batch_size=2 > "$folder/words"
 mapfile -t words < "$folder/words"
-megacpp-mcore launch --device cpu -- pretrain_gpt.py "${words[@]}" --spec megacpp_mcore.nam56r_tiny
+megacpp-mcore launch --device cpu -- pretrain_hybrid.py "${words[@]}" --spec megacpp_mcore.nam56r_tiny

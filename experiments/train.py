@@ -5,7 +5,7 @@
 The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
 definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
 (``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
-runs); ``host: hybrid`` trains Megatron's HybridModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via:
+runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via:
 stock`` a model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that
 is named twice trains every arm twice. ``apart`` is the largest difference in a step's loss from the first run of the same arm
 and seed, or, for that run itself, from the first arm with as many steps. ``probe: layers`` also records every layer's
@@ -38,7 +38,7 @@ from megacpp_mcore.bench.measure import device_name, versions
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import GPT, Training
+from megacpp_mcore.model.training import DEFAULT_HOST, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import Step, read_steps
 from megacpp_mcore.util import flags
@@ -63,7 +63,7 @@ class Arm:
     layout: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     words: Sequence[Any] = ()
-    host: str = GPT
+    host: str = DEFAULT_HOST
     via: str = "launch"
     recipe: str = ""
 

@@ -18,7 +18,7 @@ from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Argument, absent, option, switch
 from megacpp_mcore.model.run import FEATURES, FIELDS, TORCH_FSDP, Run
 from megacpp_mcore.model.run import words_of as field_words
-from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.model.training import DEFAULT_HOST, GPT, HYBRID
 from megacpp_mcore.util import flags
 
 SPECS: Mapping[str, str] = MappingProxyType({f"{name}{end}": name for name in PRESETS for end in ("", "_hybrid")})
@@ -474,6 +474,6 @@ def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, 
             f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}"
             f"{equal}:\n  "
             + "\n  ".join(found)
-            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == GPT else f' --host {host}'}` prints the whole "
-            f"command.{advice}"
+            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == DEFAULT_HOST else f' --host {host}'}` prints "
+            f"the whole command.{advice}"
         )

@@ -20,7 +20,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.definition import Layout, Model
 from megacpp_mcore.model.families import EXPERTS, FAMILIES
 from megacpp_mcore.model.families.attention import FULL_INDEX
-from megacpp_mcore.model.training import GPT, Training
+from megacpp_mcore.model.training import DEFAULT_HOST, Training
 from megacpp_mcore.util import flags
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ LOG_INTERVAL = 10
 LARGEST_GATHER = 8
 """Largest expert parallelism that all-gathers tokens: mostly the GPUs of one host. Four were measured."""
 TORCH_FSDP = "--use-torch-fsdp2"
-CAPTURED = "layers are captured of GPTModel, with Transformer Engine, in bf16, in one pipeline stage and without FSDP2"
+CAPTURED = "layers are captured with Transformer Engine, in bf16, in one pipeline stage and without FSDP2"
 
 
 def _switch(*words: str, on: bool = False) -> Any:
@@ -161,7 +161,7 @@ class Run:
     model: Model | None = None
     layout: Layout = field(default_factory=Layout)
     training: Training = field(default_factory=Training)
-    host: str = GPT
+    host: str = DEFAULT_HOST
     asked: Mapping[str, Any] = field(default_factory=dict)
     settings: PluginConfig | None = None
     given: frozenset[str] = field(default=frozenset(), compare=False)
@@ -213,7 +213,7 @@ class Run:
     @property
     def is_captured(self) -> bool:
         """Whether layers are in CUDA graphs: wanted, and of the kind that has been measured (:data:`CAPTURED`)."""
-        kind = self.has_engine and self.training.precision == "bf16" and self.host == GPT
+        kind = self.has_engine and self.training.precision == "bf16"
         return self.training.cuda_graphs and kind and self.layout.pipeline == 1 and not self.torch_fsdp
 
     @cached_property

@@ -15,6 +15,8 @@ from megacpp_mcore.model.precision import PrecisionPlan
 
 GPT, HYBRID = "gpt", "hybrid"
 """The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
+DEFAULT_HOST = HYBRID
+"""Of runs that name none; upstream mends GPTModel in critical cases only."""
 
 
 RECOMPUTED = tuple(family.recompute for family in mixers_first() if family.recompute)
@@ -85,8 +87,8 @@ class Training:
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
-        cuda_graphs: layers are captured in CUDA graphs and replayed, where that has been measured: GPTModel of Transformer
-            Engine's layers in bf16, in one pipeline stage; elsewhere, and under Megatron-Bridge, it is left out.
+        cuda_graphs: layers are captured in CUDA graphs and replayed, where that has been measured: Transformer Engine's
+            layers in bf16, in one pipeline stage; elsewhere, and under Megatron-Bridge, it is left out.
         train_iters: steps. The learning rate rises over :attr:`warm_up_steps`, then decays to :attr:`min_lr` (cosine).
         weight_decay, adam_beta2, clip_grad: AdamW's, and the largest norm of all gradients.
         extra: further stock words, appended unchanged; what they say of the execution counts.

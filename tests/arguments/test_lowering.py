@@ -242,11 +242,11 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
     here, plain, own = preset("nam56r"), Training(cuda_graphs=True), {"cuda_graphs": True}
     graphs = ("--cuda-graph-impl", "local")
     for layout in (Layout(), Layout(expert=4), Layout(tensor=2, sequence_parallel=True)):
-        words = lower(Run(here, layout, plain))
-        assert words[words.index(graphs[0]) :][:2] == graphs
+        for host in (GPT, HYBRID):
+            words = lower(Run(here, layout, plain, host))
+            assert words[words.index(graphs[0]) :][:2] == graphs
     for model, layout, training, host in (
         (here, Layout(), Training(), GPT),
-        (here, Layout(), plain, HYBRID),
         (staged, Layout(pipeline=2), plain, GPT),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),

@@ -146,10 +146,11 @@ def test_the_other_host_goes_on_from_its_checkpoint(
     """The same steps, parameters and moments, bit for bit, under the same names."""
     folder, log = trained
     other = recipe_run(
-        bridge_python, corpus, tmp_path, "--host", "hybrid", f"train.train_iters={STEPS}",
+        bridge_python, corpus, tmp_path, "--host", "gpt", f"train.train_iters={STEPS}",
         f"checkpoint.load={folder}/saved", f"checkpoint.ckpt_step={RESUMED}", f"checkpoint.save={tmp_path}/saved",
     )  # fmt: skip
-    assert "building nam56r_tiny on HybridModel" in other
+    assert "building nam56r_tiny on HybridModel" in log
+    assert "building nam56r_tiny, layers" in other
     assert losses(other) == losses(log)[RESUMED:]
     ours, theirs = (tensors_in(one / "saved" / f"iter_{STEPS:07d}") for one in (tmp_path, folder))
     assert ours.keys() == theirs.keys()
@@ -165,7 +166,7 @@ def test_two_pipeline_stages_go_on_as_one_process_does(
     cut = recipe_run(
         bridge_python, corpus, tmp_path, f"train.train_iters={STEPS}", f"checkpoint.load={folder}/saved",
         f"checkpoint.ckpt_step={RESUMED}", "model.pipeline_model_parallel_size=2",
-        "model.pipeline_model_parallel_layout=Et*9|t*3mL", "--observe", f"{tmp_path}/observed", processes=2,
+        "model.hybrid_layer_pattern=+EMEDEMED|EMG/+-", "--observe", f"{tmp_path}/observed", processes=2,
     )  # fmt: skip
     check_equal(cut, losses(log)[RESUMED:])
     assert cut.count("megacpp-mcore: launch policy:") == 1

@@ -19,7 +19,7 @@ from megacpp_mcore.model.flops import peaks
 from megacpp_mcore.model.flops.recompute import Recomputation
 from megacpp_mcore.model.flops.utilisation import page
 from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.model.training import HYBRID, Recompute
 from tests import stock
 
 LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
@@ -44,9 +44,9 @@ def recipe(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
 
 
 def stock_words(command: str) -> tuple[list[str], list[str]]:
-    """The words before and after ``pretrain_gpt.py`` of a printed command."""
+    """The words before and after ``pretrain_hybrid.py`` of a printed command."""
     words = shlex.split(command.replace("\\\n", " "))
-    at = words.index("pretrain_gpt.py")
+    at = words.index("pretrain_hybrid.py")
     assert words.pop() == "$@"
     return words[:at], words[at + 1 :]
 
@@ -102,8 +102,10 @@ def test_printed_commands_are_what_stock_takes(
     assert words[words.index("--data-path") + 1] == "some where"
     alone = recipe(capsys, "emit", name, "--impl", "local", "--data", "some where", *options, "--as", "args")
     assert alone.splitlines() == words  # `launch` sets the variable by itself
-    config = stock.model_config(words, processes)
-    assert mismatches(preset(name), [config.transformer, config]) == []
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    config = hybrid_config_from_args(stock.parse(words, processes))
+    assert mismatches(preset(name), [config.transformer, config], HYBRID) == []
 
 
 def test_arguments_after_two_dashes_say_how_a_run_is_carried_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +211,9 @@ def test_graphs_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str], 
     assert cli.main(["recipe", "emit", model, "--set", "cuda_graphs=true"]) == 0
     captured = capsys.readouterr()
     assert ("--cuda-graph-impl local" not in captured.out) == is_left_out
-    assert ("note: cuda_graphs=true is left out: layers are captured of GPTModel" in captured.err) == is_left_out
+    assert (
+        "note: cuda_graphs=true is left out: layers are captured with Transformer Engine" in captured.err
+    ) == is_left_out
 
 
 def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

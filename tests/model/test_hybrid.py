@@ -83,7 +83,7 @@ def test_both_hosts_get_the_same_words_but_for_what_the_pattern_says() -> None:
     assert flags[1] - flags[0] == {"--hybrid-layer-pattern"}
     assert option(hybrid_, "--hybrid-layer-pattern") == "+EMEDEMEDEMG/+-"
     assert hybrid_[-3:] == ("--spec", "megacpp_mcore", "nam56r_tiny") == gpt[-3:]
-    assert lower(Run(TINY, Layout(), CUDA)) == gpt
+    assert lower(Run(TINY, Layout(), CUDA)) == hybrid_
 
 
 def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:

@@ -200,7 +200,7 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
     run.check_stages(run.with_own_model(tiny, settings.load(file)), stages, [])
     with pytest.raises(LaunchError, match=r"settings.yaml.* nam56r_tiny.* nam56r\b"):
         run.with_own_model(RECIPES[EIGHT], settings.load(file))
-    for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
+    for overrides in ([], [cut[HYBRID]]):
         with pytest.raises(ModelError, match="experts"):
             run.check_stages(tiny, Layout(expert=3), overrides)
 

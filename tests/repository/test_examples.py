@@ -54,7 +54,7 @@ def test_every_shell_example_is_run_by_a_test() -> None:
 @pytest.mark.exhaustive
 def test_checkout_spec(megatron_lm: Path, tmp_path: Path) -> None:
     printed = run("checkout_spec.sh", tmp_path, MEGATRON_LM=str(megatron_lm))
-    assert f"script {megatron_lm / 'pretrain_gpt.py'} | spec megacpp_mcore.nam56r_tiny | device cpu" in printed
+    assert f"script {megatron_lm / 'pretrain_hybrid.py'} | spec megacpp_mcore.nam56r_tiny | device cpu" in printed
     check_losses(printed)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,8 @@ from .configuration_nam56r import NAM56RConfig
 
 CHUNK_ELEMENTS = 2**25
 """Elements of the largest temporary of sparse attention, which goes through its queries in chunks."""
+LONGEST_REPEAT = 12
+"""Tokens that speculative decoding repeats at most after wrong drafts; then a call without drafts moves the cache on."""
 
 
 class NAM56RCache:
@@ -42,10 +43,6 @@ class NAM56RCache:
         """Return the rows so far."""
         return self.rows
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return -1: it grows."""
-        return -1
-
     def extend(self, layer: int, name: str, rows: Tensor) -> Tensor:
         """Append ``rows [B, S, …]`` and return all ``[B, T, …]``."""
         before = self.layers[layer].get(name)
@@ -55,16 +52,7 @@ class NAM56RCache:
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of the batch that a beam search continues."""
         for kept in self.layers:
-            for name, tensor in kept.items():
-                kept[name] = tensor.index_select(0, beam_idx.to(tensor.device))
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        for kept in self.layers:
-            for name, tensor in kept.items():
-                kept[name] = tensor.repeat_interleave(repeats, dim=0)
+            kept |= {name: rows.index_select(0, beam_idx.to(rows.device)) for name, rows in kept.items()}
 
 
 class Step(NamedTuple):
@@ -112,9 +100,6 @@ class NAM56RMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., D] -> [..., D]``."""
         return self.down_proj(F.gelu(self.up_proj(x)))
-
-
-# --- A ------------------------------------------------------------------------------------------------------------------
 
 
 class NAM56RIndexer(nn.Module):
@@ -220,9 +205,6 @@ class NAM56RAttention(nn.Module):
         return torch.einsum("bshl,hvl->bshv", torch.cat(out, dim=1), v_up_HVL)
 
 
-# --- E ------------------------------------------------------------------------------------------------------------------
-
-
 class NAM56RExperts(nn.Module):
     """Routed experts, their matrices stacked, and one shared expert."""
 
@@ -252,9 +234,6 @@ class NAM56RExperts(nn.Module):
         return out.to(x.dtype).view_as(hidden) + self.shared_experts(hidden)
 
 
-# --- M ------------------------------------------------------------------------------------------------------------------
-
-
 def mamba3(
     x_SBHP: Tensor, z_SBHP: Tensor, b_SBGRN: Tensor, c_SBGRN: Tensor,
     dt_SBH: Tensor, a_SBH: Tensor, trap_SBH: Tensor, angles_SBA: Tensor,
@@ -279,9 +258,7 @@ def mamba3(
         turn = torch.cat([turn[:, :1] + initial_state[3].double().unsqueeze(1), turn[:, 1:]], dim=1)
     theta = torch.remainder(turn.cumsum(1), 2 * math.pi).float()
 
-    mimo_x, mimo_z, mimo_o, out_norm_weight = (
-        weights[name] for name in ("mimo_x", "mimo_z", "mimo_o", "out_norm_weight")
-    )
+    mimo_x, mimo_z, mimo_o = (weights[f"mimo_{name}"] for name in "xzo")
 
     def by_head(t_SBGRN: Tensor, name: str) -> Tensor:
         weight, bias_HRN = weights[f"{name}_norm_weight"], weights[f"{name}_bias"]
@@ -303,8 +280,8 @@ def mamba3(
     y, state = _scan(v, b, c, decay, own, later, state, min(chunk_size, rows))
     out = torch.addcmul(y, weights["D"].float().unsqueeze(-1), v) * F.silu(by_rank(z, mimo_z))
     out = out.squeeze(2) if mimo_o is None else torch.einsum("bsrhp,hrp->bshp", out, mimo_o.float())
-    if out_norm_weight is not None:
-        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * out_norm_weight.float().view(out.shape[2:])
+    if (weight := weights["out_norm_weight"]) is not None:
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * weight.float().view(out.shape[2:])
     kept = (state, b[:, -1], x[:, -1], theta[:, -1]) if return_final_state else None
     return out.to(x_SBHP.dtype).transpose(0, 1), kept
 
@@ -378,10 +355,6 @@ class NAM56RMamba3(nn.Module):
         for name, size in one_dimensional.items():
             self.register_parameter(name, nn.Parameter(torch.ones(size)))
 
-    def _by_head(self, name: str, width: int) -> Tensor | None:
-        found = getattr(self, name, None)
-        return None if found is None else found.view(self.heads, self.rank, width)
-
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """``[B, S, D] -> [B, S, D]``."""
         parts = {name: linear(hidden) for name, linear in self.in_proj.items()}
@@ -391,23 +364,20 @@ class NAM56RMamba3(nn.Module):
         z, x = (parts[name].unflatten(-1, (self.heads, self.width)) for name in "zx")
         b, c = (parts[name].unflatten(-1, self.by_group) for name in "BC")
         kept = None if step.cache is None else step.cache.layers[self.layer]
-        names, state = ("h", "b", "x", "theta"), self.by_group[2]
-        out, left = kernel("mamba3", mamba3, hidden, self.config)(
+        names = ("h", "b", "x", "theta")
+        by_head = ("b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o")
+        weights = dict.fromkeys((*by_head[2:], "out_norm_weight")) | self._parameters
+        weights |= {one: weights[one].view(self.heads, self.rank, -1) for one in by_head if weights[one] is not None}
+        run, as_state = kernel("mamba3", mamba3, hidden, self.config)
+        out, left = run(
             x, z, b, c, parts["dt"], parts["A"], parts["trap"], parts["angles"],
-            dt_bias=self.dt_bias, D=self.D, b_bias=self._by_head("b_bias", state), c_bias=self._by_head("c_bias", state),
-            b_norm_weight=self.b_norm_weight, c_norm_weight=self.c_norm_weight,
-            mimo_x=self._by_head("mimo_x", self.width), mimo_z=self._by_head("mimo_z", self.width),
-            mimo_o=self._by_head("mimo_o", self.width), out_norm_weight=getattr(self, "out_norm_weight", None),
-            chunk_size=self.config.mamba_chunk, A_floor=self.config.mamba_a_floor, eps=self.config.rms_norm_eps,
+            **weights, chunk_size=self.config.mamba_chunk, A_floor=self.config.mamba_a_floor, eps=self.config.rms_norm_eps,
             activation=self.config.mamba_decay_activation, return_final_state=kept is not None,
-            initial_state=state_of("mamba3", "Mamba3State", [kept[name] for name in names]) if kept else None,
+            initial_state=as_state(kept[name] for name in names) if kept else None,
         )  # fmt: skip
         if kept is not None:
             kept |= zip(names, left, strict=True)
         return self.out_proj(out.transpose(0, 1).flatten(2))
-
-
-# --- R ------------------------------------------------------------------------------------------------------------------
 
 
 def m2rnn(
@@ -422,9 +392,7 @@ def m2rnn(
     heads, width = v_SBHV.shape[2:]
     rows_BSC = torch.cat([q_SBK, k_SBK, v_SBHV.flatten(2)], dim=-1).transpose(0, 1)
     taps = weights["qk_conv_weight"].shape[1]
-    before = (
-        rows_BSC.new_zeros(len(rows_BSC), taps - 1, rows_BSC.shape[2]) if initial_state is None else initial_state[1]
-    )
+    before = initial_state[1] if initial_state else rows_BSC.new_zeros(len(rows_BSC), taps - 1, rows_BSC.shape[2])
     window = torch.cat([before.to(rows_BSC.dtype), rows_BSC], dim=1)
     weight, bias = (torch.cat([weights[f"{part}_conv_{name}"] for part in ("qk", "v")]) for name in ("weight", "bias"))
     convolved = F.silu(F.conv1d(window.mT, weight.unsqueeze(1), bias, groups=len(weight)).mT)
@@ -432,9 +400,8 @@ def m2rnn(
     if real is not None:  # so that a row of padding leaves a state of zeros as it is
         v = v * real
     v = v.unflatten(-1, (heads, width))
-    f = torch.exp(
-        -torch.exp(weights["A_log"].float()) * F.softplus(f_SBH.transpose(0, 1).float() + weights["dt_bias"].float())
-    )
+    step = F.softplus(f_SBH.transpose(0, 1).float() + weights["dt_bias"].float())
+    f = torch.exp(-torch.exp(weights["A_log"].float()) * step)
     h = v.new_zeros(len(v), heads, q.shape[-1], width).float() if initial_state is None else initial_state[0].float()
     outer = torch.einsum("bsk,bshv->bshkv", k.float(), v.float())
     y = []
@@ -443,9 +410,8 @@ def m2rnn(
         h = forget * h + (1 - forget) * torch.tanh(h @ weights["W"].float() + outer[:, t])
         y.append(torch.einsum("bk,bhkv->bhv", q[:, t].float(), h))
     y = torch.stack(y, dim=1).to(v.dtype).float()
-    gated = (
-        (y + weights["D"].float().view(heads, width) * v.float()) * F.silu(g_SBHV.transpose(0, 1).float())
-    ).flatten(2)
+    y = y + weights["D"].float().view(heads, width) * v.float()
+    gated = (y * F.silu(g_SBHV.transpose(0, 1).float())).flatten(2)
     out = gated * torch.rsqrt(gated.square().sum(-1, keepdim=True) / norm_width + eps) * weights["norm_weight"]
     kept = (h, window[:, window.shape[1] - taps + 1 :]) if return_final_state else None
     return out.to(v_SBHV.dtype).transpose(0, 1), kept
@@ -470,7 +436,6 @@ class NAM56RRecurrent(nn.Module):
         }  # fmt: skip
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape)))
-        self.weights = tuple(shapes)
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """``[B, S, D] -> [B, S, D]``."""
@@ -479,23 +444,22 @@ class NAM56RRecurrent(nn.Module):
             parts |= {name: parts[name] * step.real for name in "qkv"}
         parts = {name: part.transpose(0, 1) for name, part in parts.items()}
         v, g = (parts[name].unflatten(-1, (self.heads, self.width)) for name in "vg")
-        weights = {name: getattr(self, name) for name in self.weights}
-        weights["W"] = self.W.view(self.heads, self.width, self.width)
+        weights = self._parameters | {"W": self.W.view(self.heads, self.width, self.width)}
         kept = None if step.cache is None else step.cache.layers[self.layer]
-        run = kernel("m2rnn", m2rnn, hidden, self.config) if step.real is None else m2rnn
+        run, as_state = kernel("m2rnn", m2rnn, hidden, self.config) if step.real is None else (m2rnn, tuple)
         padding = {} if step.real is None else {"real": step.real}
         out, left = run(
             parts["q"], parts["k"], v, g, parts["f"], **weights, **padding,
             eps=self.config.rms_norm_eps, norm_width=self.values, return_final_state=kept is not None,
-            initial_state=state_of("m2rnn", "M2RNNState", [kept["h"], kept["window"]]) if kept else None,
+            initial_state=as_state((kept["h"], kept["window"])) if kept else None,
         )  # fmt: skip
         if kept is not None:
             kept |= zip(("h", "window"), left, strict=True)
         return self.out_proj(out.transpose(0, 1))
 
 
-def kernel(op: str, plain: Callable[..., Any], like: Tensor, config: NAM56RConfig) -> Callable[..., Any]:
-    """Return megacpp-mcore's kernels of ``op``, or ``plain``: ``config.kernels`` says which.
+def kernel(op: str, plain: Any, like: Tensor, config: NAM56RConfig) -> tuple[Any, Any]:
+    """Return megacpp-mcore's kernels of ``op`` or ``plain``, as ``config.kernels`` says, and what makes tensors their state.
 
     None takes the kernels for bfloat16 on a GPU at the widths that they are made for.
     """
@@ -504,25 +468,14 @@ def kernel(op: str, plain: Callable[..., Any], like: Tensor, config: NAM56RConfi
         "m2rnn": config.rnn_key_dim == 64 and config.rnn_value_dim == 16,
     }
     fits = like.is_cuda and like.dtype == torch.bfloat16 and widths[op]
-    if config.kernels is False or (config.kernels is None and not fits):
-        return plain
-    try:
-        return getattr(importlib.import_module(f"megacpp_mcore.ops.{op}.triton"), op)
-    except ImportError:
-        if config.kernels:
-            raise
-        return plain
-
-
-def state_of(op: str, name: str, values: list[Tensor]) -> Any:
-    """Return ``values`` as megacpp-mcore's kernels take a state, where that package is installed."""
-    try:
-        return getattr(importlib.import_module(f"megacpp_mcore.ops.{op}.reference"), name)(*values)
-    except ImportError:
-        return values
-
-
-# --- the model ----------------------------------------------------------------------------------------------------------
+    if config.kernels or (config.kernels is None and fits):
+        try:
+            module = importlib.import_module(f"megacpp_mcore.ops.{op}.triton")
+            return getattr(module, op), getattr(module, {"mamba3": "Mamba3State", "m2rnn": "M2RNNState"}[op])._make
+        except ImportError:
+            if config.kernels:
+                raise
+    return plain, tuple
 
 
 class NAM56RLayer(GradientCheckpointingLayer):
@@ -602,20 +555,13 @@ class NAM56RModel(NAM56RPreTrainedModel):
         self.post_init()
 
     def step(self, hidden: Tensor, attention_mask: Tensor | None, cache: NAM56RCache | None) -> Step:
-        """Return what the layers share in a call with ``hidden [B, S, D]`` after the rows of ``cache``.
-
-        Raises:
-            ValueError: the mask is not ``[B, T]``.
-        """
+        """Return what the layers share in a call with ``hidden [B, S, D]``; refuse a mask that is not ``[B, T]``."""
         first, rows, width = 0 if cache is None else cache.rows, hidden.shape[1], self.config.qk_rope_head_dim
         rates = 1.0 / self.config.rope_theta ** (torch.arange(0, width, 2, device=hidden.device).float() / width)
-        place = torch.arange(first, first + rows, device=hidden.device)
-        angle = torch.outer(place.float(), rates)
-        visible = torch.arange(first + rows, device=hidden.device) <= place[:, None]
-        real = None
-        if attention_mask is None:
-            visible = visible.unsqueeze(0)
-        else:
+        keys = torch.arange(first + rows, device=hidden.device)
+        angle, place = torch.outer(keys[first:].float(), rates), keys[first:, None]
+        visible, real = (keys <= place).unsqueeze(0), None
+        if attention_mask is not None:
             if attention_mask.shape != (len(hidden), first + rows):
                 raise ValueError(
                     f"attention_mask has the shape {list(attention_mask.shape)}; expected {[len(hidden), first + rows]}, 1 for "
@@ -623,8 +569,7 @@ class NAM56RModel(NAM56RPreTrainedModel):
                 )
             real = attention_mask.bool()
             # A row of padding sees itself: a softmax over nothing is NaN.
-            itself = torch.arange(first + rows, device=hidden.device) == place[:, None]
-            visible = visible & real.unsqueeze(1) | itself
+            visible = visible & real.unsqueeze(1) | (keys == place)
             real = None if bool(real[:, first:].all()) else real[:, first:].unsqueeze(2)
         return Step((angle.cos(), angle.sin()), visible, real, cache)
 
@@ -642,14 +587,11 @@ class NAM56RModel(NAM56RPreTrainedModel):
             raise ValueError("expected input_ids or inputs_embeds, one of the two")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if use_cache and self.training and self.gradient_checkpointing:
-            use_cache = False  # a layer that runs again would extend it again
+        runs_again = self.training and self.gradient_checkpointing  # which would extend a cache again
         cache = past_key_values
         if not isinstance(cache, NAM56RCache | None):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; expected the NAM56RCache that an earlier call returned"
-            )
-        if cache is None and use_cache:
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; expected an earlier call's NAM56RCache")
+        if cache is None and use_cache and not runs_again:
             cache = NAM56RCache(len(self.layers))
         shared, index = self.step(hidden, attention_mask, cache), None
         for layer in self.layers:
@@ -681,10 +623,62 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
         found = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, rows])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+
+    def speculate(
+        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        drafts: int | None = None, counts: dict[str, int] | None = None, **inputs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Decode greedily with drafts of multi-token prediction: ``generate(…, custom_generate=type(model).speculate)``.
+
+        One call of the layers checks all drafts. States of M and R cannot be cut back: after a wrong draft the cache is that of
+        before the call, and the tokens since then go through the layers again, together with the next drafts.
+
+        Args:
+            drafts: how many a call; None: ``mtp_depth``.
+            counts: is given the ``calls`` of the layers, and the ``drafted`` and ``accepted`` tokens.
+        """
+        drafts = self.config.mtp_depth if drafts is None else drafts
+        wrong = {name: getattr(generation_config, name) for name in ("do_sample", "return_dict_in_generate")}
+        wrong |= {"num_beams": (generation_config.num_beams or 1) > 1, "an empty prompt": not input_ids.numel()}
+        wrong |= {"a batch": len(input_ids) > 1, "padding": not inputs.get("attention_mask", input_ids + 1).all()}
+        wrong[f"drafts={drafts} of {self.config.mtp_depth} depths"] = drafts < 1 or not self.config.mtp_depth
+        if any(wrong.values()):
+            names = ", ".join(name for name, is_wrong in wrong.items() if is_wrong)
+            raise ValueError(f"speculate does not support {names}; expected one sequence, decoded greedily")
+        counts = {} if counts is None else counts
+        counts |= {"calls": 0, "drafted": 0, "accepted": 0}
+        ids, guess, layers = input_ids, input_ids[:, :0], len(self.model.layers)
+        cache, depths = NAM56RCache(layers), [NAM56RCache(layers + 1) for _ in range(drafts)]
+        hidden = self.model.embed_tokens(guess)  # of rows that the depths have not, or have of drafts
+        while True:
+            start, known, before = cache.rows, ids.shape[1], [dict(kept) for kept in cache.layers]
+            found = self.model(torch.cat([ids, guess], dim=1)[:, start:], past_key_values=cache).last_hidden_state
+            counts["calls"] += 1
+            counts["drafted"] += guess.shape[1]
+            for place, score in enumerate(self.lm_head(found[:, known - 1 - start :]).unbind(1)):
+                token = logits_processor(ids, score.float()).argmax(-1, keepdim=True)
+                ids, is_right = torch.cat([ids, token], dim=1), token.equal(guess[:, place : place + 1])
+                counts["accepted"] += is_right
+                if bool(stopping_criteria(ids, None).all()):
+                    return ids
+                if not is_right:
+                    break
+            if place < guess.shape[1]:
+                cache.layers, cache.rows = before, start
+            first, guess = depths[0].rows, ids[:, :0]
+            hidden = torch.cat([hidden, found[:, first + hidden.shape[1] - start : ids.shape[1] - 1 - start]], dim=1)
+            if ids.shape[1] - cache.rows > LONGEST_REPEAT:
+                continue
+            rows, tokens = hidden, ids
+            for depth, own in enumerate(depths, 1):
+                embedded = self.model.embed_tokens(tokens[:, first + depth :])
+                rows = self.model.mtp(rows, embedded, self.model.step(rows, None, own))
+                tokens = torch.cat([tokens, self.lm_head(rows[:, -1:]).argmax(-1)], dim=1)
+                own.rows = max(first, ids.shape[1] - drafts)  # the last ones depend on drafts
+                own.layers[-1] = {name: kept[:, : own.rows] for name, kept in own.layers[-1].items()}
+            hidden, guess = hidden[:, own.rows - first :], tokens[:, ids.shape[1] :]
 
     def predict_ahead(self, input_ids: Tensor) -> list[Tensor]:
         """Return the logits ``[B, S, vocabulary]`` of every depth of multi-token prediction: depth k is of the token k further.

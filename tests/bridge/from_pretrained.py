@@ -1,9 +1,11 @@
 """Loads an exported model where neither Megatron nor this package can be imported: ``FOLDER TOKENS.pt OUTPUT.pt``."""
 
+import copy
 import importlib.util
 import sys
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, tokens_path, output = sys.argv[1:]
@@ -40,4 +42,40 @@ found["loss"] = loss.detach()
 fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
 found["fresh"] = max(float(one.abs().max()) for one in fresh.parameters())
 model.save_pretrained(f"{folder}_saved")
+learned = copy.deepcopy(model)  # the text by heart, by the layers and by the block for multi-token prediction
+optimizer = torch.optim.Adam([one for one in learned.parameters() if one.requires_grad], lr=3e-3)
+for _ in range(30):
+    optimizer.zero_grad()
+    loss = learned(tokens, labels=tokens).loss + F.cross_entropy(
+        learned.predict_ahead(tokens)[0][0, :-2], tokens[0, 2:]
+    )
+    loss.backward()
+    optimizer.step()
+found["speculative"], found["refused"] = [], []
+for decoder in (learned.eval(), model.eval(), fresh.eval()):
+    end = int(decoder.generate(tokens[:, :cut], **greedy)[0, cut + 9])
+    for prompt, drafts, more in (
+        (tokens[:, :cut], None, {}),
+        (tokens[:, 30:31], 1, {"repetition_penalty": 1.5}),
+        (tokens[:, :50], 3, {}),
+        (tokens[:, :cut], 3, {"eos_token_id": end}),
+    ):
+        plain, counts = decoder.generate(prompt, **greedy | more), {}
+        with_drafts = {"custom_generate": type(decoder).speculate, "drafts": drafts, "counts": counts}
+        drafted = decoder.generate(prompt, **greedy | more, **with_drafts)
+        decoder.config.mtp_depth = 3
+        with torch.no_grad():
+            ahead = torch.cat(decoder.predict_ahead(plain)).argmax(-1)
+        decoder.config.mtp_depth = 1
+        found["speculative"].append((prompt.shape[1], drafts or 1, plain, drafted, counts, ahead))
+for prompt, given in (
+    (tokens[:, :5], {"do_sample": True}),
+    (tokens[:, :5].expand(2, -1), {}),
+    (tokens[:, :5], {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
+    (tokens[:, :5], {"drafts": 0}),
+):
+    try:
+        model.generate(prompt, **greedy | given, custom_generate=type(model).speculate)
+    except ValueError as error:
+        found["refused"].append(str(error))
 torch.save(found, output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -118,6 +119,45 @@ def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -
     said = tiny_run.start(("megacpp_mcore", "sample", *options), words, place).finish()
     generated = bytes(found["generated"][0].tolist())
     assert said.strip().endswith(generated.decode(errors="replace").strip())
+
+
+def drafts_of(prompt: int, text: list[int], ahead: torch.Tensor, drafts: int) -> dict[str, int]:
+    """What speculative decoding has to count on the way to ``text``; ``ahead [depth, row]``: what each depth predicts."""
+    rows, known, counts = prompt, prompt + 1, {"calls": 1, "drafted": 0, "accepted": 0}
+    while known < len(text):
+        drafted, right = drafts * (known - rows <= 12), 0  # LONGEST_REPEAT
+        while right < drafted and known + right < len(text) and ahead[right, known - 2] == text[known + right]:
+            right += 1
+        if right == drafted:
+            rows = known + drafted
+        known += right + 1
+        counts = {name: counts[name] + more for name, more in zip(counts, (1, drafted, right), strict=True)}
+    return counts
+
+
+def test_speculative_decoding_gives_the_same_tokens(found: dict[str, Any]) -> None:
+    shares = []
+    for prompt, drafts, plain, drafted, counts, ahead in found["speculative"]:
+        assert torch.equal(plain, drafted)
+        assert counts == drafts_of(prompt, plain[0].tolist(), ahead, drafts)
+        shares.append(counts["accepted"] / counts["drafted"])
+    assert max(shares) > 0.9
+    assert min(shares) < 0.1
+    assert any(0.1 < share < 0.9 for share in shares), shares
+    for message, named in zip(
+        found["refused"], ("do_sample", "a batch", "padding", "drafts=0 of 1 depths"), strict=True
+    ):
+        assert f"does not support {named};" in message
+
+
+def test_the_speed_of_decoding_is_printed(bridge_python: Path, exported: Path, place: Path) -> None:
+    words = ("examples.decoding_speed", str(exported), "--tokens", "6", "--prompt", "def ", "a", "--drafts", "1", "2")
+    done = run(bridge_python, *words, HF_HOME=str(place))
+    plain, *others = done.stdout.splitlines()
+    assert re.fullmatch(r"0 drafts a call: [0-9.]+ tokens/s", plain), done.stderr[-3000:]
+    assert [line[0] for line in others] == ["1", "2"]
+    for line in others:
+        assert re.search(r"tokens/s; \d+ of [1-9]\d* drafts accepted; same tokens for 2 of 2 prompts$", line)
 
 
 def test_import_is_the_inverse(

@@ -9,21 +9,24 @@ runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``r
 stock`` a model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that
 is named twice trains every arm twice. ``apart`` is the largest difference in a step's loss from the first run of the same arm
 and seed, or, for that run itself, from the first arm with as many steps. ``probe: layers`` also records every layer's
-gradient norm and the load of its experts.
+gradient norm and the load of its experts. ``--heldout`` is another dataset, on whose whole batches each run is evaluated at its
+end; ``--curves`` writes the main loss by tokens and seconds (:mod:`experiments.curves` draws it).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import queue
+import re
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +38,7 @@ from experiments import probe
 from megacpp_mcore.arguments.lowering import lower, model_flags
 from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
+from megacpp_mcore.data.manifest import load_manifest
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.run import Run
@@ -49,6 +53,11 @@ COLUMNS = (
     "experiment", "arm", "seed", "model", "device", "steps", "window", "first_loss", "losses", "grad_norm", "apart", "step_ms",
     "tokens_per_s", "mfu", "peak_bytes", "disqualified", "probe", *PACKAGES, "commit",
 )  # fmt: skip
+
+CURVE = ("experiment", "arm", "seed", "step", "tokens", "seconds", "loss", "commit")
+EACH = 10
+"""Steps that a point of a curve is the mean of."""
+HELDOUT = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
 
 Slots = queue.SimpleQueue[str]
 
@@ -107,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             model = "stock" if arm.via == "stock" else content["model"]
             row = _row(args, model, (arm, seed), folder, steps, other)
             table.append(row)
+            for point in _curve(steps) if args.curves else ():
+                Table(args.curves, CURVE).append({name: row[name] for name in CURVE[:3]} | point)
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
     return int(bool(failures))
 
@@ -155,8 +166,10 @@ def _train(
     if args.steps:
         given["train_iters"] = args.steps
     extra = tuple(str(word).format(folder=args.folder.resolve()) for word in arm.words)
+    extra += tuple(_evaluated(args.heldout, model, given))
+    data = ("--data-path", args.data, "--split", "100,0,0")
     training = Training(
-        data=("--data-path", args.data, "--split", "100,0,0"),
+        data=("--train-data-path", args.data, "--valid-data-path", args.heldout) if args.heldout else data,
         tokenizer=tokenizer_words(model, data=args.data),
         extra=() if arm.via == "stock" else extra,
         **given,
@@ -182,6 +195,26 @@ def _train(
     return folder, done.returncode, training.train_iters
 
 
+def _evaluated(heldout: str, model: Model, given: Mapping[str, Any]) -> list[str]:
+    """Words that evaluate a run, once, on all whole batches of ``heldout``."""
+    if not heldout:
+        return []
+    batches = (load_manifest(heldout).tokens - 1) // model.seq_length // given["global_batch_size"]
+    return ["--eval-iters", str(batches), "--eval-interval", str(given["train_iters"])]
+
+
+def _curve(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
+    """Points of the main loss, each the mean of :data:`EACH` steps; seconds are from the end of the first of all steps."""
+    for part in itertools.batched(steps, EACH):
+        loss = statistics.fmean(step.losses["lm loss"] for step in part)
+        yield {
+            "step": part[-1].step,
+            "tokens": part[-1].tokens,
+            "seconds": f"{part[-1].time_s - steps[0].time_s:.1f}",
+            "loss": f"{loss:.5f}",
+        }
+
+
 def of_stock(words: Sequence[str], model: Model, own: Sequence[str]) -> list[str]:
     """Return how ``words`` train, without what they train, which is ``own``, on samples as long."""
     of_model = model_flags(model) - {"--seq-length", "--max-position-embeddings"}
@@ -201,6 +234,8 @@ def _row(
     receipt = receipts.read(folder / "run")
     last = steps[-args.window :]
     losses = {name: statistics.fmean(step.losses[name] for step in last) for name in steps[-1].losses}
+    if args.heldout:
+        losses["heldout"] = float(HELDOUT.findall((folder / "log").read_text(errors="replace"))[-1])
     apart = max(abs(a.losses["lm loss"] - b.losses["lm loss"]) for a, b in zip(first, steps, strict=True))
     throughput, milliseconds = receipt["throughput"] or {}, (receipt["step_time"] or {}).get("p50_s")
     return {
@@ -229,6 +264,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("file", type=Path, help="the experiment")
     parser.add_argument("--data", required=True, help="dataset prefix")
+    parser.add_argument("--heldout", default="", help="another prefix, to evaluate on at the end")
+    parser.add_argument("--curves", type=Path, help="a table of the main loss of every run")
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     parser.add_argument("--steps", type=int, help="instead of the file's")

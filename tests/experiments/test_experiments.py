@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from experiments import train
+from experiments.curves import main as draw_curves
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read
 from megacpp_mcore.data.corpus import find_stdlib_sources
@@ -115,6 +116,9 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = [str(file), "--data", corpus, "--device", "cpu", "--per-gpu", "2", "--window", "2"]
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "runs"
+    heldout, points = (tmp_path / "heldout", tmp_path / "curves.csv")
+    prepare([tmp_path / "texts" / "0.txt"], str(heldout))
+    words += ["--heldout", str(heldout), "--curves", str(points)]
     failed = train.main([*words, "--folder", str(folder), "--output", str(output)])
     assert not failed, [path.read_text()[-2000:] for path in folder.glob("*/log")]
     rows = list(csv.DictReader(output.open()))
@@ -124,4 +128,15 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert 4 < float(row["losses"].split()[0].removeprefix("lm_loss:")) < float(row["first_loss"]) + 1
         probe = dict(word.split(":") for word in row["probe"].split())
         assert float(probe["layers_apart"]) > 1
+        assert 4 < float(row["losses"].split()[-1].removeprefix("heldout:")) < float(row["first_loss"]) + 1
         assert float(probe["busiest_expert"]) >= 1 >= float(probe["idlest_expert"])
+    curves = list(csv.DictReader(points.open()))
+    assert [(row["arm"], row["step"], row["tokens"]) for row in curves] == [
+        ("one", "3", "96"),
+        ("no sharing", "3", "96"),
+    ]
+    assert draw_curves([str(points), str(tmp_path / "plot.svg"), "--from-step", "1"]) == 0
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(word in drawn for word in ("no sharing", "tokens, millions", "seconds"))
+    with pytest.raises(SystemExit):
+        draw_curves([str(points), str(tmp_path / "none.svg")])

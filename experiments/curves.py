@@ -1,0 +1,65 @@
+"""Draw the losses of an experiment's arms by tokens and by seconds, from the table of ``experiments.train --curves``.
+
+    python -m experiments.curves experiments/results/twins_curves_h200.csv docs/twins.svg
+
+A line is the mean of an arm's seeds; the area around it ends at their extremes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+AXES = (("tokens", "tokens, millions", 1e6), ("seconds", "seconds", 1.0))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("plot", type=Path, help="an .svg to write")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--from-step", type=int, default=50, help="leave out earlier points")
+    args = parser.parse_args(argv)
+    points: dict[str, dict[int, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
+    with args.table.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if (not args.arms or row["arm"] in args.arms) and int(row["step"]) >= args.from_step:
+                points[row["arm"]][int(row["step"])].append(row)
+    if not points:
+        parser.error(
+            f"{args.table} has no point from step {args.from_step} on; expected rows of experiments.train --curves"
+        )
+    draw(points, args.plot)
+    return 0
+
+
+def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None:
+    """Draw ``points``, by arm and step the rows of all seeds."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "twins", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        panels = figure.subplots(1, len(AXES), sharey=True)
+        for axes, (column, label, per) in zip(panels, AXES, strict=True):
+            for arm, by_step in points.items():
+                at = [statistics.fmean(float(row[column]) for row in rows) / per for rows in by_step.values()]
+                losses = [[float(row["loss"]) for row in rows] for rows in by_step.values()]
+                (line,) = axes.plot(at, [statistics.fmean(each) for each in losses], linewidth=1.4, label=arm)
+                lowest, highest = ([end(each) for each in losses] for end in (min, max))
+                axes.fill_between(at, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.set_xlabel(label)
+            axes.grid(linewidth=0.4, alpha=0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].set_ylabel("training loss, nats a token")
+        panels[-1].legend(frameon=False)
+        figure.savefig(plot, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -5,20 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megacpp_mcore
-from megacpp_mcore import settings, versions
-from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore import versions
+from megacpp_mcore.commands import trial
+from megacpp_mcore.model.training import GPT, HYBRID
 
 STEPS = 3
 TIMEOUT = 600
@@ -76,44 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trained(root: Path, host: str) -> list[str]:
-    """Train in a process that imports Megatron from ``root``; returns what is not as recorded, or how the run ended."""
-    from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
-    from megacpp_mcore.observe.steps import read_steps
-
-    model = preset("nam56r_tiny")
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--mock-data",),
-        tokenizer=tokenizer_words(model),
-        train_iters=STEPS,
-        micro_batch_size=2,
-        global_batch_size=4,
-        learning_rate=1e-3,
-    )
-    environment = {name: value for name, value in os.environ.items() if name != settings.VARIABLE}
-    paths = [
-        str(root),
-        str(Path(megacpp_mcore.__file__).parents[1]),
-        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-    ]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with tempfile.TemporaryDirectory(prefix="megacpp-mcore-compat-") as folder:
-        command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--verbose", "--observe", folder]
-        command += ["--", *lower(Run(model, Layout(), training, host))]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT
-            )
-        except subprocess.TimeoutExpired:
-            return [f"did not end in {TIMEOUT} s"]
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), -1)
-            return [f"ended with status {done.returncode}", *lines[first:]]
-        steps = [step.values() for step in read_steps(Path(folder))]
-    return [
+    """Train with the Megatron in ``root``; returns what is not as recorded, or how the run ended."""
+    steps, problems = trial.train(STEPS, timeout_s=TIMEOUT, host=host, first_on_path=[str(root)])
+    return problems or [
         f"{name} of step {number} is {found.get(name)}, expected {expected}"
         for name, values in FIGURES.items()
         for number, (found, expected) in enumerate(zip(steps, values, strict=True), 1)

@@ -1,7 +1,8 @@
 """The command ``megacpp-mcore doctor``: checks which optional components are installed, work, and are genuine.
 
 Every package that is found is really imported, in a process of its own with a time limit, so that one that crashes,
-hangs or ends its process is a line in the report and not the end of it. Imports no torch itself.
+hangs or ends its process is a line in the report and not the end of it. If all that training needs works, one step is trained.
+Imports no torch itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import subprocess
@@ -29,6 +31,7 @@ from megacpp_mcore import settings, versions
 from megacpp_mcore.backends import markdown, own_candidates, vendor_switches
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
+from megacpp_mcore.commands import trial
 from megacpp_mcore.errors import BackendError, CheckoutError, ConfigFileError, PatchError
 from megacpp_mcore.launch.plan import CHECKOUT_VARIABLE
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
@@ -37,6 +40,8 @@ from megacpp_mcore.util import host, te_imports
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
+STEP = "training step"
+"""Name of the finding about the step that is trained."""
 
 _CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
 _TOKENIZER = (
@@ -343,9 +348,10 @@ def as_text(findings: Sequence[Finding]) -> str:
         tf32.append("torch computes them in TF32")
     lines += [f"fp32 products on GPUs: {words}" for words in tf32]  # the launch policy judges them for a run
     blocking = [finding.name for finding in findings if finding.blocks]
-    lines.append(
-        f"training would fail on: {', '.join(blocking)}" if blocking else "nothing stands in the way of training"
-    )
+    verdict = f"training would fail on: {', '.join(blocking)}" if blocking else "nothing stands in the way of training"
+    if not blocking and any((finding.name, finding.state) == (STEP, OFF) for finding in findings):
+        verdict = "nothing was found that stands in the way of training; no step was trained"
+    lines.append(verdict)
     return "\n".join(lines)
 
 
@@ -355,7 +361,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     backends = "list the backends of every op: what each covers, and whether it runs here"
     parser.add_argument("--backends", action="store_true", help=backends)
-    slow = "seconds one package may take to import"
+    untried = "train no step of nam56r_tiny (seconds on a CPU; on a GPU its kernels are compiled first)"
+    parser.add_argument("--no-step", action="store_false", dest="step", help=untried)
+    slow = "seconds one package may take to import, and the step to be trained"
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help=slow)
 
 
@@ -381,6 +389,29 @@ def _checkout() -> Finding | None:
     return Finding(CHECKOUT_VARIABLE, BROKEN if reason else WORKS, version, reason, blocks=bool(reason))
 
 
+def _step(findings: Sequence[Finding], time_limit_s: float) -> Finding:
+    """Train a step on the device that ``launch`` takes here, with the checkout's script if ``MEGATRON_LM`` is set."""
+    states = {finding.name: finding for finding in findings}
+    device = "cuda" if states["torch"].details.get("gpus") else "cpu"
+    engine = device == "cuda" and states["transformer-engine"].state == WORKS
+    script = ["pretrain_hybrid.py"] if os.environ.get(CHECKOUT_VARIABLE) else []
+    switches = {
+        "transformer_engine": asdict(te_imports.features()),
+        "vendors": {name: vendor_switches.allowed(name).ok for name in vendor_switches.NAMES},
+    }
+    print("training a step of nam56r_tiny", file=sys.stderr, flush=True)
+    steps, problems = trial.train(
+        1, timeout_s=time_limit_s, device=device, engine=engine, script=script, switches=switches
+    )
+    loss = steps[0].get("lm loss", math.nan) if steps else math.nan
+    if not problems and not math.isfinite(loss):
+        problems = [f"lm loss is {loss} of {len(steps)} recorded steps"]
+    words = f"nam56r_tiny on {device}, {'Transformer Engine' if engine else 'local'} layers"
+    reason = f"{words}: {' '.join(problems) or f'lm loss {loss:g}'}"
+    details = {"device": device, "figures": steps[0] if steps else {}}
+    return Finding(STEP, BROKEN if problems else WORKS, None, reason, bool(problems), details)
+
+
 def _configure() -> Finding | None:
     """Obey the switches of the file of ``MEGACPP_CONFIG``, if it is set; what is wrong with a file that cannot be read."""
     try:
@@ -404,5 +435,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
         return 0
     findings = [*examine(time_limit_s=args.time_limit), *filter(None, (_checkout(), unreadable))]
+    if blocking := [finding.name for finding in findings if finding.blocks]:
+        findings.append(Finding(STEP, OFF, reason=f"not trained, because of {', '.join(blocking)}"))
+    else:
+        without = Finding(STEP, OFF, reason="not trained, as --no-step says")
+        findings.append(_step(findings, args.time_limit) if args.step else without)
     print(as_json(findings) if args.json else as_text(findings))
     return 0 if is_healthy(findings) else 1

@@ -183,11 +183,12 @@ def test_a_file_that_cannot_be_read_is_a_finding(
     file.write_text("model: nam56r_tiny\nvendors: {flash5: false}\n")
     monkeypatch.setenv("MEGACPP_CONFIG", str(file))
     monkeypatch.setattr(doctor, "examine", lambda **_: [Finding("python", WORKS)])
-    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=1.0)) == 1
-    finding = next(one for one in json.loads(capsys.readouterr().out)["components"] if one["name"] == "MEGACPP_CONFIG")
-    assert finding["state"] == BROKEN
+    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=1.0, step=True)) == 1
+    *_, finding, step = json.loads(capsys.readouterr().out)["components"]
+    assert (finding["name"], finding["state"]) == ("MEGACPP_CONFIG", BROKEN)
     assert "flash5" in finding["reason"]
     assert "flash4" in finding["reason"]
+    assert (step["name"], step["state"], step["reason"]) == (doctor.STEP, OFF, "not trained, because of MEGACPP_CONFIG")
 
 
 def test_a_megatron_is_judged_by_its_sources(
@@ -205,7 +206,7 @@ def test_a_megatron_is_judged_by_its_sources(
     monkeypatch.setattr(doctor, "examine", functools.partial(examine, [component]))
 
     def findings(status: int) -> list[dict[str, Any]]:
-        assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=60.0)) == status
+        assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=60.0, step=False)) == status
         rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["components"]
         return [row for row in rows if row["name"] in ("megatron-core", "MEGATRON_LM")]
 
@@ -219,10 +220,75 @@ def test_a_megatron_is_judged_by_its_sources(
     assert [row["state"] for row in findings(1)] == [BROKEN, BROKEN]
 
 
+def step_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *findings: Finding, **options: Any
+) -> tuple[int, str]:
+    """The status and the last lines of the report, of a doctor that found nothing but these."""
+    monkeypatch.setattr(doctor, "examine", lambda **_: list(findings))
+    status = doctor.run(
+        SimpleNamespace(**{"backends": False, "json": False, "time_limit": 60.0, "step": True} | options)
+    )
+    return status, capsys.readouterr().out
+
+
+HEALTHY = (Finding("torch", WORKS), Finding("transformer-engine", ABSENT))
+GPU = Finding("torch", WORKS, details={"gpus": [{"name": "GPU", "memory_gib": 80.0, "capability": "9.0"}]})
+
+
+@pytest.mark.parametrize(
+    ("trained", "word"),
+    [
+        (([], ["ended with status 1", "RuntimeError: no driver"]), "ended with status 1 RuntimeError: no driver"),
+        (([{"lm loss": float("nan")}], []), "lm loss is nan of 1 recorded steps"),
+        (([], []), "lm loss is nan of 0 recorded steps"),
+        (([{"lm loss": 6.5}], []), "lm loss 6.5"),
+    ],
+)
+def test_a_step_that_does_not_train_stands_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: Any, word: str
+) -> None:
+    monkeypatch.setattr(doctor.trial, "train", lambda *_, **__: trained)
+    status, text = step_after(monkeypatch, capsys, *HEALTHY)
+    assert f"nam56r_tiny on cpu, local layers: {word}\n" in text
+    assert status == ("6.5" not in word)
+    assert text.endswith(
+        "training would fail on: training step\n" if status else "nothing stands in the way of training\n"
+    )
+
+
+def test_a_step_is_trained_as_launch_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(doctor.trial, "train", lambda *_, **given: calls.append(given) or ([{"lm loss": 6.5}], []))
+    (tmp_path / "megacpp.yaml").write_text("model: nam56r_tiny\nvendors: {flash4: false}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "megacpp.yaml"))
+    for engine in (WORKS, OFF):
+        step_after(monkeypatch, capsys, GPU, Finding("transformer-engine", engine))
+    assert [(one["device"], one["engine"], one["script"]) for one in calls] == [("cuda", True, []), ("cuda", False, [])]
+    assert calls[0]["switches"]["vendors"] == {"flash4": False, "quack": True, "liger": True}
+    status, text = step_after(monkeypatch, capsys, GPU, step=False)
+    assert (status, len(calls)) == (0, 2)
+    assert text.endswith("nothing was found that stands in the way of training; no step was trained\n")
+
+
+def test_a_script_that_ends_in_an_error_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, the script of MEGATRON_LM; all that is examined is fine."""
+    (tmp_path / "pretrain_hybrid.py").write_text("raise RuntimeError('CUDA driver version is insufficient')\n")
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    monkeypatch.setattr(doctor, "_checkout", lambda: None)
+    status, text = step_after(monkeypatch, capsys, *HEALTHY)
+    assert status == 1
+    assert "ended with status 1 RuntimeError: CUDA driver version is insufficient\n" in text
+
+
 @pytest.mark.exhaustive  # the commands of docs/index.md have doctor in them
 def test_on_this_environment_training_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=180.0)) == 0
+    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=180.0, step=True)) == 0
     states = {row["name"]: row for row in json.loads(capsys.readouterr().out)["components"]}
+    assert states[doctor.STEP]["details"]["figures"]["lm loss"] == pytest.approx(6.0976, abs=1e-3)
     assert states["torch"]["state"] == states["megatron-core"]["state"] == WORKS
     assert states["megatron-core"]["version"].startswith("0.19.")
     assert Path(states["megatron-core"]["details"]["file"]).name == "package_info.py"

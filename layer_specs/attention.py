@@ -32,6 +32,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.layer_specs.context import Context
 from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCoreAttention
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
@@ -80,6 +81,7 @@ class _Projections:
     def __init__(self: Any, *args: Any, dispatcher: Dispatcher, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.config
+        self.context = Context(self.pg_collection)
         needs = {"layer": self.layer_number, **mla_widths(config), **backend_needs(config)}
         self.projection_backend = dispatcher.request("mla_projection", **needs)
         self.keys_backend = dispatcher.request("mla_keys", **needs)
@@ -96,13 +98,24 @@ class _Projections:
         """
         length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
         query, key, rotary = self._latents(hidden_SBD)
+        if self.context and self.config.sequence_parallel and not self.absorbs:
+            # The projection gathers the part of this rank, which is to be one of the sequence's rows in their order.
+            key = gather_from_sequence_parallel_region(key, tensor_parallel_output_grad=False, group=self.tp_group)
+            key = scatter_to_sequence_parallel_region(self.context.whole(key), group=self.tp_group)
         if self.config.sequence_parallel:  # no projection gathers the parts that all heads share
             rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
             if self.absorbs:
                 key = gather_from_sequence_parallel_region(key, group=self.tp_group)
         first = 0 if inference_context is None else inference_context.sequence_len_offset
-        rotation_SR = rotation(self.rotary_pos_emb, length)[first : first + len(rotary)]
-        arguments = (query, key, rotary, rotation_SR, *weights)
+        rotations = (rotation(self.rotary_pos_emb, length)[first : first + len(rotary)],) * 2
+        if self.context:
+            rotations = rotations[0], rotation(self.rotary_pos_emb, length, whole=True)
+            if self.config.sequence_parallel and not self.absorbs:
+                rotary = self.context.whole(rotary)
+            else:
+                latents_TBX = self.context.whole(torch.cat([key, rotary], dim=-1))
+                key, rotary = latents_TBX.split([key.shape[-1], rotary.shape[-1]], dim=-1)
+        arguments = (query, key, rotary, *rotations, *weights)
         if not self.recompute_up_proj:
             return *self._up(*arguments), query
         self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)  # its default, False, counts as FP8
@@ -165,7 +178,7 @@ class _Documents:
             config,
             self.layer_number,  # type: ignore[attr-defined]
             batch=hidden_states.shape[1],
-            rows=hidden_states.shape[0] * cut,
+            rows=hidden_states.shape[0] * cut * self.context.size,  # type: ignore[attr-defined]
             attention_mask=attention_mask,
             packed_seq_params=packed_seq_params,
         )
@@ -188,13 +201,20 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
         return query, key, value, query_latents, None
 
     def _up(
-        self, query_SBQ: torch.Tensor, key_SBL: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor
+        self,
+        query_SBQ: torch.Tensor,
+        key_TBL: torch.Tensor,
+        rotary_TBR: torch.Tensor,
+        rotation_SR: torch.Tensor,
+        rotation_TR: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         query = self.projection_backend.fn(self._queries(query_SBQ), rotation_SR=rotation_SR)
-        kv, _ = self.linear_kv_up_proj(key_SBL)
-        kv_SBHX = kv.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        if self.context:
+            query = self.context.to_heads(query.flatten(2)).unflatten(-1, (-1, query.shape[-1]))
+        kv, _ = self.linear_kv_up_proj(key_TBL)
+        kv_TBHX = self.context.own(kv.unflatten(-1, (self.num_attention_heads_per_partition, -1)), dim=2)
         return query, *self.keys_backend.fn(
-            kv_SBHX, rotary_SBR, rotation_SR=rotation_SR, value_dim=self.config.v_head_dim
+            kv_TBHX, rotary_TBR, rotation_SR=rotation_TR, value_dim=self.config.v_head_dim
         )
 
 
@@ -214,13 +234,14 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
     def _up(
         self,
         query_SBQ: torch.Tensor,
-        key_SBL: torch.Tensor,
-        rotary_SBR: torch.Tensor,
+        key_TBL: torch.Tensor,
+        rotary_TBR: torch.Tensor,
         rotation_SR: torch.Tensor,
+        rotation_TR: torch.Tensor,
         k_up_HCL: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         query = self.projection_backend.fn(self._queries(query_SBQ), weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
-        key, _ = self.keys_backend.fn(key_SBL.unsqueeze(2), rotary_SBR, rotation_SR=rotation_SR, value_dim=0)
+        key, _ = self.keys_backend.fn(key_TBL.unsqueeze(2), rotary_TBR, rotation_SR=rotation_TR, value_dim=0)
         return query, key
 
     def forward(

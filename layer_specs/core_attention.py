@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs import training_step
+from megacpp_mcore.layer_specs.context import Context
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import max_documents
 from megacpp_mcore.layer_specs.indexer import PositionedIndexer
@@ -48,6 +49,7 @@ class MLACoreAttention(MegatronModule):
         layer_number: int,
         softmax_scale: float,
         dispatcher: Dispatcher,
+        pg_collection: ProcessGroupCollection,
         k_channels: int | None = None,
         v_channels: int | None = None,
         **_: Any,
@@ -55,6 +57,7 @@ class MLACoreAttention(MegatronModule):
         super().__init__(config)
         if k_channels is None:
             return  # the stock base class builds the slot once without widths, then its subclass rebuilds it
+        self.context = Context(pg_collection)
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self.backend = dispatcher.request(
@@ -77,10 +80,12 @@ class MLACoreAttention(MegatronModule):
 
         ``attention_mask`` is what ``_Documents`` of :mod:`megacpp_mcore.layer_specs.attention` passes instead of a mask: the
         documents, int32 ``[B, S]``, or None. Query, key and value may be strided, except along their last dim. With more keys
-        than queries, as in decoding, the queries are the last rows of one document, and the reference runs.
+        than queries, as in decoding, the queries are the last rows of one document, and the reference runs. Under context
+        parallelism the heads are those of this rank, and the result has all heads of its rows.
         """
         tensors = (query, key, value)
-        return _causal(self.backend.fn, *tensors, self.softmax_scale, attention_mask, self.config).flatten(2)
+        out_SBX = _causal(self.backend.fn, *tensors, self.softmax_scale, attention_mask, self.config).flatten(2)
+        return self.context.to_rows(out_SBX) if self.context else out_SBX
 
 
 def _causal(
@@ -144,7 +149,7 @@ class SparseCoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.value_dim = v_channels
-        self.pg_collection = pg_collection
+        self.pg_collection, self.context = pg_collection, Context(pg_collection)
         self.index_cache = index_cache
         self.serves = distill == SERVED
         self.warmup_steps = warmup_steps
@@ -186,7 +191,8 @@ class SparseCoreAttention(MegatronModule):
 
         Args:
             query: absorbed queries ``[S, B, H, K]``.
-            key: latents with rotary part, one head ``[T, B, 1, K]``; the value is their first V entries.
+            key: latents with rotary part, one head ``[T, B, 1, K]``; the value is their first V entries. Under context
+                parallelism T are all rows of the sequence, and S those of this rank.
             value: None, as the stock class passes it.
             attention_mask: the documents, int32 ``[B, S]``, or None, as in :class:`MLACoreAttention`.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
@@ -255,8 +261,9 @@ class SparseCoreAttention(MegatronModule):
         if selection is not None and not learns:
             return query_SBHK, selection
         q, k, w = indexer.forward_before_topk(x, qr)
+        k = self.context.whole(k)
         if selection is None:
-            index_BSN = self.select_backend.fn(q, k, w, indexer.index_topk, seq_idx_BS)
+            index_BSN = self._selected(q, k, w, indexer.index_topk, seq_idx_BS)
             layers = 1 + (self.index_cache.readers(self.layer_number) if self.serves else 0)
             selection = Selection(index_BSN, sink=TargetSum(layers) if learns else None)
             self.index_cache.publish(self.layer_number, selection)
@@ -265,6 +272,27 @@ class SparseCoreAttention(MegatronModule):
             token = training_token(q, k, w, selection.index, partial(self._loss_gradients, selection.sink))
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
         return query_SBHK, selection
+
+    def _selected(
+        self,
+        q_SBHD: torch.Tensor,
+        k_TBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        topk: int,
+        seq_idx_BS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Select keys by the backend; under context parallelism for each of this rank's chunks of the sequence."""
+        if not self.context:
+            index_BSN: torch.Tensor = self.select_backend.fn(q_SBHD, k_TBD, w_SBH, topk, seq_idx_BS)
+            return index_BSN
+        rows, most = len(q_SBHD) // 2, min(topk, len(k_TBD))
+        found = []
+        for q, w, chunk in zip(q_SBHD.chunk(2), w_SBH.chunk(2), self.context.chunks(), strict=True):
+            first, end = chunk * rows, (chunk + 1) * rows
+            seq_idx = None if seq_idx_BS is None else seq_idx_BS[:, :end]
+            index_BRN = self.select_backend.fn(q, k_TBD[:end], w, topk, seq_idx, first_row=first)
+            found.append(torch.nn.functional.pad(index_BRN, (0, most - index_BRN.shape[2]), value=-1))
+        return torch.cat(found, dim=1)
 
     def _attend_densely(
         self,
@@ -282,12 +310,17 @@ class SparseCoreAttention(MegatronModule):
             and self.config.dsa_indexer_loss_coeff
         ):
             q, k, w = self.indexer.forward_before_topk(x, qr)
+            k = self.context.whole(k)
             learn = partial(self._dense_loss_gradients, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
+        heads = query_SBHK.shape[2]
+        if self.context:
+            query_SBHK = self.context.to_heads(query_SBHK.flatten(2)).unflatten(-1, (-1, query_SBHK.shape[3]))
         key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
         value_TBHV = key_TBHK[..., : self.value_dim]
         tensors = (query_SBHK, key_TBHK, value_TBHV)
-        return _causal(self.dense_backend.fn, *tensors, self.softmax_scale, seq_idx_BS, self.config)
+        o_SBHV = _causal(self.dense_backend.fn, *tensors, self.softmax_scale, seq_idx_BS, self.config)
+        return self.context.to_rows(o_SBHV.flatten(2)).unflatten(-1, (heads, -1)) if self.context else o_SBHV
 
     def is_warming_up(self) -> bool:
         """Return whether the current step belongs to the dense warm-up."""
@@ -306,7 +339,7 @@ class SparseCoreAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As :meth:`_loss_gradients`, over every causal key, in chunks of queries; with documents, one batch row at a time."""
         rows, batch = q_SBHD.shape[:2]
-        factor = scale * self.config.dsa_indexer_loss_coeff
+        factor = self._factor(scale)
         weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)
         reduce = partial(torch.distributed.all_reduce, group=self.pg_collection.tp)
         # Documents differ from one row of the batch to the next.
@@ -317,16 +350,34 @@ class SparseCoreAttention(MegatronModule):
                 weight=weight,
                 softmax_scale=self.softmax_scale,
                 seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[here.start],
+                positions_S=self.context.positions(rows, q_SBHD.device),
                 reduce=reduce if self.pg_collection.tp.size() > 1 else None,
                 kernel=self.grad_backend.requested != "reference",
             )
             for here in slices
         ]
         divergences, *gradients = zip(*found, strict=True)
-        loss = torch.cat(divergences).mean() * self.config.dsa_indexer_loss_coeff
-        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
+        self._log(torch.cat(divergences).mean())
         dq, dk, dw = (torch.cat(parts, dim=1) for parts in gradients)
         return dq, dk, dw
+
+    def _factor(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the factor on the gradients of a mean over this rank's rows; ``scale`` is the schedule's.
+
+        Except with a loss by token, the schedule multiplies by the context-parallel ranks, over which Megatron then averages:
+        its own loss is each rank's part of a mean over all rows.
+        """
+        ranks = 1 if self.config.calculate_per_token_loss else self.context.size
+        return scale * (self.config.dsa_indexer_loss_coeff / ranks)
+
+    def _log(self, divergence: torch.Tensor) -> None:
+        loss, number, layers = (
+            divergence * self.config.dsa_indexer_loss_coeff,
+            self.layer_number,
+            self.config.num_layers,
+        )
+        averaged = {"avg_group": self.context.group} if self.context else {}
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, number, layers, **averaged)
 
     def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
         """Keys selected by this call's rows among all rows so far: by the backend in the first call, by the reference later."""
@@ -354,12 +405,11 @@ class SparseCoreAttention(MegatronModule):
         target_BSN = sink.take()
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
-        coefficient = self.config.dsa_indexer_loss_coeff
-        factor = scale * coefficient
+        factor = self._factor(scale)
         if self.config.calculate_per_token_loss:
             factor = (
                 factor * index_BSN.shape[0] * index_BSN.shape[1]
             )  # gradients are divided by the number of tokens later
         loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
-        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss * coefficient, self.layer_number, self.config.num_layers)
+        self._log(loss)
         return dq, dk, dw

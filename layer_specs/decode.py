@@ -21,12 +21,17 @@ from megacpp_mcore.errors import ModelError
 
 
 def refuse_decoding(config: TransformerConfig, layer_number: int, packed_seq_params: PackedSeqParams | None) -> None:
-    """Raise ModelError for what decoding does not support: packed rows, and sequence parallelism."""
+    """Raise ModelError for what decoding does not support: packed rows, context and sequence parallelism."""
     if packed_seq_params is not None:
         raise ModelError(
             f"layer {layer_number} got packed sequences with an inference context, each of whose rows is one document; "
             "give each document a row of the batch",
             code="packed-decoding",
+        )
+    if config.context_parallel_size > 1:
+        raise ModelError(
+            f"layer {layer_number}: sequences are split over {config.context_parallel_size} context-parallel ranks; decode at "
+            "--context-parallel-size 1, which a checkpoint can be loaded at"
         )
     if config.sequence_parallel:
         raise ModelError(

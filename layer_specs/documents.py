@@ -68,6 +68,13 @@ def documents(
         return packed_documents(config, packed_seq_params, layer_number, batch=batch, rows=rows)
     if attention_mask is None:
         return None
+    if config.context_parallel_size > 1:
+        raise ModelError(
+            f"layer {layer_number} got an attention mask, of which each of {config.context_parallel_size} context-parallel "
+            "ranks has a part; pass --no-create-attention-mask-in-dataloader (to keep documents apart: "
+            "--dataloader-inter-document-masking)",
+            code="mask-under-context",
+        )
     if attention_mask.dtype == torch.int32:
         check_seq_idx(attention_mask, batch=batch, rows=rows)
         return attention_mask
@@ -129,6 +136,14 @@ def packed_documents(
             f"layer {layer_number}: the packed batch is split over {packed.local_cp_size} context-parallel ranks; expected 1, "
             "leave out --hybrid-context-parallel"
         )
+    arguments: Any = global_vars._GLOBAL_ARGS
+    if config.context_parallel_size > 1 and not getattr(arguments, "dataloader_inter_document_masking", False):
+        raise ModelError(
+            f"layer {layer_number}: each packed sequence is split over {config.context_parallel_size} context-parallel ranks, "
+            "and layers expect that the row that holds them is; pack documents by --dataloader-inter-document-masking, or set "
+            "--context-parallel-size 1",
+            code="packed-under-context",
+        )
     try:
         if keys is not None:
             check_same_sequences(queries, keys)
@@ -157,6 +172,8 @@ def check_run(config: TransformerConfig) -> None:
     arguments: Any = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if arguments is None:
         return
+    if config.context_parallel_size > 1:
+        _check_context(config, arguments)
     if arguments.dataloader_inter_document_masking:
         _check_packed_rows(config, max(arguments.micro_batch_size, arguments.eval_micro_batch_size or 0))
         return
@@ -169,6 +186,37 @@ def check_run(config: TransformerConfig) -> None:
             code="no-mask",
         )
     _check_masked_documents(config)
+
+
+def _check_context(config: TransformerConfig, arguments: Any) -> None:
+    """Raise ModelError for what a sequence that is split over context-parallel ranks does not support."""
+    mask_made = arguments.create_attention_mask_in_dataloader and not arguments.dataloader_inter_document_masking
+    by_token = config.calculate_per_token_loss and config.mtp_num_layers
+    for wrong, what in (
+        (arguments.reset_attention_mask, f"--reset-attention-mask, of whose mask each rank has a part; {_ADVICE}"),
+        (
+            mask_made,
+            "the mask that Megatron makes for its own attention; pass --no-create-attention-mask-in-dataloader",
+        ),
+        (
+            arguments.dataloader_inter_document_masking
+            and max(arguments.micro_batch_size, arguments.eval_micro_batch_size or 0) > 1,
+            "--dataloader-inter-document-masking of several samples a row, which Megatron splits as one; pass "
+            "--micro-batch-size 1",
+        ),
+        (
+            arguments.eod_mask_loss and by_token,
+            "--eod-mask-loss with --calculate-per-token-loss and multi-token prediction, whose losses Megatron scales by the "
+            "tokens of one rank; leave one of them out",
+        ),
+        (getattr(config, "hybrid_context_parallel", False), "--hybrid-context-parallel; leave it out"),
+        (
+            config.hierarchical_context_parallel_sizes is not None,
+            "--hierarchical-context-parallel-sizes, which names ways of Transformer Engine's attention; leave it out",
+        ),
+    ):
+        if wrong:
+            raise ModelError(f"--context-parallel-size {config.context_parallel_size} does not support {what}")
 
 
 def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None:

@@ -234,6 +234,10 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             "--cuda-graph-impl out or train in one stage",
         ),
         (
+            config.context_parallel_size > 1,
+            "captured layers do not know the chunks of --context-parallel-size; leave --cuda-graph-impl out",
+        ),
+        (
             bool(recomputed),
             f"{', '.join(recomputed)} would recompute captured layers, which Megatron does not support; leave one of them out",
         ),

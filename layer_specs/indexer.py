@@ -73,7 +73,8 @@ class PositionedIndexer(DSAIndexer):
         return made
 
     def _rotation(self, rows: int) -> torch.Tensor:
-        return rotation(self.rotary_pos_emb, self._first_row + rows)[self._first_row :]
+        ranks = self.pg_collection.cp.size()
+        return rotation(self.rotary_pos_emb, (self._first_row + rows) * ranks)[self._first_row :]
 
     def _apply_rope(self, x: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         """``x [S, B, heads or 1, dim]`` with RoPE on its leading values, from the first row on; stock assumes row 0."""

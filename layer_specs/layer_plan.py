@@ -186,4 +186,4 @@ def _rows(config: TransformerConfig, arguments: Any) -> int | None:
     if arguments is None:
         return None
     cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return int(arguments.seq_length * arguments.micro_batch_size // cut)
+    return int(arguments.seq_length * arguments.micro_batch_size // (cut * config.context_parallel_size))

@@ -1,7 +1,7 @@
 """M: the Mamba-3 mixer (SISO or MIMO) and its ModuleSpec.
 
-Shape legend: S sequence, B batch, D hidden, H heads and G groups (of this tensor-parallel rank), P head dim, R MIMO rank,
-N state. Source: arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``.
+Shape legend: S sequence, B batch, D hidden, H heads and G groups (of this tensor- and context-parallel rank), P head dim,
+R MIMO rank, N state. Source: arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Mamba3Mixer(Mixer):
         super().__init__(config, layer_number, pg_collection)
         ssm, heads = model.mamba3, model.mamba_heads
         self.ssm = ssm
-        self.heads, self.groups = heads // self.tp_size, ssm.groups // self.tp_size
+        ranks = self.context.size
+        self.heads, self.groups = heads // self.tp_size // ranks, max(1, ssm.groups // self.tp_size // ranks)
+        self.ranks_of_group = max(1, ranks // (ssm.groups // self.tp_size))
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
         self.out_proj = self.output_projection(row_linear, model.mamba_inner)
         self._add_parameters(heads)
@@ -115,6 +117,8 @@ class Mamba3Mixer(Mixer):
         cache = self.cache(inference_context, hidden_SBD, packed_seq_params)
         ssm = self.ssm
         parts = self.in_proj(hidden_SBD)
+        if self.context:
+            parts = self._of_own_heads(parts)
         z_SBHP, x_SBHP = (parts[name].unflatten(-1, (self.heads, ssm.head_dim)) for name in "zx")
         by_group = (self.groups, ssm.mimo_rank, ssm.state)
         b_SBGRN, c_SBGRN = (parts[name].unflatten(-1, by_group) for name in "BC")
@@ -127,8 +131,8 @@ class Mamba3Mixer(Mixer):
             parts["A"],
             parts["trap"],
             parts["angles"],
-            dt_bias=self.dt_bias,
-            D=self.D,
+            dt_bias=self.context.own(self.dt_bias),
+            D=self.context.own(self.D),
             b_bias=self._by_head("b_bias", ssm.state),
             c_bias=self._by_head("c_bias", ssm.state),
             b_norm_weight=self.replicated(self.b_norm_weight),
@@ -136,7 +140,7 @@ class Mamba3Mixer(Mixer):
             mimo_x=self._by_head("mimo_x", ssm.head_dim),
             mimo_z=self._by_head("mimo_z", ssm.head_dim),
             mimo_o=self._by_head("mimo_o", ssm.head_dim),
-            out_norm_weight=self.out_norm_weight if ssm.out_norm else None,
+            out_norm_weight=self.context.own(self.out_norm_weight) if ssm.out_norm else None,
             chunk_size=ssm.chunk,
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
@@ -147,12 +151,21 @@ class Mamba3Mixer(Mixer):
         )
         if cache is not None:
             cache.leave(state)
-        return self.out_proj(y_SBHP.flatten(2))
+        y_SBX = y_SBHP.flatten(2)
+        return self.out_proj(self.context.to_rows(y_SBX) if self.context else y_SBX)
+
+    def _of_own_heads(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Exchange the parts of this context-parallel rank's rows for those of its heads in all rows."""
+        if self.ranks_of_group > 1:  # each of them gets the group
+            for name in "BC":
+                by_group = parts[name].unflatten(-1, (-1, self.ssm.mimo_rank * self.ssm.state))
+                parts[name] = by_group.repeat_interleave(self.ranks_of_group, dim=2).flatten(2)
+        return self.context.parts_to_heads(parts, shared=("angles",))
 
     def _by_head(self, name: str, width: int) -> torch.Tensor | None:
         """Return a parameter as ``[H, R, width]``; None if the model lacks it (SISO and ``mimo_*``)."""
         parameter = getattr(self, name, None)
-        return None if parameter is None else parameter.view(self.heads, self.ssm.mimo_rank, width)
+        return None if parameter is None else self.context.own(parameter).view(self.heads, self.ssm.mimo_rank, width)
 
 
 def mamba(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:

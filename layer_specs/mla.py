@@ -22,9 +22,12 @@ def mla_widths(config: MLATransformerConfig) -> dict[str, Any]:
     }
 
 
-def rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
-    """RoPE table ``[rows, R]`` of a sequence's first rows, computed once per table of the stock module."""
-    found = rotary(rows)
+def rotation(rotary: torch.nn.Module, rows: int, *, whole: bool = False) -> torch.Tensor:
+    """RoPE table of a sequence's first ``rows``, computed once per table of the stock module.
+
+    Under context parallelism ``[rows / ranks, R]``, those of this rank, unless ``whole``.
+    """
+    found = rotary(rows, packed_seq=True) if whole else rotary(rows)
     angle_S11R, scale = (found, 1.0) if isinstance(found, torch.Tensor) else found
 
     def make() -> torch.Tensor:

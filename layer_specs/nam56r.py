@@ -321,6 +321,10 @@ def check_layout(
             "--overlap-moe-expert-parallel-comm, whose schedule wants stock's layers,",
         ),
         (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
+        (
+            config.context_parallel_size > 1 and hasattr(config, "megacpp_preset"),
+            "context_parallel_size above 1 under Megatron-Bridge",
+        ),
         # Megatron 0.20's, and changes of the model.
         (getattr(config, "mtp_hsm", False), "--mtp-hsm"),
         (getattr(config, "enable_mhc_connections", False), "--enable-mhc-connections"),

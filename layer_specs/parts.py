@@ -35,6 +35,7 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.context import Context
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
@@ -230,6 +231,7 @@ class Mixer(MegatronModule):
         self.tp_group = pg_collection.tp
         self.tp_size = self.tp_group.size()
         self.tp_rank = self.tp_group.rank()
+        self.context = Context(pg_collection)
         self._sharded: dict[str, int] = {}
         self._fp32: set[str] = set()
 

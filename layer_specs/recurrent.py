@@ -1,7 +1,7 @@
 """R: the M²RNN mixer and its ModuleSpec.
 
-Shape legend: S sequence, B batch, D hidden, H heads (of this tensor-parallel rank), K key dim, V value dim.
-Source: arXiv 2603.14360.
+Shape legend: S sequence, B batch, D hidden, H heads (of this tensor- and context-parallel rank), K key dim, V
+value dim. Source: arXiv 2603.14360.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class M2RNNMixer(Mixer):
     ) -> None:
         super().__init__(config, layer_number, pg_collection)
         self.rnn, heads = model.m2rnn, model.recurrent_heads
-        self.heads, self.all_values = heads // self.tp_size, heads * self.rnn.value_dim
+        self.heads, self.all_values = heads // self.tp_size // self.context.size, heads * self.rnn.value_dim
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
         self.out_proj = self.output_projection(row_linear, self.all_values)
         self._add_parameters(heads)
@@ -100,6 +100,9 @@ class M2RNNMixer(Mixer):
         """
         cache = self.cache(inference_context, hidden_SBD, packed_seq_params)
         parts = self.in_proj(hidden_SBD)
+        if self.context:
+            parts = self.context.parts_to_heads(parts, shared=("q", "k"))
+        own = self.context.own
         v_SBHV, g_SBHV = (parts[name].unflatten(-1, (self.heads, self.rnn.value_dim)) for name in "vg")
         out_SBC, state = self.backend.fn(
             parts["q"],
@@ -109,16 +112,16 @@ class M2RNNMixer(Mixer):
             parts["f"],
             qk_conv_weight=self.replicated(self.qk_conv_weight),
             qk_conv_bias=self.replicated(self.qk_conv_bias),
-            v_conv_weight=self.v_conv_weight,
-            v_conv_bias=self.v_conv_bias,
-            W=self.W.view(self.heads, self.rnn.value_dim, self.rnn.value_dim),
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            D=self.D,
-            norm_weight=self.norm_weight,
+            v_conv_weight=own(self.v_conv_weight),
+            v_conv_bias=own(self.v_conv_bias),
+            W=own(self.W).view(self.heads, self.rnn.value_dim, self.rnn.value_dim),
+            A_log=own(self.A_log),
+            dt_bias=own(self.dt_bias),
+            D=own(self.D),
+            norm_weight=own(self.norm_weight),
             eps=self.config.layernorm_epsilon,
             norm_width=self.all_values,
-            reduce=self._sum_over_ranks if self.tp_size > 1 else None,
+            reduce=self._sum_over_ranks if self.tp_size * self.context.size > 1 else None,
             seq_idx=self.documents(v_SBHV, attention_mask, packed_seq_params, cache),
             initial_state=None if cache is None else cache.state,
             return_final_state=cache is not None,
@@ -126,12 +129,15 @@ class M2RNNMixer(Mixer):
         )
         if cache is not None:
             cache.leave(state)
-        return self.out_proj(out_SBC)
+        return self.out_proj(self.context.to_rows(out_SBC) if self.context else out_SBC)
 
     def _sum_over_ranks(self, squares_SB1: torch.Tensor) -> torch.Tensor:
         """All-reduce in forward and in backward: every rank's output depends on every rank's squares."""
-        squares_SB1 = reduce_from_tensor_model_parallel_region(squares_SB1, group=self.tp_group)
-        return copy_to_tensor_model_parallel_region(squares_SB1, group=self.tp_group)
+        for group, size in ((self.tp_group, self.tp_size), (self.context.group, self.context.size)):
+            if size > 1:
+                squares_SB1 = reduce_from_tensor_model_parallel_region(squares_SB1, group=group)
+                squares_SB1 = copy_to_tensor_model_parallel_region(squares_SB1, group=group)
+        return squares_SB1
 
 
 def recurrent(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:

@@ -228,7 +228,7 @@ def check_config(config: Any, layout: Layout) -> None:
         raise LaunchError(
             "model.parallel_output is false; Megatron's loss expects vocabulary-sharded logits: keep it true"
         )
-    replicas = int(os.environ["WORLD_SIZE"]) // (layout.tensor * layout.pipeline)
+    replicas = layout.replicas(int(os.environ["WORLD_SIZE"]))
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * replicas):
         raise LaunchError(

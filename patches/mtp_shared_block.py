@@ -34,7 +34,8 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
 
     Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
-    scaled, so that the logged losses stay plain means.
+    scaled, so that the logged losses stay plain means. Under context parallelism these are means over all ranks' tokens
+    (:func:`_over_ranks`).
     """
     signature = inspect.signature(original)
 
@@ -43,9 +44,12 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         config = bound.arguments["config"]
         decay = getattr(config, "mtp_loss_decay", None)
+        compute, group = bound.arguments["compute_language_model_loss"], bound.arguments.get("cp_group")
         if decay is not None and config.mtp_num_layers > 1:
-            compute = bound.arguments["compute_language_model_loss"]
-            bound.arguments["compute_language_model_loss"] = _scaled_by_depth(compute, config.mtp_num_layers, decay)
+            compute = _scaled_by_depth(compute, config.mtp_num_layers, decay)
+        if decay is not None and group is not None and group.size() > 1:
+            compute = _over_ranks(compute, bound.arguments, group)
+        bound.arguments["compute_language_model_loss"] = compute
         return original(*bound.args, **bound.kwargs)
 
     return process_mtp_loss
@@ -62,11 +66,48 @@ def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> 
     return loss
 
 
+def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: Any) -> Callable[..., Any]:
+    """``compute`` for one call per depth, with losses that become a mean over the tokens of all context-parallel ranks.
+
+    Each rank divides by the tokens that it counts itself, and the ranks are averaged; but the last tokens of a sequence, which
+    no depth can predict, are all on one rank. The mask is rolled as a copy: linear-cross-entropy follows its own rolls.
+    """
+    import torch
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    config, labels, mask = arguments["config"], arguments["labels"], arguments["loss_mask"]
+    tokens, packed = arguments.get("input_ids"), arguments.get("packed_seq_params")
+    if labels is None and tokens is None:  # no loss
+        return compute
+    alike: Any = tokens if labels is None else labels
+    mask = torch.ones_like(alike) if mask is None else mask.clone()
+    if labels is None:  # which are the next tokens then
+        mask, _ = roll_tensor(mask, -1, -1, cp_group=group, packed_seq_params=packed)
+    counts = [mask.sum()]
+    for _ in range(config.mtp_num_layers):
+        mask, count = roll_tensor(mask, -1, -1, cp_group=group, packed_seq_params=packed)
+        counts.append(count)
+    own = torch.stack(counts).float()
+    total = own.clone()
+    torch.distributed.all_reduce(total, group=group)
+    factors = own.clamp(min=1) / total.clamp(min=1) * group.size()
+    of_depths = iter(factors[1:])
+
+    def loss(labels: Any, logits: Any) -> Any:
+        found = compute(labels, logits) * next(of_depths)
+        # By token, stock multiplies by the tokens counted here before any were rolled away.
+        return _scale_gradient(found, 1 / factors[0]) if config.calculate_per_token_loss else found
+
+    return loss
+
+
 def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group, return_sum)``.
 
     Without context parallelism stock rolls the sequences one by one and reads their bounds on the host: two GPU syncs per
-    sequence, for tokens, positions, labels and mask of every depth. Here they are all rolled at once, on the device.
+    sequence, for tokens, positions, labels and mask of every depth. Here they are all rolled at once, on the device. With it
+    stock expects that each sequence is cut over the ranks, but ``--dataloader-inter-document-masking`` cuts the row that holds
+    them: there the row is rolled, and what has come from the next sequence is cleared.
     """
     bind = by_name(original, "tensor shifts dims packed_seq_params cp_group return_sum")
 
@@ -75,19 +116,33 @@ def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
         call = bind(*args, **kwargs)
         tensor, cp_group, cu_seqlens = call.tensor, call.cp_group, call.packed_seq_params.cu_seqlens_q
         on_last = call.dims in (-1, tensor.dim() - 1)
-        if call.shifts != -1 or not on_last or cu_seqlens is None or (cp_group is not None and cp_group.size() > 1):
+        ranks = 1 if cp_group is None else cp_group.size()
+        if call.shifts != -1 or not on_last or cu_seqlens is None or (ranks > 1 and not _row_is_cut()):
             return original(*args, **kwargs)
         if cu_seqlens.device != tensor.device:  # bounds on the host, which stock reads without a wait
             return original(*args, **kwargs)
         from megacpp_mcore.ops.packed.documents import roll_left
 
-        rolled = roll_left(tensor, cu_seqlens)
+        if ranks == 1:
+            rolled = roll_left(tensor, cu_seqlens)
+        else:
+            from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+            # A view, since linear-cross-entropy follows the rolls of the mask itself.
+            of_row, _ = roll_tensor(tensor.view_as(tensor), -1, -1, cp_group=cp_group)
+            rolled = roll_left(tensor, cu_seqlens, of_row, ranks=ranks, rank=cp_group.rank())
         return rolled, rolled.sum() if getattr(call, "return_sum", True) else None
 
     return roll
 
 
-def _scale_gradient(loss: Any, factor: float) -> Any:
+def _row_is_cut() -> bool:
+    from megatron.training import global_vars
+
+    return bool(getattr(global_vars._GLOBAL_ARGS, "dataloader_inter_document_masking", False))
+
+
+def _scale_gradient(loss: Any, factor: Any) -> Any:
     if loss.requires_grad:
         loss = loss.clone()
         loss.register_hook(lambda gradient: gradient * factor)
@@ -98,7 +153,8 @@ PATCH = Patch(
     name="mtp-shared-block",
     fixes=(
         "GPTModel's builder ignores --spec for multi-token prediction and rebuilds stock layers; "
-        "all depths weigh the same; a shift of packed sequences waits for the GPU twice a sequence"
+        "all depths weigh the same; under context parallelism its losses are means of unequal counts; a shift of packed "
+        "sequences waits for the GPU twice a sequence"
     ),
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
     edits=(
@@ -129,8 +185,8 @@ PATCH = Patch(
         "process_mtp_loss is handed the loss function it calls once a depth; all shifts of packed sequences are one function"
     ),
     leaves_alone=(
-        "specs without an mtp attribute, what is shifted where, shifts under context parallelism, the per-token "
-        "normalisation, logging, speculative decoding"
+        "specs without an mtp attribute, what is shifted where, shifts of sequences that context parallelism cuts one by one, "
+        "the per-token normalisation on one context-parallel rank, logging, speculative decoding"
     ),
     retire_when="the builder takes an MTP spec from the caller, and the depth weights from the configuration",
     cost="nothing",

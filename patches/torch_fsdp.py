@@ -76,6 +76,7 @@ def _check(config: Any, ddp_config: Any) -> None:
         "pipeline parallelism": config.pipeline_model_parallel_size,
         "expert parallelism": config.expert_model_parallel_size,
         "tensor parallelism": config.tensor_model_parallel_size,
+        "context parallelism": config.context_parallel_size,
         "calculate_per_token_loss": config.calculate_per_token_loss,
         "cuda_graph_impl": config.cuda_graph_impl,
         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,

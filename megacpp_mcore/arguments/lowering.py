@@ -295,6 +295,7 @@ _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
         "expert parallelism": (1, "experts are sharded over the replicas"),
         "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
+        "context parallelism": (1, "no run has shown what it does to gradients"),
         "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
         "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
         "MTP depths under --recompute-granularity full": (
@@ -315,7 +316,8 @@ def check_torch_fsdp(run: Run) -> None:
         ModelError: lists every obstacle.
     """
     if run.torch_fsdp:
-        sharded = {"pipeline": run.layout.pipeline, "expert": run.layout.expert, "tensor": run.layout.tensor}
+        sharded = {"pipeline": run.layout.pipeline, "expert": run.layout.expert}
+        sharded |= {"tensor": run.layout.tensor, "context": run.layout.context}
         check_under_torch_fsdp({f"{name} parallelism": size for name, size in sharded.items()})
 
 
@@ -323,7 +325,8 @@ def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
     """Refuse values under which a run would train wrongly, or not at all, with FSDP2.
 
     Args:
-        values: by Megatron's names of arguments, or ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``.
+        values: by Megatron's names of arguments, or ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``,
+            ``context parallelism``.
 
     Raises:
         ModelError: lists every obstacle.

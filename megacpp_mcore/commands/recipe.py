@@ -51,7 +51,7 @@ _OF_TRAINING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _OF_LAYOUT: dict[str, Mapping[str, Any]] = {
     **{
         name: {**_NUMBER, "help": f"{name} parallelism (default: 1)"}
-        for name in ("tensor", "pipeline", "virtual", "expert")
+        for name in ("tensor", "pipeline", "virtual", "expert", "context")
     },
     "sequence-parallel": {"action": "store_true", "default": None},
 }
@@ -347,7 +347,7 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
             f"the layout needs a multiple of {least} processes, and {nodes} nodes × {per_node} are {nodes * per_node}; change "
             "--nodes, --gpus-per-node or the layout"
         )
-    replicas = nodes * per_node // (layout.tensor * layout.pipeline)
+    replicas = layout.replicas(nodes * per_node)
     if training.global_batch_size % (training.micro_batch_size * replicas):
         raise ModelError(
             f"the global batch of {training.global_batch_size} is not a multiple of the micro-batch "

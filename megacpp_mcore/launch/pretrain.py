@@ -123,13 +123,14 @@ def get_batch(
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    cp_group = mpu.get_context_parallel_group()
     if documents is not None:
-        rows = {key: None if batch.get(key) is None else batch[key].reshape(1, -1) for key in PACKED_ROW_KEYS}
+        rows = {key: batch[key].reshape(1, -1) for key in PACKED_ROW_KEYS if batch.get(key) is not None}
+        rows = get_batch_on_this_cp_rank(rows, is_hybrid_cp=False, cp_group=cp_group, use_per_sequence_balancing=True)
         return dict.fromkeys(BATCH_KEYS) | rows | documents
     batch = flatten_batch_for_packed_sequences(batch)
     if not needs_rows:
         return dict.fromkeys(ROW_KEYS) | {key: batch[key] for key in DOCUMENT_KEYS}
-    cp_group = mpu.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group, use_per_sequence_balancing=packed)
     return {key: batch.get(key) for key in BATCH_KEYS}
 
@@ -165,12 +166,22 @@ def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqPara
 def loss_func(
     loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log."""
+    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log.
+
+    Under context parallelism each rank has tokens of the same micro-batch: unless losses are by token, Megatron divides by the
+    number and averages the ranks, so that it has to be their mean.
+    """
     weights_BS = loss_mask_BS.float()
     loss = (losses_BS.float() * weights_BS).sum()
     counted = weights_BS.sum().int()
     _check_loss(loss)
-    return loss, counted, {"lm loss": torch.hstack((loss.detach(), counted))}
+    logged = {"lm loss": torch.hstack((loss.detach(), counted))}
+    args = get_args()
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
+        total = counted.clone()
+        torch.distributed.all_reduce(total, group=mpu.get_context_parallel_group())
+        return loss * args.context_parallel_size, total, logged
+    return loss, counted, logged
 
 
 def _check_loss(loss: torch.Tensor) -> None:

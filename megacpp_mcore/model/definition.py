@@ -24,7 +24,7 @@ from megacpp_mcore.model.families.experts import MoE
 from megacpp_mcore.model.families.mamba import Mamba3
 from megacpp_mcore.model.families.recurrent import M2RNN
 from megacpp_mcore.util import schema
-from megacpp_mcore.util.nearest import nearest
+from megacpp_mcore.util.nearest import nearest, nearest_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,10 @@ class Layout:
     def processes(self) -> int:
         """The least number of processes: every run uses a multiple of it."""
         return math.lcm(self.tensor * self.context, self.expert) * self.pipeline
+
+    def replicas(self, processes: int) -> int:
+        """Data-parallel replicas among ``processes``: each has micro-batches of its own."""
+        return processes // (self.tensor * self.context * self.pipeline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,17 +217,12 @@ class Model:
         grammar.check_chunks(self.name, self.roles, self.chunks(layout))
 
     def check_divisible(self, layout: Layout) -> None:
-        """Refuse tensor, expert or sequence parallelism by which this model's sizes are not divisible; ignores pipeline stages.
+        """Refuse tensor, expert, sequence or context parallelism by which its sizes are not divisible; ignores pipeline stages.
 
         Raises:
             ModelError: names the size that is not divisible.
         """
         tensor = layout.tensor
-        if layout.context > 1:
-            raise ModelError(
-                f"{self.name}: context parallelism is {layout.context}; no family of this model can shard a sequence over "
-                "ranks yet, leave --context-parallel-size at 1"
-            )
         divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
         if self.mtp.depth:
             divides(f"{self.name}: dense FFN width", self.ffn_hidden_size, "tensor parallelism", tensor)
@@ -237,6 +236,21 @@ class Model:
             )
         if layout.sequence_parallel:
             divides(f"{self.name}: sequence length", self.seq_length, "tensor parallelism", tensor)
+        if layout.context > 1:
+            if why := self._why_not_over(tensor, layout.context):
+                fitting = (ranks for ranks in range(1, self.heads + 1) if not self._why_not_over(tensor, ranks))
+                raise ModelError(
+                    f"{self.name}: context parallelism is {layout.context}, and {why}; the nearest that fits every layer is "
+                    f"{nearest_number(layout.context, fitting)}"
+                )
+            chunks = 2 * layout.context * (tensor if layout.sequence_parallel else 1)
+            what = "the chunks of context parallelism, 2 a rank"
+            divides(f"{self.name}: sequence length", self.seq_length, what, chunks, fixed=True)
+
+    def _why_not_over(self, tensor: int, context: int) -> str:
+        """Return why ``context`` ranks cannot share a sequence; empty if they can."""
+        found = (family.no_context(self.shape, tensor, context, *self.sizes(family)) for family in self.families)
+        return next(filter(None, found), "")
 
     def vocab_size_padded(self, tensor: int, divisible_by: int = 128) -> int:
         """Return the vocabulary after Megatron's padding to a multiple of ``divisible_by * tensor``."""

@@ -94,7 +94,7 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     model, held = run.model, states(run)
     if model is None or held is None or run.layout.pipeline > 1 or model.mamba3.mimo_rank == 1:
         return None
-    ssm, tokens = model.mamba3, run.training.micro_batch_size * model.seq_length
+    ssm, tokens = model.mamba3, run.training.micro_batch_size * model.seq_length // run.layout.context
     step = ACTIVATIONS * model.hidden_size * (len(model.layers) + model.mtp.depth) * tokens
     # What nam56r does not have: experts wider than the hidden states, rows gathered from other ranks, logits.
     wider = 4 * max(0, model.moe.topk * model.moe.ffn_hidden_size - model.hidden_size)

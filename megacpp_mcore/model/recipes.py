@@ -45,16 +45,17 @@ class Recipe:
     def __post_init__(self) -> None:
         layout, training = self.run.layout, self.run.training
         self.model.check_layout(layout)
-        sharded = layout.tensor * layout.pipeline
+        sharded, replicas = layout.tensor * layout.context * layout.pipeline, layout.replicas(self.processes)
         if self.processes % sharded or (self.processes // layout.pipeline) % layout.expert:
             raise ModelError(
                 f"{self.name}: {self.processes} processes cannot be divided into tensor {layout.tensor} × pipeline "
-                f"{layout.pipeline} with expert parallelism {layout.expert}; change the layout or their number"
+                f"{layout.pipeline} × context {layout.context} with expert parallelism {layout.expert}; change the layout or "
+                "their number"
             )
-        if training.global_batch_size % (training.micro_batch_size * self.run.replicas):
+        if training.global_batch_size % (training.micro_batch_size * replicas):
             raise ModelError(
                 f"{self.name}: the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
-                f"({training.micro_batch_size}) × {self.run.replicas} data-parallel replicas; change one of them"
+                f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change one of them"
             )
 
 

@@ -41,7 +41,9 @@ LOG_INTERVAL = 10
 LARGEST_GATHER = 8
 """Largest expert parallelism that all-gathers tokens: mostly the GPUs of one host. Four were measured."""
 TORCH_FSDP = "--use-torch-fsdp2"
-CAPTURED = "layers are captured with Transformer Engine, in bf16, in one pipeline stage and without FSDP2"
+CAPTURED = (
+    "layers are captured with Transformer Engine, in bf16, in one pipeline stage, without context parallelism and without FSDP2"
+)
 
 
 def _switch(*words: str, on: bool = False) -> Any:
@@ -214,7 +216,8 @@ class Run:
     def is_captured(self) -> bool:
         """Whether layers are in CUDA graphs: wanted, and of the kind that has been measured (:data:`CAPTURED`)."""
         kind = self.has_engine and self.training.precision == "bf16"
-        return self.training.cuda_graphs and kind and self.layout.pipeline == 1 and not self.torch_fsdp
+        whole = self.layout.pipeline == self.layout.context == 1
+        return self.training.cuda_graphs and kind and whole and not self.torch_fsdp
 
     @cached_property
     def _chosen(self) -> Execution:

@@ -48,6 +48,11 @@ LAYOUTS: Mapping[str, Layout] = {
     "EP 4": Layout(expert=4),
     "TP 2 with SP, EP 4": Layout(tensor=2, sequence_parallel=True, expert=4),
     "PP 2 × VPP 2, EP 2": Layout(pipeline=2, virtual=2, expert=2),
+    "CP 2": Layout(context=2),
+    "CP 4": Layout(context=4),
+    "CP 2, EP 2": Layout(context=2, expert=2),
+    "CP 2, TP 2 with SP": Layout(context=2, tensor=2, sequence_parallel=True),
+    "CP 2, PP 2 × VPP 2": Layout(context=2, pipeline=2, virtual=2),
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
 

@@ -62,7 +62,16 @@ def counted(run: Run) -> int:
 @pytest.mark.parametrize(
     ("masked", "name"),
     # The inner virtual stages have no tokens, and are told where packed documents begin all the same.
-    [(False, "TP 2 with SP"), (False, "PP 2"), (False, "PP 2 × VPP 2"), (True, "TP 2 with SP"), (True, "PP 2")],
+    [
+        (False, "TP 2 with SP"),
+        (False, "PP 2"),
+        (False, "PP 2 × VPP 2"),
+        (False, "CP 2"),
+        (False, "CP 4"),
+        (False, "CP 2, PP 2 × VPP 2"),
+        (True, "TP 2 with SP"),
+        (True, "PP 2"),
+    ],
 )
 def test_documents_are_kept_apart_as_in_one_process(made: Any, masked: bool, name: str) -> None:
     """Every step's scalars, every gradient of the first, and of packed rows the FLOPs."""

@@ -47,7 +47,13 @@ def test_losses_gradient_norm_and_every_gradient_of_the_first_step(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [("EP 2", 1), ("TP 2 with SP", 2), ("PP 2 × VPP 2", 2)],  # of EP 2 each process is a replica of all but the experts
+    [
+        ("EP 2", 1),
+        ("TP 2 with SP", 2),
+        ("PP 2 × VPP 2", 2),
+        ("CP 2", 1),
+        ("CP 2", 2),
+    ],  # of EP 2 each process is a replica of all but the experts
 )
 def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
     """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
@@ -90,6 +96,7 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
     ("name", "optimizer"),
     [
         ("PP 2 × VPP 2", True),
+        pytest.param("CP 2", True, marks=pytest.mark.exhaustive),
         *(pytest.param(name, False, marks=pytest.mark.exhaustive) for name in ("EP 2", "TP 2 with SP", "TP 4 with SP")),
     ],
 )
@@ -107,13 +114,13 @@ def test_weights_move_from_layout_to_layout(laboratory: Laboratory) -> None:
     """Of four processes each, and back into one: parameters and buffers, byte for byte."""
     run = laboratory.compared(ONE)
     expected = {key: value for key, value in run.tensors(COMPARED).items() if not key.startswith("optimizer.")}
-    for name in ("TP 2 with SP, EP 4", "PP 2 × VPP 2, EP 2", "EP 4", "TP 4 with SP", ONE):
+    for name in ("TP 2 with SP, EP 4", "PP 2 × VPP 2, EP 2", "CP 4", "EP 4", "TP 4 with SP", "CP 2, TP 2 with SP", ONE):
         run = laboratory.moved(run, name, optimizer=False)
         assert_same_bytes(expected, run.tensors(COMPARED))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["TP 2 with SP", "PP 2 × VPP 2"])
+@pytest.mark.parametrize("name", ["TP 2 with SP", "PP 2 × VPP 2", "CP 2"])
 def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
     """Two of four steps; the third selects by what was learned."""
     overrides = {**OVERRIDES, "dsa": {**OVERRIDES["dsa"], "warmup_steps": 2}}

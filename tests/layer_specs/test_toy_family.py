@@ -43,6 +43,8 @@ def test_a_family_is_known_where_its_record_is(monkeypatch: pytest.MonkeyPatch) 
     assert model.parameters()["T"] == 2 * (width**2 + 2 * width)
     with raises(ModelError, "toys", "2"):
         model.check_layout(Layout(tensor=2, sequence_parallel=True))
+    with raises(ModelError, "context parallelism is 2", "every layer is 1"):
+        model.check_layout(Layout(context=2))
     assert resolve(Run(model), environment={}).value("precision").note == "selection of keys and the integrator in fp32"
 
 

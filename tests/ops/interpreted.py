@@ -208,7 +208,11 @@ def indexer_pieces() -> None:
     documents = indexer_case.draw_documents(140, B=3, each=70)
     assert len(list(indexer.chunks(140, 3))) > 3
     for topk in (20, 139):
-        assert torch.equal(indexer.select(*inputs, topk, documents), indexer_reference.select(*inputs, topk, documents))
+        expected = indexer_reference.select(*inputs, topk, documents)
+        assert torch.equal(indexer.select(*inputs, topk, documents), expected)
+        for first in (64, 75):
+            q, k, w = inputs[0][first:], inputs[1], inputs[2][first:]
+            assert torch.equal(indexer.select(q, k, w, topk, documents, first_row=first), expected[:, first:])
 
 
 def indexer_all_keys(D: int = 64) -> None:

@@ -263,7 +263,9 @@ def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | 
     parameters = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths
     )
-    assert packed_documents(SimpleNamespace(), parameters, 1, batch=1, rows=9).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3]]
+    assert packed_documents(SimpleNamespace(context_parallel_size=1), parameters, 1, batch=1, rows=9).tolist() == [
+        [0, 0, 0, 0, 1, 1, 2, 2, 3]
+    ]
 
 
 @_PROPERTY

@@ -156,6 +156,8 @@ def test_selection_is_the_topk_of_the_scores(query_chunk, packed):
     index = select(*inputs, 5, documents, query_chunk=query_chunk)
     assert index.dtype == torch.int32
     assert torch.equal(index, loop_topk(loop_scores(*inputs), 5, visible_in(documents, 23)))
+    q, k, w = inputs
+    assert torch.equal(select(q[9:], k, w[9:], 5, documents, first_row=9, query_chunk=query_chunk), index[:, 9:])
 
 
 def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
@@ -276,6 +278,7 @@ BAD = {
     "no query": (indexer_scores, (Q[:0], K, W[:0]), {}, "0 queries"),
     "chunk": (indexer_scores, (Q, K, W), {"query_chunk": -1}, "positive"),
     "selection of a rectangle": (select, (Q[:3], K, W[:3], 2), {}, "3 queries and 4 keys"),
+    "selection by queries behind the keys": (select, (Q[:3], K, W[:3], 2), {"first_row": 2}, "5 queries and 4 keys"),
     "selection of nothing": (select, (Q, K, W, 0), {}, "at least 1"),
     "documents of another length": (select, (Q, K, W, 2, DOCUMENTS[:, :3]), {}, r"\[B, S\] = \[2, 4\]"),
     "int64 documents": (select, (Q, K, W, 2, DOCUMENTS.long()), {}, "torch.int32"),

@@ -18,6 +18,7 @@ from megacpp_mcore.model.families.base import (
     absent,
     divides,
     not_negative,
+    not_shared,
     option,
     positive,
     product,
@@ -232,12 +233,17 @@ def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:
     }
 
 
+def _no_context(shape: Shape, tensor: int, context: int, *_: object) -> str:
+    return not_shared("attention heads", shape.heads, tensor, context)
+
+
 ATTENTION = Family(
     letter="A",
     name="attention (MLA, full or with DeepSeek sparse attention)",
     part="A attention",
     group="attention",
     fields=("mla", "dsa"),
+    no_context=_no_context,
     slots=(
         Slot(
             FULL_MLA,

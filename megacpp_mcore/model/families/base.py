@@ -41,6 +41,13 @@ def divides(what: str, number: int, by: str, divisor: int, *, fixed: bool = Fals
         raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); the nearest {fitting}")
 
 
+def not_shared(what: str, number: int, tensor: int, context: int) -> str:
+    """Return why ``number`` heads cannot be split over tensor and context parallelism; empty if they can."""
+    number //= tensor
+    of_ranks = " of a tensor-parallel rank" if tensor > 1 else ""
+    return f"{number} {what}{of_ranks} are not a multiple of it" if number % context else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Count:
     """Parameters of a part of a model.
@@ -198,6 +205,10 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _no_context(_: Shape, __: int, context: int, *___: Any) -> str:
+    return "a family of its layers cannot share a sequence" if context > 1 else ""
+
+
 def _no_arguments(*_: Any) -> Sequence[Argument]:
     return ()
 
@@ -223,6 +234,8 @@ class Family:
         work: ``(shape, role, batch, *sizes)`` to the work of a layer, by those names.
         check: ``(shape, *sizes)``; raises ModelError where they do not go together.
         check_layout: ``(shape, tensor, expert, *sizes)``; raises ModelError where a layer cannot be sharded so.
+        no_context: ``(shape, tensor, context, *sizes)`` to why a layer cannot share a sequence over as many ranks; empty if it
+            can.
         arguments: ``(shape, *sizes)`` to the stock arguments of a model with such layers.
         without: those of a model without.
         in_fp32: what it computes in fp32, whatever the precision of the run.
@@ -248,6 +261,7 @@ class Family:
     work: Callable[..., dict[str, Work]]
     check: Callable[..., None] = _nothing
     check_layout: Callable[..., None] = _nothing
+    no_context: Callable[..., str] = _no_context
     arguments: Callable[..., Sequence[Argument]] = _no_arguments
     without: Sequence[Argument] = ()
     in_fp32: str = ""

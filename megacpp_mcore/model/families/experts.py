@@ -137,6 +137,7 @@ EXPERTS = Family(
     works=("router", "routed_experts", "shared_experts"),
     work=_work,
     check_layout=_check_layout,
+    no_context=lambda *_: "",
     arguments=_arguments,
     without=(absent("--num-experts", "num_moe_experts", None),),
     in_fp32="router",

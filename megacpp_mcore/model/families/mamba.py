@@ -6,7 +6,18 @@ import math
 from dataclasses import dataclass
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.families.base import Batch, Count, Family, Shape, Slot, Work, divides, positive, product
+from megacpp_mcore.model.families.base import (
+    Batch,
+    Count,
+    Family,
+    Shape,
+    Slot,
+    Work,
+    divides,
+    not_shared,
+    positive,
+    product,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +119,12 @@ def _check_layout(shape: Shape, tensor: int, _: int, ssm: Mamba3) -> None:
     divides(f"{shape.name}: Mamba-3 groups", ssm.groups, "tensor parallelism", tensor)
 
 
+def _no_context(shape: Shape, tensor: int, context: int, ssm: Mamba3) -> str:
+    if context % (ssm.groups // tensor) == 0:  # each rank has heads of one group
+        return not_shared("Mamba-3 heads", heads_of(shape.hidden_size, ssm), tensor, context)
+    return not_shared("Mamba-3 groups", ssm.groups, tensor, context)
+
+
 def _scoped(shape: Shape, _: str | None, tokens: int, ssm: Mamba3) -> tuple[str, Work]:
     """Only the output projection is in a scope."""
     heads = heads_of(shape.hidden_size, ssm)
@@ -144,6 +161,7 @@ MAMBA = Family(
     work=_work,
     check=_check,
     check_layout=_check_layout,
+    no_context=_no_context,
     in_fp32="states of Mamba-3",
     recompute="m",
     recomputed=("mamba_projections", "mamba_scan"),

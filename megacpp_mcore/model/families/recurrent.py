@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.families.base import Batch, Count, Family, Shape, Slot, Work, divides, positive, product
+from megacpp_mcore.model.families.base import (
+    Batch,
+    Count,
+    Family,
+    Shape,
+    Slot,
+    Work,
+    divides,
+    not_shared,
+    positive,
+    product,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +91,10 @@ def _check_layout(shape: Shape, tensor: int, _: int, rnn: M2RNN) -> None:
     divides(f"{shape.name}: M²RNN heads", heads_of(shape.hidden_size, rnn), "tensor parallelism", tensor)
 
 
+def _no_context(shape: Shape, tensor: int, context: int, rnn: M2RNN) -> str:
+    return not_shared("M²RNN heads", heads_of(shape.hidden_size, rnn), tensor, context)
+
+
 def _card(shape: Shape, rnn: M2RNN) -> dict[str, str]:
     return {"M²RNN heads, keys, values": f"{heads_of(shape.hidden_size, rnn)}, {rnn.key_dim}, {rnn.value_dim}"}
 
@@ -105,6 +120,7 @@ RECURRENT = Family(
     work=_work,
     check=_check,
     check_layout=_check_layout,
+    no_context=_no_context,
     in_fp32="states of M²RNN",
     without_tf32="M²RNN's recurrence",
     recompute="r",

@@ -655,6 +655,7 @@ def dense_grad(
     weight: torch.Tensor,
     softmax_scale: float,
     seq_idx_S: torch.Tensor | None = None,
+    positions_S: torch.Tensor | None = None,
     reduce: Reduce | None = None,
     query_chunk: int | None = None,
     kernel: bool = True,
@@ -668,7 +669,8 @@ def dense_grad(
         query_SBAK, key_SB1K: the attention that it learns, absorbed.
         weight: factor on the gradient of each query's divergence, a tensor of one.
         softmax_scale: of the attention.
-        seq_idx_S: number of each row's document, the same for the whole batch; None: one document.
+        seq_idx_S: number of each key's document, the same for the whole batch; None: one document.
+        positions_S: row of each query among the keys, if there are other queries than keys.
         reduce: sums the target over the tensor-parallel ranks, in place.
         query_chunk: as for :func:`select`.
         kernel: as for :class:`Indexer` and :class:`Attention`.
@@ -682,11 +684,13 @@ def dense_grad(
     indexer = Indexer(q_SBHD, k_SBD, w_SBH, kernel=kernel)
     attention = Attention(query_SBAK, key_SB1K, softmax_scale, reduce, kernel)
     rows, batch = q_SBHD.shape[:2]
-    rule = KeyRule.causal(rows, rows, q_SBHD.device)
+    keys_T = torch.arange(len(k_SBD), device=q_SBHD.device)
+    positions_S, starts_T = keys_T if positions_S is None else positions_S, torch.zeros_like(keys_T)
     if seq_idx_S is not None:
-        positions_S = torch.arange(rows, device=q_SBHD.device)
-        starts_S = torch.where(document_starts(seq_idx_S[None], batch=1, rows=rows)[0], positions_S, 0).cummax(0).values
-        rule = KeyRule.within(starts_S, positions_S + 1, positions_S)
+        starts_T = (
+            torch.where(document_starts(seq_idx_S[None], batch=1, rows=len(keys_T))[0], keys_T, 0).cummax(0).values
+        )
+    rule = KeyRule.within(starts_T[positions_S], positions_S + 1, keys_T)
     weight_BS = weight.to(indexer.dtype).expand(batch, rows)
     divergence_BS, dq, dw, dk = dense_backward(indexer, attention, rule, weight_BS, query_chunk=query_chunk)
     return divergence_BS, dq, dk, dw

@@ -52,7 +52,7 @@ def _relu(x):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["S", "first", "rows", "H"])
+@triton.jit(do_not_specialize=["S", "first", "rows", "H", "before"])
 def score_keys(
     q_SBHD,
     k_SBD,
@@ -73,6 +73,7 @@ def score_keys(
     W,
     H,
     score_b,
+    before,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -82,7 +83,8 @@ def score_keys(
     """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
 
     With CAUSAL, tiles whose keys are all later than their queries are not written, W is a multiple of KEYS, S counts the keys,
-    too, and ``score_b`` is None, since the batch's rows follow each other. Without it there are W keys, each scored for every
+    of which ``before`` precede the first row of q and w, and ``score_b`` is None, since the batch's rows follow each other.
+    Without it there are W keys, each scored for every
     query, ``seq_BS`` is None, and a score is the sum as it comes, NaN and infinities included. ``x_s`` and the like are
     strides. No score is −0, since accumulators start at +0.
     """
@@ -98,8 +100,9 @@ def score_keys(
         apart = (tl.max(of_keys, 0) < tl.min(of_queries, 0)) | (tl.max(of_queries, 0) < tl.min(of_keys, 0))
         heads = tl.where(apart, 0, H)
     k = tl.load(k_SBD + b * k_b + at.to(tl.int64)[None, :] * k_s + d[:, None])
-    q_at = q_SBHD + b * q_b + i.to(tl.int64)[:, None] * q_s + d[None, :]
-    w_at = w_SBH + b * w_b + i.to(tl.int64) * w_s
+    of_query = (i - before).to(tl.int64)
+    q_at = q_SBHD + b * q_b + of_query[:, None] * q_s + d[None, :]
+    w_at = w_SBH + b * w_b + of_query * w_s
     score = tl.zeros([QUERIES, KEYS], tl.float32)
     for h in tl.range(0, heads, num_stages=STAGES):
         w = tl.load(w_at + h * w_h).to(tl.float32)
@@ -124,7 +127,7 @@ def _scores(row, start, end, BLOCK: tl.constexpr):
     return tl.load(row + j, mask=j < end, other=_HIDDEN)
 
 
-@triton.jit(do_not_specialize=["S", "first", "rows", "N"])
+@triton.jit(do_not_specialize=["S", "first", "rows", "N", "before"])
 def take_best(
     score_BRW,
     index_BSN,
@@ -133,10 +136,13 @@ def take_best(
     rows,
     W,
     N,
+    before,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Select each row's N best keys, ascending, then -1; ties go to the lower key. Program (query, batch).
+
+    There are S rows of indices, and ``before`` keys before the first row's own.
 
     The threshold is found by a search between two scores, kept as ranks: more than N keys reach the lower bound, at most N the
     upper one. It ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys that
@@ -185,7 +191,7 @@ def take_best(
             upper, n_upper = between, n_between
         step += 1
     wanted, take, equal_to = N - n_upper, _value(upper), _value(lower)
-    index = index_BSN + (b * S + i) * N
+    index = index_BSN + (b * S + i - before) * N
     # One path, with or without ties: with two branches, ptxas 12.8 (Triton 3.6) placed some ties one position too low.
     n_above, n_equal = 0, 0
     for start in tl.range(0, end, KEYS):

@@ -101,6 +101,7 @@ def select(
     topk: int,
     seq_idx_BS: torch.Tensor | None = None,
     *,
+    first_row: int = 0,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
     """Select the keys that each query attends to: the highest-scoring ones of its document up to itself.
@@ -109,9 +110,10 @@ def select(
     and in chunks of queries, whose scores per head fit in ``SCORE_BLOCK_ELEMENTS``. Inputs may be strided.
 
     Args:
-        q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`, T == S.
+        q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`, T == first_row + S.
         topk: keys to select; values over T act as T.
         seq_idx_BS: number of each row's document, int32, or None: one document a row of the batch.
+        first_row: position of the first query among the keys.
         query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
 
     Returns:
@@ -122,27 +124,20 @@ def select(
     """
     check_indexer(q_SBHD, k_TBD, w_SBH)
     (num_queries, batch, heads, _), num_keys = q_SBHD.shape, k_TBD.shape[0]
-    check_square(num_queries, num_keys)
+    check_square(first_row + num_queries, num_keys)
     k_TBD = k_TBD.to(compute_dtype(q_SBHD, k_TBD, w_SBH))
     selected = []
     for rows in query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, query_chunk):
         q_chunk, w_chunk = (tensor[rows.start : rows.stop] for tensor in (q_SBHD, w_SBH))
         score_BRT = score_block(q_chunk, k_TBD, w_chunk)
-        selected.append(causal_topk(score_BRT, topk, seq_idx_BS, first_row=rows.start))
+        selected.append(causal_topk(score_BRT, topk, seq_idx_BS, first_row=first_row + rows.start))
     return torch.cat(selected, dim=1)
 
 
 @torch.no_grad()
 def select_last(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, topk: int) -> torch.Tensor:
     """:func:`select` for the last S of T rows, as while decoding; one document a row of the batch."""
-    check_indexer(q_SBHD, k_TBD, w_SBH)
-    (num_queries, batch, heads, _), num_keys = q_SBHD.shape, k_TBD.shape[0]
-    k_TBD, before = k_TBD.to(compute_dtype(q_SBHD, k_TBD, w_SBH)), num_keys - num_queries
-    selected = []
-    for rows in query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, None):
-        q_chunk, w_chunk = (tensor[rows.start : rows.stop] for tensor in (q_SBHD, w_SBH))
-        selected.append(causal_topk(score_block(q_chunk, k_TBD, w_chunk), topk, first_row=before + rows.start))
-    return torch.cat(selected, dim=1)
+    return select(q_SBHD, k_TBD, w_SBH, topk, first_row=len(k_TBD) - len(q_SBHD))
 
 
 def _check_scores(score_BST: torch.Tensor) -> tuple[int, int, int]:

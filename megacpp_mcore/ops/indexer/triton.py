@@ -63,17 +63,17 @@ class Chunk(NamedTuple):
     width: int
 
 
-def chunks(num_queries: int, batch: int) -> Iterator[Chunk]:
-    """Cut the queries into chunks of at most :data:`SCRATCH` scores, but at least a tile's queries."""
-    longest = triton.cdiv(num_queries, KEYS) * KEYS
+def chunks(num_keys: int, batch: int, first_row: int = 0) -> Iterator[Chunk]:
+    """Cut the queries from ``first_row`` on into chunks of at most :data:`SCRATCH` scores, but at least a tile's queries."""
+    longest = triton.cdiv(num_keys, KEYS) * KEYS
     together = min(batch, max(1, SCRATCH // (QUERIES * longest)))
     for start in range(0, batch, together):
-        stop, first = min(start + together, batch), 0
-        while first < num_queries:
+        stop, first = min(start + together, batch), first_row
+        while first < num_keys:
             # The most rows with rows · (first + KEYS + rows) scores or fewer.
             before = first + KEYS
             rows = int(math.sqrt(before**2 + 4 * (SCRATCH // (stop - start))) - before) // 2
-            rows = min(max(rows // QUERIES, 1) * QUERIES, num_queries - first)
+            rows = min(max(rows // QUERIES, 1) * QUERIES, num_keys - first)
             yield Chunk(slice(start, stop), first, rows, triton.cdiv(first + rows, KEYS) * KEYS)
             first += rows
 
@@ -85,6 +85,8 @@ def select(
     w_SBH: torch.Tensor,
     topk: int,
     seq_idx_BS: torch.Tensor | None = None,
+    *,
+    first_row: int = 0,
 ) -> torch.Tensor:
     """Select as the reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
 
@@ -95,12 +97,12 @@ def select(
     """
     check_indexer(q_SBHD, k_TBD, w_SBH)
     (S, B, H, _), T = q_SBHD.shape, len(k_TBD)
-    check_square(S, T)
+    check_square(first_row + S, T)
     check_selection(topk, seq_idx_BS, batch=B, num_keys=T)
     _check_kernels(q_SBHD, k_TBD)
     q, k = _rows(q_SBHD), _rows(k_TBD)
     seq = None if seq_idx_BS is None else seq_idx_BS.contiguous()
-    N, cut = min(topk, T), list(chunks(S, B))
+    N, cut = min(topk, T), list(chunks(T, B, first_row))
     index_BSN = q.new_empty(B, S, N, dtype=torch.int32)
     scratch = q.new_empty(max((c.batch.stop - c.batch.start) * c.rows * c.width for c in cut), dtype=torch.float32)
     for part in cut:
@@ -108,12 +110,12 @@ def select(
         size = part.batch.stop - part.batch.start
         launch(
             kernels.score_keys, (part.width // KEYS, triton.cdiv(part.rows, QUERIES), size), q_part, k_part, w_part,
-            None if seq is None else seq[part.batch], scratch, *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, part.first,
-            part.rows, part.width, H, None, **SCORE_KEYS,
+            None if seq is None else seq[part.batch], scratch, *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), T, part.first,
+            part.rows, part.width, H, None, first_row, **SCORE_KEYS,
         )  # fmt: skip
         launch(
             kernels.take_best, (part.rows, size), scratch, index_BSN[part.batch], S, part.first, part.rows, part.width, N,
-            **TAKE_BEST,
+            first_row, **TAKE_BEST,
         )  # fmt: skip
     return index_BSN
 
@@ -149,7 +151,7 @@ def score_all(
     with torch.cuda.device_of(q):
         launch(
             kernels.score_keys, (triton.cdiv(T, KEYS), triton.cdiv(R, QUERIES), B), q, k, w_SBH, None, score_BRT,
-            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, first, R, T, H, score_BRT.stride(0), **SCORE_ALL[D],
+            *q.stride()[:3], *k.stride()[:2], *w_SBH.stride(), S, first, R, T, H, score_BRT.stride(0), 0, **SCORE_ALL[D],
         )  # fmt: skip
 
 

@@ -282,17 +282,30 @@ def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
     return shared(seq_idx_BS, ("cu_seqlens", max_documents), make)
 
 
-def roll_left(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def roll_left(
+    tensor: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    rolled: torch.Tensor | None = None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+) -> torch.Tensor:
     """Shift every sequence of the last axis left by one; its last entry becomes 0, padding is unchanged.
 
     Args:
-        tensor: ``[..., S]``.
+        tensor: ``[..., S]``, or with several ``ranks`` the chunks ``rank`` and ``2 * ranks - 1 - rank`` of ``2 * ranks``.
         cu_seqlens: of the S rows; sequences may be empty.
+        rolled: ``tensor`` with the whole row shifted, which one rank alone can do itself.
     """
-    rows = tensor.shape[-1]
+    rows = tensor.shape[-1] * ranks
     ends = torch.zeros(rows + 1, dtype=torch.bool, device=tensor.device).index_fill_(0, cu_seqlens[1:].long(), True)
-    rolled = tensor.roll(-1, -1).masked_fill(ends[1:], 0)
-    return torch.where(torch.arange(rows, device=tensor.device) < cu_seqlens[-1], rolled, tensor)
+    is_last, places = ends[1:], torch.arange(rows, device=tensor.device)
+    if ranks > 1:
+        chunks = zip(is_last.chunk(2 * ranks), places.chunk(2 * ranks), strict=True)
+        first, *_, last = list(chunks)[rank : 2 * ranks - rank]
+        is_last, places = (torch.cat(pair) for pair in zip(first, last, strict=True))
+    rolled = tensor.roll(-1, -1) if rolled is None else rolled
+    return torch.where(places < cu_seqlens[-1], rolled.masked_fill(is_last, 0), tensor)
 
 
 def segmented_cumsum(values: torch.Tensor, starts_BS: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""One of several processes that share sequences: losses, gradients and what a token reaches go to FOLDER: ``sharing FOLDER``.
+
+Shape legend: S sequence, B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from tests import micro_batch, stock
+
+S, B = 64, 2
+ALONE: Mapping[str, Any] = {"depth": 2, "seq_length": S, "mtp": {"depth": 0}}
+SPARSE: Mapping[str, Any] = {"schedule": "FS", "topk": 16, "loss_coeff": 0.1}
+WHOLE: Mapping[str, Any] = {"seq_length": S, "dsa": {"topk": 16, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
+CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
+    "M": ({**ALONE, "pattern": "M"}, ()),
+    # One group, which all ranks share.
+    "M of rank 1": ({**ALONE, "pattern": "M", "mamba3": {"mimo_rank": 1, "groups": 1, "out_norm": True}}, ()),
+    "R": ({**ALONE, "pattern": "R"}, ()),
+    "A, full": ({**ALONE, "pattern": "A", "dsa": {"schedule": "-"}}, ()),
+    "A, sparse": ({**ALONE, "pattern": "A", "dsa": SPARSE}, ()),
+    "A, in the dense warm-up": ({**ALONE, "pattern": "A", "dsa": {**SPARSE, "warmup_steps": 2}}, ()),
+    "E": ({**ALONE, "pattern": "E"}, ()),
+    "MTP": ({**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}}, ()),
+    "whole": (WHOLE, ()),
+    "whole, recomputed": (WHOLE, stock.full_recompute()),
+    "whole, projections recomputed": (WHOLE, stock.selective_recompute("mla_up_proj", "core_attn")),
+}
+"""Overrides of nam56r_tiny, and further words."""
+
+
+def build(model: Model, overrides: Mapping[str, Any], folder: Path, ranks: int, words: tuple[str, ...]) -> Any:
+    """The GPTModel of one of the ranks, with weights that do not depend on how many there are."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
+    file = folder / f"{os.environ['RANK']} of {ranks}.yaml"
+    file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}))
+    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        config = stock.model_config(stock.words(model, *words, layout=Layout(context=ranks), processes=ranks), ranks)
+        return stock.stirred(GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()))
+
+
+def set_scales(ranks: int) -> None:
+    """As stock's schedules for one micro-batch: where a rank has a part of a mean, gradients are to be averaged later."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler):
+        scaler.main_loss_backward_scale = torch.full((1,), float(ranks))
+
+
+def shared(tokens: torch.Tensor) -> dict[str, Any]:
+    """This rank's part of the inputs that go with ``tokens`` [B, S + 1]."""
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch, length = tokens.shape[0], tokens.shape[1] - 1
+    inputs = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(batch, length)}
+    inputs["position_ids"] = torch.arange(length).expand(batch, length)
+    mine = {name: tensor.contiguous() for name, tensor in inputs.items()}
+    return {
+        **get_batch_on_this_cp_rank(mine, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()),
+        "attention_mask": None,
+    }
+
+
+def whole(part: torch.Tensor) -> torch.Tensor:
+    """The whole of what each rank has the part ``[B, S / ranks, …]`` of, in the order of the sequence."""
+    from megatron.core import mpu
+
+    group = mpu.get_context_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, part.contiguous(), group=group)
+    halves = [one.chunk(2, dim=1) for one in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=1)
+
+
+def trained(model: Any, ranks: int) -> dict[str, Any]:
+    """The loss of each token, and the gradient of every parameter, which is on every rank."""
+    set_scales(ranks)
+    losses = model(**shared(micro_batch.draw_tokens(B, S)))
+    micro_batch.backward(losses.mean())
+    found = micro_batch.gradients(model)
+    for gradient in found.values():
+        torch.distributed.all_reduce(gradient)
+        gradient /= ranks
+    return {"losses": whole(losses.detach()), "gradients": found}
+
+
+@torch.no_grad()
+def reached(model: Any, ranks: int) -> dict[int, torch.Tensor]:
+    """By how much the logits at each place change ``[S]`` when one token on either side of a border between chunks does."""
+    tokens, chunk = micro_batch.draw_tokens(1, S), S // (2 * ranks)
+
+    def logits() -> torch.Tensor:
+        inputs = shared(tokens)
+        return whole(model(**{**inputs, "labels": None, "loss_mask": None}))
+
+    before, found = logits(), {}
+    for place in sorted({border + side for border in range(chunk, S, chunk) for side in (-1, 0)}):
+        kept = tokens[0, place].item()
+        tokens[0, place] = (kept + 1) % 256
+        found[place] = (logits() - before)[0].abs().amax(-1)
+        tokens[0, place] = kept
+    return found
+
+
+def main(folder: Path) -> None:
+    """Be one rank; the first saves what all have found."""
+    from megacpp_mcore.layer_specs import training_step
+
+    ranks, results = int(os.environ["WORLD_SIZE"]), {}
+    training_step._of_bridge = 0  # the step of the dense warm-up, which no loop counts here
+    with stock.one_process(folder / f"store{ranks}", tensor_model_parallel_size=1, context_parallel_size=ranks):
+        for name, (overrides, words) in CASES.items():
+            model = build(with_overrides(preset("nam56r_tiny"), overrides), overrides, folder, ranks, words)
+            results[name] = trained(model, ranks)
+            if ranks > 1 and not words:
+                results[name]["reached"] = reached(model, ranks)
+    if os.environ["RANK"] == "0":
+        torch.save(results, folder / f"{ranks}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

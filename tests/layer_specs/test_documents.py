@@ -249,7 +249,7 @@ GIVEN = {
 ONE_CHUNK = {
     **{"mtp_num_layers": None, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
     **{"moe_router_load_balancing_type": "seq_aux_loss", "num_moe_experts": 4, "sequence_parallel": False},
-    "variable_seq_lengths": False,
+    **{"variable_seq_lengths": False, "context_parallel_size": 1},
 }
 
 
@@ -286,10 +286,47 @@ def test_runs_that_would_not_keep_documents_apart_are_refused(
     check(given | {"dataloader_inter_document_masking": True}, configured)
 
 
-PACKED = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
 BALANCING = "moe_router_load_balancing_type"
 CUT = {"sequence_parallel": True}
 BALANCED = "--sequence-parallel balances experts"
+
+
+PACKED = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
+SHARED = {"context_parallel_size": 2, "hierarchical_context_parallel_sizes": None, "calculate_per_token_loss": False}
+UNMASKED = {"reset_attention_mask": False, "create_attention_mask_in_dataloader": False, "eod_mask_loss": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "configured", "value"),
+    [
+        ({"reset_attention_mask": True}, {}, "--reset-attention-mask"),
+        ({"create_attention_mask_in_dataloader": True}, {}, "--no-create-attention-mask-in-dataloader"),
+        (PACKED, {}, "--micro-batch-size 1"),
+        (PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}, {}, "--micro-batch-size 1"),
+        ({"eod_mask_loss": True}, {"calculate_per_token_loss": True, "mtp_num_layers": 2}, "--eod-mask-loss"),
+        ({}, {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+        ({}, {"hierarchical_context_parallel_sizes": [2]}, "--hierarchical-context-parallel-sizes"),
+    ],
+)
+def test_shared_sequences_that_would_be_misread_are_refused(
+    given: dict[str, Any], configured: dict[str, Any], value: str
+) -> None:
+    with raises(ModelError, "--context-parallel-size 2", value):
+        check(UNMASKED | given, SHARED | configured)
+    for right in ({}, PACKED | {"micro_batch_size": 1}, {"eod_mask_loss": True}):
+        check(UNMASKED | right, SHARED | {"mtp_num_layers": 2})
+
+
+def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_one() -> None:
+    from megacpp_mcore.layer_specs.documents import documents
+
+    configuration: Any = SimpleNamespace(**ONE_CHUNK | SHARED)
+    for given, code in (
+        ({"attention_mask": micro_batch.causal_mask(8), "packed_seq_params": None}, "mask-under-context"),
+        ({"attention_mask": None, "packed_seq_params": micro_batch.packed([4, 4])}, "packed-under-context"),
+    ):
+        with raises(ModelError, "layer 3", "2 context-parallel ranks", code=code):
+            documents(configuration, 3, batch=1, rows=8, **given)
 
 
 @pytest.mark.parametrize(

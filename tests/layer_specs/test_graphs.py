@@ -35,6 +35,7 @@ def run(**changes: Any) -> Any:
     """The configuration of a run on a GPU that asks for graphs."""
     asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
     sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")}
+    sizes["context_parallel_size"] = 1
     whole = {**sizes, "moe_shared_expert_overlap": False, "moe_token_dispatcher_type": "allgather"}
     return SimpleNamespace(**{**asked, **whole, "recompute_granularity": None, "recompute_modules": None, **changes})
 
@@ -86,6 +87,7 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
         ({"cuda_graph_modules": [CudaGraphModule.moe_router, CudaGraphModule.attn]}, [], "cuda", ["attn moe_router"]),
         ({"transformer_impl": "local"}, [], "cuda", ["--transformer-impl transformer_engine"]),
         ({"pipeline_model_parallel_size": 2}, [], "cuda", ["--cuda-graph-impl", "one stage"]),
+        ({"context_parallel_size": 2}, [], "cuda", ["--context-parallel-size", "--cuda-graph-impl"]),
         ({}, ["m", "experts"], "cuda", ["recompute: m"]),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [], "cuda", ["-modules core_attn"]),
     ],

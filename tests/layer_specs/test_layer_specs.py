@@ -644,7 +644,7 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
             {"context_parallel_size": 2, "megacpp_preset": "nam56r_tiny"},
             ["context_parallel_size", "Megatron-Bridge"],
         ),
-        ({}, {"context_parallel_size": 3}, ["context parallelism is 3", "4 attention heads", "every layer is 2"]),
+        ({}, {"context_parallel_size": 3}, ["context parallelism is 3", "4 attention heads", "every layer is 4"]),
         ({}, {"tensor_model_parallel_size": 3}, ["attention heads (4)", "parallelism (3)"]),
         # Latents that local layers cannot cut; Transformer Engine's can.
         ({"mla": {"q_lora_rank": 33}}, {"tensor_model_parallel_size": 2}, ["q_lora_rank (33)", "parallelism (2)"]),

@@ -204,7 +204,8 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
         "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
     if layout.context > 1:
-        words += ["--context-parallel-size", str(layout.context)]
+        # Of DSA's symbol Megatron's HybridModel accepts no other way, whoever computes it.
+        words += ["--context-parallel-size", str(layout.context), "--cp-comm-type", "allgather"]
     if (divisor := padding_of(layout.tensor)) != _PADDING:
         words += ["--make-vocab-size-divisible-by", str(divisor)]
     words += ["--sequence-parallel"] if layout.sequence_parallel else []

@@ -42,7 +42,7 @@ LARGEST_GATHER = 8
 """Largest expert parallelism that all-gathers tokens: mostly the GPUs of one host. Four were measured."""
 TORCH_FSDP = "--use-torch-fsdp2"
 CAPTURED = (
-    "layers are captured with Transformer Engine, in bf16, in one pipeline stage, without context parallelism and without FSDP2"
+    "layers are captured with Transformer Engine, in bf16, in one pipeline stage, without context parallelism or FSDP2"
 )
 
 

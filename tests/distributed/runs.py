@@ -113,11 +113,11 @@ class Laboratory:
         load = ["--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
         return self.run("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load])
 
-    def compared(self, name: str, *words: str, save_every: int | None = 1, replicas: int = 1) -> Run:
+    def compared(self, name: str, *words: str, save_every: int | None = 1, replicas: int = 1, **training: Any) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        label, words = " ".join((name, *words)), (*_WARM_UP, *load, *words)
-        return self.run(label, LAYOUTS[name], COMPARED, words, save_every=save_every, replicas=replicas)
+        label, words = " ".join((name, *words, *map(str, training.values()))), (*_WARM_UP, *load, *words)
+        return self.run(label, LAYOUTS[name], COMPARED, words, save_every=save_every, replicas=replicas, **training)
 
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""

@@ -9,6 +9,7 @@ import torch
 
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.run import words_of
+from megacpp_mcore.model.training import HYBRID
 from tests import stock
 from tests.distributed.comparing import SCALARS, assert_same_bytes, differing_runs, differing_scalars, tensors_of
 from tests.distributed.runs import (
@@ -42,6 +43,13 @@ def test_losses_gradient_norm_and_every_gradient_of_the_first_step(
 ) -> None:
     expected, found = laboratory.compared(ONE), laboratory.compared(name, *words)
     assert differing_runs(expected, found, TOLERANCE, steps=COMPARED) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["CP 2", "CP 2, TP 2 with SP"])
+def test_sequences_are_shared_on_hybrid_model_too(laboratory: Laboratory, name: str) -> None:
+    found = laboratory.compared(name, host=HYBRID)
+    assert differing_runs(laboratory.compared(ONE), found, TOLERANCE, steps=COMPARED) == []
 
 
 @pytest.mark.exhaustive

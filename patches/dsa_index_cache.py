@@ -3,8 +3,9 @@
 Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model is built. The schedule is set by
     ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, without these, by ``dsa_index_cache`` in the file
     named by ``MEGACPP_CONFIG``: ``{schedule: FSSFSS}``.
-Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's, as are DSA layers
-    elsewhere (HybridModel). The logged indexer loss becomes the mean over the layers that have one, for every model.
+Scope: GPT models with ``--experimental-attention-variant dsa``, and DSA layers of HybridModel, which share as in stock, by
+    layer number; without a schedule the model is stock's. The logged indexer loss becomes the mean over the layers that have
+    one, for every model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
 
 Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute passes a layer copies of
@@ -39,10 +40,14 @@ SAVED_LOSSES = "megacpp_saved_losses"
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block whose layers are being built: the role of each layer, ``F`` or ``S``, and the cache they share."""
+    """A block whose layers are being built: the role of each layer, ``F`` or ``S``, and the cache they share.
+
+    ``roles`` is empty where stock decides, by layer number, as the layers are built (HybridModel's); ``sources``: so far.
+    """
 
     roles: str
     cache: IndexCache
+    sources: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def readers(self, layer: int) -> bool:
         return layer in source_layers(tuple(self.roles)).values()
@@ -106,7 +111,12 @@ def _refuse_split(config: Any, roles: str) -> None:
         )
 
 
-def _trunk_block(block: Any) -> _Block | None:
+def _hybrid_block(stack: Any, config: Any, *_: Any, **__: Any) -> _Block | None:
+    """HybridModel's stacks, of the trunk or an MTP layer: which other layers there are does not matter."""
+    return _Block("", IndexCache({})) if _periodic(config) else None
+
+
+def _trunk_block(block: Any, *_: Any, **__: Any) -> _Block | None:
     roles = _trunk_roles(block.config)
     if roles is None:
         return None
@@ -117,7 +127,7 @@ def _trunk_block(block: Any) -> _Block | None:
     return _Block(roles, IndexCache(source_layers(tuple(roles))))
 
 
-def _mtp_block(block: Any) -> _Block | None:
+def _mtp_block(block: Any, *_: Any, **__: Any) -> _Block | None:
     """MTP layers have their own numbering and their own cache; a schedule from the file covers only the trunk."""
     if block.mtp_layer_pattern is not None or _trunk_roles(block.config) is None:
         return None
@@ -127,13 +137,13 @@ def _mtp_block(block: Any) -> _Block | None:
     return _Block(roles, IndexCache(source_layers(tuple(roles))))
 
 
-def _build_layers(describe: Callable[[Any], _Block | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the replacement of a block's ``_build_layers``, which records the block whose layers are being built."""
+def _build_layers(describe: Callable[..., _Block | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the replacement of a block's ``_build_layers``, or a stack's ``__init__``, which records what is being built."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _build_layers(self: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _BUILDING.set(describe(self))
+            token = _BUILDING.set(describe(self, *args, **kwargs))
             try:
                 return original(self, *args, **kwargs)
             finally:
@@ -176,6 +186,14 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             original(self, *args, **kwargs)
             setattr(self, _CACHE, None)
+            return
+        if not block.roles:
+            _configured_schedule(config)  # refuses two schedules
+            original(self, *args, **kwargs)
+            if self.skip_topk:
+                block.sources[layer] = self.source_layer
+                block.cache.assign(block.sources)
+            setattr(self, _CACHE, block.cache)
             return
         shared = block.roles[layer - 1] == SHARED_INDEX
         if shared:
@@ -354,6 +372,14 @@ PATCH = Patch(
             _build_layers(_trunk_block),
         ),
         Edit.of(
+            "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
+            (
+                "8f31e2dfaa3491fa9849cbf2825c9d42f089a49293ea832819c38290ca0db1e3",
+                "911a0b5c3559e4915569bd8d4cae9159003a592633a2dc5eec1c92bfd2e47495",
+            ),
+            _build_layers(_hybrid_block),
+        ),
+        Edit.of(
             "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers",
             "139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",
             _build_layers(_mtp_block),
@@ -376,13 +402,14 @@ PATCH = Patch(
         ),
     ),
     seam=(
-        "the two holders are all that stock's forward knows of sharing; a block's _build_layers is where its layers, and no "
-        "others, are made; the function given to a checkpoint is the one thing that is of one micro-batch and meets both runs"
+        "the two holders are all that stock's forward knows of sharing; a block's _build_layers, or a hybrid stack's __init__, "
+        "is where its layers, and no others, are made; the function given to a checkpoint is the one thing that is of one "
+        "micro-batch and meets both runs"
     ),
     leaves_alone=(
-        "what the indexer computes and its loss; models without a schedule; HybridModel, where stock shares as before and a "
-        "schedule of a file is refused; the logged loss per layer number, in which MTP layers count with the trunk's layers of "
-        "their number"
+        "what the indexer computes and its loss; models without a schedule; which layers of HybridModel share, by stock's "
+        "arguments (the schedule of a file is refused there); the logged loss per layer number, in which MTP layers count with "
+        "the trunk's layers of their number"
     ),
     cost="8 × top-k bytes a token for each Full layer and micro-batch in flight, while layers are recomputed",
     gain=(

@@ -47,10 +47,6 @@ WATCHED = {
         "e7cf7dec1dc7a10d0b969820ea3f93d7a6a7452c136db28f5d9b90d6220eb19f",
         "c7b4e92511b7eebe7eecd45f79cd4068c62f7a3bdfad7a8ddb9706f61a178c0a",
     ),
-    "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__": (
-        "8f31e2dfaa3491fa9849cbf2825c9d42f089a49293ea832819c38290ca0db1e3",
-        "911a0b5c3559e4915569bd8d4cae9159003a592633a2dc5eec1c92bfd2e47495",
-    ),
     "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": (
         "debd25cfb08e553de2d3b056a8034e3f455eb800df518ab4fb93059cfddb10f5",
     ),

@@ -46,6 +46,8 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 PERIODIC = {"dsa_indexer_topk_freq": 3}
 """Upstream's own way to say FSSFSS."""
+PATTERN, HYBRID_SOURCES = "D-DDDD", {"d3": "d1", "d5": "d4", "d6": "d4"}
+"""A hybrid model's layers, and those of them that share when :data:`PERIODIC`."""
 
 
 def transformer_config(layers: int = LAYERS, **changes: Any) -> Any:
@@ -77,7 +79,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def build(config: Any, vp_stage: int | None = None, **ends: bool) -> Any:
-    """The stock GPTModel of this rank, with weights that depend on their names alone."""
+    """The stock GPTModel of this rank."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend
@@ -89,6 +91,34 @@ def build(config: Any, vp_stage: int | None = None, **ends: bool) -> Any:
     model = GPTModel(
         config, spec, VOCAB, S, position_embedding_type="rope", mtp_block_spec=mtp, vp_stage=vp_stage, **ends
     )
+    return with_weights_of_their_names(model)
+
+
+def build_hybrid(config: Any) -> Any:
+    """The stock HybridModel with DSA and dense layers, its modules those of :func:`block_spec`."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from megacpp_mcore.layer_specs.parts import TorchNorm
+
+    parts = block_spec(transformer_config(layers=1)).layer_specs[0].submodules
+    names = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    dsa, mlp = (TransformerLayerSubmodules(**{name: getattr(parts, name) for name in group}) for group in names)
+    submodules = hybrid_block.HybridStackSubmodules(
+        dsa_layer=ModuleSpec(module=TransformerLayer, submodules=dsa),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    stack = ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
+    with mock.patch.object(hybrid_block, "TENorm", TorchNorm):
+        model = HybridModel(config, stack, VOCAB, S, hybrid_layer_pattern=PATTERN, position_embedding_type="rope")
+    return with_weights_of_their_names(model)
+
+
+def with_weights_of_their_names(model: Any) -> Any:
+    """The model, to be trained, with weights that depend on their names alone."""
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -212,10 +242,11 @@ def reference_gradients(
     sources: Mapping[str, str],
     micro_batches: int,
     scale: float = 1.0,
+    of: Callable[[Any], Any] = build,
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """Unpatched stock without sharing, one micro-batch at a time; Shared layers get their Full layer's recorded indices."""
-    model = build(transformer_config(**changes))
+    model = of(transformer_config(**changes))
     spy = Spy()
     with spy.watching(model):
         for number in range(micro_batches):
@@ -333,6 +364,24 @@ def test_stock_is_wrong_without_a_mask_and_fails_with_one(process: None, recompu
     assert not torch.equal(spy.again["d2"][0], spy.first["d1"][0])
     with pytest.raises(RuntimeError, match="needs top-k indices from source computing layer"):
         in_flight(build(model.config), (0, 1), causal_mask)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full, two layers"])
+def test_layers_of_a_hybrid_model_share_in_their_micro_batch(patched: Registry, recompute: str, masked: bool) -> None:
+    """Where stock shares, by its own layer numbers, and takes another micro-batch's indices under recompute, or fails."""
+    model = build_hybrid(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
+    assert {name for name, layer in dsa_layers(model).items() if layer.indexer is None} == HYBRID_SOURCES.keys()
+    spy = Spy()
+    with spy.watching(model):
+        found = in_flight(model, (0, 1), causal_mask if masked else lambda: None)
+    spy.check(HYBRID_SOURCES, (0, 1))
+    assert (sum(map(len, spy.again.values())) > 0) == (recompute != "none")
+    assert [len(cache) for cache in {layer._megacpp_index_cache for layer in dsa_layers(model).values()}] == [0]
+    assert sharding_of(model) == []
+    patched.revert()
+    expected = reference_gradients(spy.first, HYBRID_SOURCES, 2, of=build_hybrid)
+    assert differing(expected, found, HYBRID_SOURCES) == []
 
 
 def live_selections() -> int:

@@ -114,4 +114,4 @@ def patch_of(root: Path, name: str, *targets: str, **fields: object) -> Patch:
     """A patch whose fingerprints are those of the tree as it is."""
     tree = SourceTree((root,))
     edits = tuple(Edit.of(target, digest(tree.texts(target)[0]), lambda original: original) for target in targets)
-    return Patch(**{"name": name, "megatron_versions": ">=0.19,<0.20", "edits": edits, **WORDS, **fields})  # type: ignore[arg-type]
+    return Patch(**{"name": name, "edits": edits, **WORDS, **fields})  # type: ignore[arg-type]

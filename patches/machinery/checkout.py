@@ -20,7 +20,7 @@ from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
 from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
 from megacpp_mcore.patches.machinery.import_hook import process_tree
-from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem
+from megacpp_mcore.patches.machinery.record import Edit, Problem
 from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
@@ -119,7 +119,8 @@ class Checkout:
         wanted = [patch.name for patch in self.registry.select(names)]
         if not wanted:
             raise PatchError(
-                f"no patch was named; available: {_join(patch.name for patch in self.registry.patches)}", code="unnamed"
+                f"no patch was named; available: {', '.join(patch.name for patch in self.registry.patches)}",
+                code="unnamed",
             )
         self._refuse_wheel()
         with self._locked():
@@ -169,8 +170,8 @@ class Checkout:
             PatchError: a name is unknown, or the hook line is damaged.
         """
         content = self.content()
-        hooked, other_copy = _names(content), _join(self._copy_problems(content.hook), "; ")
-        patches = {patch.name: patch for patch in self._selected(names)}
+        hooked, other_copy = _names(content), "; ".join(self._copy_problems(content.hook))
+        patches = {patch.name: patch for patch in self.registry.select(names)}
         foreign = () if names is not None else (name for name in hooked if name not in patches)
         rows = []
         for name in (*patches, *foreign):
@@ -180,7 +181,7 @@ class Checkout:
             else:
                 states = [problem.state for problem in problems]
                 state = (states or ["applied" if name in hooked else "not applied"])[0]
-                reason = _join((problem.message for problem in problems), "; ")
+                reason = "; ".join(problem.message for problem in problems)
             row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}
             targets = [self._target_row(problem.edit, problem) for problem in problems]
             rows.append(row | {"state": state, "reason": reason, "targets": targets})
@@ -211,7 +212,7 @@ class Checkout:
         """Return what keeps the named patches (by default all) from being applied here."""
         return [
             f"{patch.name}: {problem.message}"
-            for patch in self._selected(names)
+            for patch in self.registry.select(names)
             for problem in patch.problems(self.tree, self.version)
         ]
 
@@ -233,9 +234,6 @@ class Checkout:
         except git.GitUnavailable as error:
             raise PatchError(f"git could not make the patch: {error}") from error
 
-    def _selected(self, names: Iterable[str] | None) -> Sequence[Patch]:
-        return self.registry.patches if names is None else self.registry.select(names)
-
     def _refuse(self, problems: Sequence[str], summary: str = "") -> None:
         if problems:
             raise PatchError(listing(summary or f"nothing was changed in {self.root}", problems))
@@ -244,12 +242,11 @@ class Checkout:
         if hook is None:
             return []
         here = megacpp_mcore.__version__
-        known = {patch.name for patch in self.registry.patches}
-        if hook.version == here and known.issuperset(hook.names) and hook.seal == self.registry.seal(hook.names):
+        if hook.version == here and {patch.name for patch in self.registry.patches}.issuperset(hook.names):
             return []
         return [
             f"{self.file} is already hooked by another copy, megacpp-mcore {hook.version} with the patches "
-            f"{_join(hook.names)}; this is {here}, whose records differ: "
+            f"{', '.join(hook.names)}; this is {here}, whose records differ: "
             f"`megacpp-mcore patch revert --checkout {self.root}` takes that hook out, then apply with one copy"
         ]
 
@@ -308,8 +305,7 @@ class Checkout:
                 f"{self.file} does not end in a newline; nothing was changed: restore it first", code="no-newline"
             )
         sha256 = sha256 or hashlib.sha256(without).hexdigest()
-        line = HookLine(tuple(names), megacpp_mcore.__version__, self.registry.seal(names), sha256)
-        return hook_line.add(without, line)
+        return hook_line.add(without, HookLine(tuple(names), megacpp_mcore.__version__, sha256))
 
     def _write(self, content: bytes) -> None:
         with self._writing():
@@ -344,7 +340,7 @@ def _require_megatron(root: Path) -> None:
     above = [folder for folder in root.parents if all((folder / name).is_file() for name in files)]
     hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
     raise CheckoutError(
-        f"{root} is not a Megatron-LM checkout: there is no {_join(missing)} in it; {hint}", code="no-checkout"
+        f"{root} is not a Megatron-LM checkout: there is no {', '.join(missing)} in it; {hint}", code="no-checkout"
     )
 
 
@@ -359,8 +355,4 @@ def _edited(content: Content) -> bool:
 
 
 def _shown(files: Sequence[str]) -> str:
-    return _join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
-
-
-def _join(words: Iterable[str], separator: str = ", ") -> str:
-    return separator.join(words)
+    return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")

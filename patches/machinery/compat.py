@@ -91,12 +91,14 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         trees = list(bases.values())
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
-        edits = {patch.name: (patch.edits, patch.upstream) for patch in checkout.registry.patches}
-        edits["not patched"] = (
-            tuple(Edit.of(name, known, lambda original: original) for name, known in WATCHED.items()),
-            (),
-        )
-        patches = [_patch(name, *of_patch, checkout.tree, trees, history) for name, of_patch in edits.items()]
+        rows = [(patch.name, patch.edits, patch.upstream) for patch in checkout.registry.patches]
+        watched = tuple(Edit.of(name, known, lambda original: original) for name, known in WATCHED.items())
+        patches: list[dict[str, Any]] = []
+        for name, edits, upstream in (*rows, ("not patched", watched, ())):
+            targets = [_target(edit, checkout.tree, trees, history) for edit in edits]
+            merged = {f"#{number}": history and history.merged(number) for number in upstream}
+            verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
+            patches.append({"name": name, "verdict": verdict, "targets": targets, "upstream_merged": merged})
         symbols, *used = _uses()
         imported = _symbols(symbols, trees[0], checkout.tree) if trees else []
         known = _names(trees[0]) if trees else (set(), set())
@@ -183,23 +185,9 @@ def _history(checkout: Checkout, since: str | None, folder: Path) -> tuple[_Hist
     return _History(root, tag, files[0], files[1], f"{fork}..{head}", summary), notes
 
 
-def _patch(
-    name: str,
-    edits: Sequence[Edit],
-    upstream: Sequence[int],
-    tree: SourceTree,
-    bases: Sequence[SourceTree],
-    history: _History | None,
-) -> dict[str, Any]:
-    targets = [_target(edit, tree, bases, history) for edit in edits]
-    merged = {f"#{number}": history and history.merged(number) for number in upstream}
-    verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
-    return {"name": name, "verdict": verdict, "targets": targets, "upstream_merged": merged}
-
-
 def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
     found = _texts(tree, edit.target)
-    if any(digest(text) in edit.fingerprints + edit.until for text in found):
+    if any(edit.accepts(digest(text)) for text in found):
         return {"target": edit.target, "state": EQUAL}
     known = [text for base in bases for text in _texts(base, edit.target) if digest(text) in edit.fingerprints]
     state, parameters = (GONE, []) if not found else _compare(known[0], found[0]) if known else (CHANGED, [])

@@ -12,8 +12,8 @@ _NAME = r'"[a-z0-9]+(?:-[a-z0-9]+)*"'
 _CALL = '__import__("megacpp_mcore.patches.hook", fromlist=["install"]).install(__file__, '
 _UNDO = "undo with: megacpp-mcore patch revert --checkout DIR"
 _WHOLE = re.compile(
-    re.escape(_CALL) + rf'\[(?P<names>{_NAME}(?:, {_NAME})*)\], version="(?P<version>[\w.+!-]+)", '
-    rf'seal="(?P<seal>[0-9a-f]{{16}})"\)  # {MARK}; SHA-256 without it (?P<sha256>[0-9a-f]{{64}}); {re.escape(_UNDO)}'
+    re.escape(_CALL) + rf'\[(?P<names>{_NAME}(?:, {_NAME})*)\], version="(?P<version>[\w.+!-]+)"(?:, seal="\w+")?\)  '
+    rf"# {MARK}; SHA-256 without it (?P<sha256>[0-9a-f]{{64}}); {re.escape(_UNDO)}"
 )
 # Anything that resembles our line: it must then be intact.
 _SUSPECT = re.compile(rf"megacpp_mcore\.patches\.hook|{MARK}".encode())
@@ -26,22 +26,17 @@ class HookLine:
     Attributes:
         names: the patches, in the order of the requests.
         version: of the megacpp-mcore that wrote it.
-        seal: of the named records in that copy (:meth:`megacpp_mcore.patches.machinery.registry.Registry.seal`).
         sha256: of the file without the line.
     """
 
     names: tuple[str, ...]
     version: str
-    seal: str
     sha256: str
 
     def render(self) -> str:
         """Write the line, without a newline: one statement and a comment, in ASCII."""
         names = ", ".join(f'"{name}"' for name in self.names)
-        return (
-            f'{_CALL}[{names}], version="{self.version}", seal="{self.seal}")'
-            f"  # {MARK}; SHA-256 without it {self.sha256}; {_UNDO}"
-        )
+        return f'{_CALL}[{names}], version="{self.version}")  # {MARK}; SHA-256 without it {self.sha256}; {_UNDO}'
 
 
 @dataclass(frozen=True)
@@ -76,5 +71,4 @@ def take_apart(content: bytes) -> Content:
             "`git checkout -- megatron/core/__init__.py`"
         )
     names = tuple(name.strip('"') for name in match["names"].split(", "))
-    line = HookLine(names, match["version"], match["seal"], match["sha256"])
-    return Content(b"".join(lines[:index] + lines[index + 1 :]), line)
+    return Content(b"".join(lines[:index] + lines[index + 1 :]), HookLine(names, match["version"], match["sha256"]))

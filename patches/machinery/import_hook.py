@@ -26,9 +26,9 @@ from megacpp_mcore.patches.machinery.registry import Registry, announce, listing
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 
 
-def install(file: str, names: Sequence[str], *, version: str, seal: str) -> None:
-    """Install the hook; called by the hook line; see :meth:`Hook.install`."""
-    _hook(registry_module.default()).install(file, names, version=version, seal=seal)
+def install(file: str, names: Sequence[str], *, version: str, seal: str = "") -> None:
+    """Install the hook; called by the hook line (older copies wrote a seal); see :meth:`Hook.install`."""
+    _hook(registry_module.default()).install(file, names, version=version)
 
 
 @functools.cache
@@ -49,7 +49,7 @@ class Hook:
         # Modules whose code has finished while the import system still marks them unfinished.
         self._ran: set[str] = set()
 
-    def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
+    def install(self, file: str, names: Sequence[str], *, version: str) -> None:
         """Install the hook; called by the hook line; see :meth:`Hook.install`.
 
         Patches that are already applied or armed are left alone.
@@ -58,12 +58,16 @@ class Hook:
             file: the file that contains the line.
             names: patches.
             version: of the megacpp-mcore that wrote the line.
-            seal: of the named records in that copy (:meth:`Registry.seal`).
 
         Raises:
             PatchError: lists every problem; nothing was changed, and the import of ``megatron.core`` fails.
         """
-        self._check_copy(file, names, version, seal)
+        if version != megacpp_mcore.__version__:
+            raise PatchError(
+                f"the hook line in {file} was written by megacpp-mcore {version}, and {megacpp_mcore.__version__} is imported "
+                f"(from {Path(megacpp_mcore.__file__).parent}); no patch was applied: write it anew with this copy "
+                f"(`megacpp-mcore patch revert --checkout DIR`, then `apply {' '.join(names)}`), or install the other one"
+            )
         known = {row["name"] for row in self._registry.status() if row["state"] != "not applied"}
         fresh = [patch for patch in self._registry.select(names) if patch.name not in known]
         tree, core_version = process_tree(), self._registry.version()
@@ -144,22 +148,6 @@ class Hook:
             if row["state"] == "armed":
                 missing = ", ".join(row["waits_for"])
                 announce(f"patch {row['name']} was NOT applied; never imported in this process: {missing}")
-
-    def _check_copy(self, file: str, names: Sequence[str], version: str, seal: str) -> None:
-        here = megacpp_mcore.__version__
-        place = Path(megacpp_mcore.__file__).parent
-        if version != here:
-            found = f"was written by megacpp-mcore {version}, and {here} is imported (from {place})"
-        elif seal != self._registry.seal(names):
-            found = (
-                f"was written by another copy of megacpp-mcore {version}, whose patches differ from those in {place}"
-            )
-        else:
-            return
-        raise PatchError(
-            f"the hook line in {file} {found}; no patch was applied: write it anew with this copy "
-            f"(`megacpp-mcore patch revert --checkout DIR`, then `apply {' '.join(names)}`), or install the other one"
-        )
 
 
 def process_tree() -> SourceTree:

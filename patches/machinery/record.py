@@ -45,14 +45,17 @@ class Edit:
         """The module that defines the target."""
         return self.target.partition(":")[0]
 
+    def accepts(self, sha256: str) -> bool:
+        """Return whether a source with this fingerprint is one that the edit is for, or one that has upstream's fix."""
+        return sha256 in self.fingerprints + self.until
+
     def check(self, text: str, version: str) -> str:
         """Check and return the fingerprint of the source ``text``.
 
         Raises:
             Refusal: ``target changed``, the fingerprint is not accepted; ``version`` is for the message.
         """
-        found = digest(text)
-        if found not in self.fingerprints + self.until:
+        if not self.accepts(found := digest(text)):
             raise Refusal(
                 "target changed",
                 f"the source of {self.target} in megatron-core {version} has SHA-256 {found}, expected "
@@ -95,8 +98,6 @@ class Patch:
         cost: its cost in time, memory or capability.
         gain: its measured benefit (with a figure), or ``not measured``.
         upstream: pull requests of NVIDIA/Megatron-LM with the same fix, by number.
-        megatron_versions: the megatron-core range that it was tested with, as in a requirement; whether it fits is a question
-            of fingerprints alone.
     """
 
     name: str
@@ -109,7 +110,6 @@ class Patch:
     cost: str = NOT_MEASURED
     gain: str = NOT_MEASURED
     upstream: tuple[int, ...] = ()
-    megatron_versions: str = MEGATRON_CORE
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -122,22 +122,17 @@ class Patch:
 
     def describe(self) -> dict[str, Any]:
         """Return the record without its code, ready for JSON."""
-        words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions")}
+        words = {name: getattr(self, name) for name in ("name", *WORDS)} | {"megatron_versions": MEGATRON_CORE}
         return words | {"upstream": list(self.upstream), "targets": [edit.target for edit in self.edits]}
 
 
 def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:
     """Return the problem with one target, if any; of several definitions (under ``if`` or ``try``) one has to match."""
+    text = None
     try:
         texts = tree.texts(edit.target)
+        if not any(edit.accepts(digest(text)) for text in texts):
+            edit.check(text := texts[0], version)
     except Refusal as refusal:
-        return Problem(refusal.state, str(refusal), edit)
-    refused = None
-    for text in texts:
-        try:
-            edit.check(text, version)
-        except Refusal as refusal:
-            refused = refused or Problem(refusal.state, str(refusal), edit, text)
-        else:
-            return None
-    return refused
+        return Problem(refusal.state, str(refusal), edit, text)
+    return None

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
-import json
 import logging
 import os
 import pkgutil
@@ -109,15 +107,15 @@ class Registry:
         """All patches, in the order in which they were passed."""
         return tuple(self._patches.values())
 
-    def select(self, names: Iterable[str]) -> list[Patch]:
-        """Return the records of ``names``, each once.
+    def select(self, names: Iterable[str] | None) -> list[Patch]:
+        """Return the records of ``names``, each once; of all patches for None.
 
         Raises:
             PatchError: no such patch; the message suggests the nearest names.
         """
         if isinstance(names, str):
             raise PatchError(f"expected a list of patch names, found the text {names!r}")
-        chosen = list(dict.fromkeys(names))
+        chosen = list(dict.fromkeys(self._patches if names is None else names))
         if unknown := [name for name in chosen if name not in self._patches]:
             known = list(self._patches)
             problems = [f"there is no patch {name!r}; {nearest(name, known)}" for name in unknown]
@@ -240,14 +238,6 @@ class Registry:
         """
         with _LOCK:
             return [self._record(patch) for patch in self._patches.values()]
-
-    def seal(self, names: Iterable[str]) -> str:
-        """16 hex digits that depend on the named records except their prose: targets and fingerprints."""
-        records = [
-            [patch.name, [[edit.target, edit.fingerprints, edit.until] for edit in patch.edits]]
-            for patch in sorted(self.select(names), key=lambda patch: patch.name)
-        ]
-        return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
 
     def _missing(self, patch: Patch, imported: Callable[[str], bool] | None = None) -> tuple[Edit, ...]:
         """Return the patch's edits that are not in place (only in modules that are ``imported``, if that is passed)."""

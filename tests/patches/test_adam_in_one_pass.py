@@ -18,6 +18,9 @@ from megacpp_mcore.patches import adam_in_one_pass as patch
 SIZES, COPIED = (64, 16, 32), 2
 """Of the main parameters; the first two are copies of 16-bit ones. The last is in a group of its own."""
 
+MAKES = {edit.target.partition(":")[2]: edit.make for edit in patch.PATCH.edits}
+"""What stands in the place of each target, by its name."""
+
 
 class Quantised(torch.Tensor):
     """What holds no 16-bit elements."""
@@ -102,8 +105,10 @@ def one_step(optimizer: Optimizer, *, clips: bool = True) -> list[float]:
     def original(parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False) -> None:
         clipped.append(max_norm)
 
-    copy, step = patch._owned(lambda self: self.gradients()), patch._in_one_pass(lambda self: self.ready())
-    clip: Callable[..., None] = patch._later(original)
+    kind = "DistributedOptimizer" if hasattr(optimizer, "ddp_config") else "Float16OptimizerWithFloat16Params"
+    copy = MAKES[f"{kind}._copy_model_grads_to_main_grads"](lambda self: self.gradients())
+    step = MAKES["MixedPrecisionOptimizer.step_with_ready_grads"](lambda self: self.ready())
+    clip: Callable[..., None] = MAKES["clip_grad_by_total_norm_fp32"](original)
     copy(optimizer)
     if clips:
         clip(optimizer.get_parameters(), max_norm=1.0, total_norm=torch.tensor([4.0 - 1e-6]), use_decoupled_grad=False)

@@ -224,8 +224,6 @@ def test_a_target_with_upstreams_own_fix_is_left_as_it_is(hosts: Hosts, capsys: 
     assert host.double is theirs
     host.double = double
     assert state(host, user) == before
-    endless = dataclasses.replace(one, name="two", edits=(dataclasses.replace(ended, until=()),))
-    assert reg.seal(["two"]) != registry(endless).seal(["two"])
     unknown = dataclasses.replace(ended, until=("1" * 64,))
     with raises(PatchError, ":double", code="not-applied"):
         registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
@@ -283,20 +281,6 @@ def test_drift_is_reported_and_not_overwritten(hosts: Hosts) -> None:
     with raises(PatchError, f"one: {user.__name__}.renamed", code="not-in-place"):
         reg.verify()
     reg.revert()
-
-
-def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
-    (a,) = modules(a=ONE + "\n\ndef g(x):\n    return x\n")
-    plain, two = patch("one", f"{a}:f"), patch("two", f"{a}:g")
-    assert registry(plain).seal(["one"]) == registry(patch("one", f"{a}:f", fixes="other words")).seal(["one"])
-    assert registry(plain, two).seal(["one"]) == registry(plain).seal(["one"])
-    assert registry(plain, two).seal(["one", "two"]) == registry(two, plain).seal(["two", "one"])
-    others = [
-        patch("one", f"{a}:g"),
-        patch("one", f"{a}:f", fingerprints=("0" * 64,)),
-        patch("one", f"{a}:f", f"{a}:g"),
-    ]
-    assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 4
 
 
 def interrupted(call: Callable[[], object], number: int) -> bool:

@@ -71,7 +71,7 @@ def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **
         Edit(target=target, fingerprints=known or (digest(tree.texts(target)[0]),), make=make or adding(100))
         for target in targets
     )
-    return Patch(**{"name": name, "edits": edits, "megatron_versions": ">=0.19,<0.20", **WORDS, **fields})
+    return Patch(**{"name": name, "edits": edits, **WORDS, **fields})
 
 
 def registry(*patches: Patch, version: str = VERSION) -> Registry:

@@ -1,4 +1,4 @@
-"""Makes Megatron-Bridge importable, or says exactly why it is not; Bridge itself is not changed.
+"""Makes Megatron-Bridge importable, or says exactly why it is not.
 
 Bridge 0.6.2 imports Transformer Engine in one line of a module about LoRA layers (``peft/lora_layers.py``), though training
 works without it. If it is missing, :func:`prepare` imports that one module with stand-ins that refuse every use, and then
@@ -72,7 +72,7 @@ def _found(module: str) -> bool:
 
 
 def prepare() -> None:
-    """Import Megatron-Bridge and allow configurations to name our classes and functions.
+    """Import Megatron-Bridge, allow configurations to name our classes and functions, and register our AutoBridge mapping.
 
     Raises:
         LaunchError: Bridge is not installed, or cannot be imported; the message says why.
@@ -96,6 +96,7 @@ def prepare() -> None:
         if finder is not None:
             sys.meta_path.remove(finder)
     allow("megacpp_mcore")
+    importlib.import_module("megacpp_mcore.nemo_recipes.auto_bridge")  # registers itself
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.export import INDEX, safetensors
 from megacpp_mcore.huggingface.names import configuration, tensors
-from megacpp_mcore.model import Model
+from megacpp_mcore.model import PRESETS, Model, preset
+from megacpp_mcore.settings import VARIABLE, from_environment
 
 _EXTRA = "{}_extra_state/shard_{}_{}"
 """Megatron's name of the extra state of a linear layer, of its prefix, and of one expert among many."""
@@ -40,7 +42,7 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         CheckpointError: ``folder`` is incomplete, cannot be read or is of another model; ``checkpoint`` exists; safetensors is
             not installed. Nothing is left behind.
     """
-    _check_configuration(folder, model)
+    _check_configuration(_json(folder / "config.json"), str(folder / "config.json"), model)
     state: dict[str, Any] = {}
     values = _read(folder)
     for tensor in tensors(model):
@@ -78,14 +80,31 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     return checkpoint / RELEASE
 
 
-def _check_configuration(folder: Path, model: Model) -> None:
-    found = _json(folder / "config.json")
+def model_of(found: Mapping[str, Any], where: str) -> Model:
+    """Return the model of ``MEGACPP_CONFIG``, or the preset, that the configuration ``found`` is of.
+
+    Raises:
+        CheckpointError: none is.
+    """
+    settings = from_environment()
+    refused = ""
+    for model in (settings.model,) if settings else map(preset, PRESETS):
+        try:
+            _check_configuration(found, where, model)
+        except CheckpointError as error:
+            refused = str(error)
+        else:
+            return model
+    raise CheckpointError(refused if settings else f"{where} is of no preset: name its settings file by {VARIABLE}")
+
+
+def _check_configuration(found: Mapping[str, Any], where: str, model: Model) -> None:
     for name, value in configuration(model).items():
         if name in ("architectures", "auto_map", "mtp_depth", "max_position_embeddings"):
             continue  # of the code, or without a tensor or a figure of its own
         if found.get(name) != value:
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {found.get(name)!r}, and {value!r} in {model.name}; name the model "
+                f"{where}: {name} is {found.get(name)!r}, and {value!r} in {model.name}; name the model "
                 "that was exported, by MEGACPP_CONFIG if not a preset"
             )
 

@@ -219,6 +219,46 @@ def test_what_save_pretrained_wrote_is_imported(
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
+AutoBridge = Callable[..., None]
+
+
+@pytest.fixture
+def auto_bridge(bridge_python: Path, place: Path, tmp_path: Path) -> AutoBridge:
+    """``tests.bridge.auto_bridge FOLDER BACK …``, started as ``starter`` does."""
+
+    def call(*words: Path, starter: tuple[str, ...] = (), **environment: str) -> None:
+        environment |= {"HF_HOME": str(tmp_path / "cache"), "MEGACPP_CONFIG": str(place / "config.yaml")}
+        done = run(bridge_python, *starter, "tests.bridge.auto_bridge", *map(str, words), **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return call
+
+
+def test_bridge_takes_it_to_a_checkpoint_and_back(
+    auto_bridge: AutoBridge, command: Command, exported: Path, tmp_path: Path
+) -> None:
+    auto_bridge(exported, tmp_path / "back", tmp_path / "checkpoint")
+    command("export", tmp_path / "checkpoint", tmp_path / "ours")
+    expected = stored(exported)
+    for folder in (tmp_path / "back", tmp_path / "ours"):
+        found = stored(folder)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    command("import", tmp_path / "back", tmp_path / "imported")
+    assert (tmp_path / "back" / "modeling_nam56r.py").read_bytes() == (exported / "modeling_nam56r.py").read_bytes()
+
+
+@pytest.mark.parametrize("split", ["tensor expert", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
+def test_bridge_takes_it_through_two_processes(
+    auto_bridge: AutoBridge, exported: Path, tmp_path: Path, split: str
+) -> None:
+    starter = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
+    auto_bridge(exported, tmp_path / "back", starter=starter, SPLIT=split)
+    expected, found = stored(exported), stored(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 @pytest.fixture
 def damaged(exported: Path, tmp_path: Path) -> Path:
     """A copy that a test damages."""

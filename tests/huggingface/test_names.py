@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import megacpp_mcore.huggingface
+from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.huggingface.load import model_of
 from megacpp_mcore.huggingface.names import configuration, tensors
-from megacpp_mcore.model import PRESETS, preset
+from megacpp_mcore.model import PRESETS, preset, with_overrides
+from tests.errors import raises
 
 HERE = Path(megacpp_mcore.huggingface.__file__).parent
 
@@ -31,3 +34,16 @@ def test_every_size_is_an_argument_of_the_configuration() -> None:
     arguments = {argument.arg for argument in init.args.args} - {"self", "kernels", "use_cache"}
     of_transformers = {"model_type", "architectures", "auto_map", "num_hidden_layers", "tie_word_embeddings"}
     assert configuration(preset("nam56r")).keys() - of_transformers == arguments
+
+
+def test_the_model_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    assert [model_of(configuration(preset(name)), "exported").name for name in PRESETS] == list(PRESETS)
+    other = with_overrides(preset("nam56r_tiny"), {"dsa": {"topk": 7}}, where="overrides")
+    with raises(CheckpointError, "exported is of no preset", "MEGACPP_CONFIG"):
+        model_of(configuration(other), "exported")
+    (tmp_path / "mine.yaml").write_text("model: nam56r_tiny\noverrides: {dsa: {topk: 7}}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "mine.yaml"))
+    assert model_of(configuration(other), "exported") == other
+    with raises(CheckpointError, "exported: index_topk is", "and 7 in nam56r_tiny"):
+        model_of(configuration(preset("nam56r_tiny")), "exported")

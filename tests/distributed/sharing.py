@@ -5,10 +5,12 @@ Shape legend: S sequence, B batch, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,9 +36,14 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "MTP": ({**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}}, ()),
     "whole": (WHOLE, ()),
     "whole, recomputed": (WHOLE, stock.full_recompute()),
+    "whole, packed": (WHOLE, ()),
     "whole, projections recomputed": (WHOLE, stock.selective_recompute("mla_up_proj", "core_attn")),
 }
 """Overrides of nam56r_tiny, and further words."""
+REACHING = [name for name, (_, words) in CASES.items() if not words and "packed" not in name]
+"""The cases in which tokens are changed."""
+LENGTHS = {"whole, packed": (5, 1, 25, 20, 13)}
+"""The documents of the row of a case, each in several chunks, or several in one; the last token of each is not counted."""
 
 
 def build(model: Model, overrides: Mapping[str, Any], folder: Path, ranks: int, words: tuple[str, ...]) -> Any:
@@ -64,18 +71,20 @@ def set_scales(ranks: int) -> None:
         scaler.main_loss_backward_scale = torch.full((1,), float(ranks))
 
 
-def shared(tokens: torch.Tensor) -> dict[str, Any]:
-    """This rank's part of the inputs that go with ``tokens`` [B, S + 1]."""
+def shared(tokens: torch.Tensor, lengths: tuple[int, ...] = ()) -> dict[str, Any]:
+    """This rank's part of the inputs that go with ``tokens`` [B, S + 1], in one row if it holds documents of ``lengths``."""
     from megatron.core import mpu
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch, length = tokens.shape[0], tokens.shape[1] - 1
     inputs = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(batch, length)}
+    inputs["loss_mask"][:, [end - 1 for end in itertools.accumulate(lengths)]] = 0
     inputs["position_ids"] = torch.arange(length).expand(batch, length)
     mine = {name: tensor.contiguous() for name, tensor in inputs.items()}
     return {
         **get_batch_on_this_cp_rank(mine, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()),
         "attention_mask": None,
+        "packed_seq_params": micro_batch.packed(lengths) if lengths else None,
     }
 
 
@@ -90,11 +99,16 @@ def whole(part: torch.Tensor) -> torch.Tensor:
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=1)
 
 
-def trained(model: Any, ranks: int) -> dict[str, Any]:
+def trained(model: Any, ranks: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     """The loss of each token, and the gradient of every parameter, which is on every rank."""
     set_scales(ranks)
-    losses = model(**shared(micro_batch.draw_tokens(B, S)))
-    micro_batch.backward(losses.mean())
+    inputs = shared(micro_batch.draw_tokens(1 if lengths else B, S), lengths)
+    packs = SimpleNamespace(dataloader_inter_document_masking=True) if lengths else None
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", packs):
+        losses = model(**inputs)
+        counted = inputs["loss_mask"].sum()
+        torch.distributed.all_reduce(counted)
+        micro_batch.backward((losses * inputs["loss_mask"]).sum() / counted * ranks)
     found = micro_batch.gradients(model)
     for gradient in found.values():
         torch.distributed.all_reduce(gradient)
@@ -129,8 +143,8 @@ def main(folder: Path) -> None:
     with stock.one_process(folder / f"store{ranks}", tensor_model_parallel_size=1, context_parallel_size=ranks):
         for name, (overrides, words) in CASES.items():
             model = build(with_overrides(preset("nam56r_tiny"), overrides), overrides, folder, ranks, words)
-            results[name] = trained(model, ranks)
-            if ranks > 1 and not words:
+            results[name] = trained(model, ranks, LENGTHS.get(name, ()))
+            if name in REACHING and ranks > 1:
                 results[name]["reached"] = reached(model, ranks)
     if os.environ["RANK"] == "0":
         torch.save(results, folder / f"{ranks}.pt")

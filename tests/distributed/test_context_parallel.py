@@ -46,7 +46,7 @@ def test_losses_and_every_gradient_are_those_of_one_process(results: Results, na
 
 
 @MANY
-@pytest.mark.parametrize("name", [name for name, (_, words) in sharing.CASES.items() if not words])
+@pytest.mark.parametrize("name", sharing.REACHING)
 def test_a_token_at_a_border_reaches_what_comes_after_it_and_nothing_before(
     results: Results, name: str, ranks: int
 ) -> None:

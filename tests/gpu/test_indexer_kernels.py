@@ -59,9 +59,12 @@ def test_selection(S: int, H: int, topk: int, documents: bool, dtype: torch.dtyp
 @pytest.mark.parametrize("H", [1, 3, 32])
 def test_ties_go_to_the_lower_key(H: int, topk: int, documents: bool) -> None:
     """Scores without rounding: the selection is the reference's, bit for bit. With one head, nearly all of them are 0."""
-    inputs = draw_exact(1000, H=H, device="cuda")
+    q, k, w = inputs = draw_exact(1000, H=H, device="cuda")
     seq_idx = draw_documents(1000, device="cuda", each=300) if documents else None
-    assert torch.equal(fused.select(*inputs, topk, seq_idx), reference.select(*inputs, topk, seq_idx))
+    expected = reference.select(*inputs, topk, seq_idx)
+    assert torch.equal(fused.select(*inputs, topk, seq_idx), expected)
+    for first in (512, 700):
+        assert torch.equal(fused.select(q[first:], k, w[first:], topk, seq_idx, first_row=first), expected[:, first:])
 
 
 def test_strided_inputs() -> None:

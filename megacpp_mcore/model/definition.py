@@ -243,8 +243,9 @@ class Model:
                     f"{self.name}: context parallelism is {layout.context}, and {why}; the nearest that fits every layer is "
                     f"{nearest_number(layout.context, fitting)}"
                 )
-            chunks = 2 * layout.context * (tensor if layout.sequence_parallel else 1)
-            what = "the chunks of context parallelism, 2 a rank"
+            # Two chunks a rank, and their rows over its tensor-parallel ranks.
+            chunks = layout.context * math.lcm(2, tensor if layout.sequence_parallel else 1)
+            what = "the chunks of its context-parallel ranks"
             divides(f"{self.name}: sequence length", self.seq_length, what, chunks, fixed=True)
 
     def _why_not_over(self, tensor: int, context: int) -> str:

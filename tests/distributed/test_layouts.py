@@ -35,6 +35,8 @@ CASES: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in LAYOUTS if na
 CASES += [(name, ("--moe-token-dispatcher-type", "alltoall")) for name in ("EP 2", "TP 2 with SP, EP 4")]
 # In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass.
 CASES += [("PP 2 × VPP 2", stock.full_recompute())]
+# Sums over all tokens, which Megatron does not average over the ranks.
+CASES += [("CP 2", ("--calculate-per-token-loss",))]
 
 
 @pytest.mark.parametrize(("name", "words"), exhaustive_but(CASES, ("PP 2 × VPP 2", ()), ("EP 2", ())))

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -293,29 +292,16 @@ def _in_range(version: str | None, supported: str) -> bool:
 def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], str]:
     """Run ``probe`` in a child; returns its version, its details, and an error (empty when there was none)."""
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-doctor-") as folder:
-        answer, complaints = Path(folder, "answer"), Path(folder, "stderr")
+        answer = Path(folder, "answer")
         command = [sys.executable, "-W", "ignore", "-c", _CHILD.format(probe=probe), json.dumps(sys.path), str(answer)]
-        # Files, not pipes: a process that the package leaves behind would hold a pipe open and keep the doctor waiting.
-        with complaints.open("wb") as said:
-            none = subprocess.DEVNULL
-            try:
-                done = subprocess.run(command, stdin=none, stdout=none, stderr=said, timeout=time_limit_s, check=False)
-            except subprocess.TimeoutExpired:
-                return None, {}, f"it did not finish within {time_limit_s:g} s"
-        if done.returncode:
-            return None, {}, _failure(done.returncode, complaints.read_bytes().decode(errors="replace"))
+        problem, lines = trial.run_quietly(command, os.curdir, time_limit_s)
+        if problem:
+            return None, {}, lines[-1] if lines and problem.startswith("ended") else f"it {problem}"
         try:
             answers = json.loads(answer.read_bytes())
             return answers["version"], answers["details"], ""
         except (OSError, ValueError, LookupError, TypeError):  # no answer was written, or only part of one
             return None, {}, "it ended its process with status 0 while it was being tried"
-
-
-def _failure(status: int, complaints: str) -> str:
-    if status < 0:
-        return f"it died of signal {-status}"
-    lines = [line.strip() for line in complaints.splitlines() if line.strip()]
-    return lines[-1] if lines else f"it ended with status {status}"
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

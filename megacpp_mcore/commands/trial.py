@@ -33,10 +33,8 @@ def train(
     """Train by ``megacpp-mcore launch``, on the CPU in fp32, on one GPU in bf16, without the file of ``MEGACPP_CONFIG``.
 
     Args:
-        steps: how many.
-        timeout_s: seconds after which the process is ended.
-        host: ``gpt`` or ``hybrid``.
-        device: ``cpu`` or ``cuda``.
+        steps, timeout_s: how many, and the seconds after which the process is ended.
+        host, device: ``gpt`` or ``hybrid``; ``cpu`` or ``cuda``.
         engine: whether layers are Transformer Engine's.
         script: the training script, found in the checkout of ``MEGATRON_LM``; by default the wheel's stock loop.
         first_on_path: folders from which to import first.
@@ -79,18 +77,33 @@ def train(
         if switches is not None:
             environment[settings.VARIABLE] = str(Path(folder, "switches.json"))
             Path(folder, "switches.json").write_text(json.dumps({"model": model.name, **switches}))
-        # A file, not a pipe, which a process that is left behind would hold open.
-        with Path(folder, "stderr").open("w+b") as errors:
-            try:
-                done = subprocess.run(
-                    command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=errors, check=False, timeout=timeout_s,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return [], [f"did not end in {timeout_s:g} s"]
-            errors.seek(0)
-            lines = errors.read().decode(errors="replace").strip().splitlines()
-        if done.returncode:
+        problem, lines = run_quietly(command, folder, timeout_s, environment)
+        if problem:
             first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), -1)
-            return [], [f"ended with status {done.returncode}", *lines[first:]]
+            return [], [problem, *lines[first:]]
         return [step.values() for step in read_steps(folder)], []
+
+
+def run_quietly(
+    command: Sequence[str], folder: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> tuple[str, list[str]]:
+    """Run a command in ``folder``; returns how it ended, if not well, and the lines of its errors that are not empty."""
+    none = subprocess.DEVNULL
+    # A file, not a pipe, which a process that is left behind would hold open.
+    with tempfile.TemporaryFile() as errors:
+        try:
+            status = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=none,
+                stdout=none,
+                stderr=errors,
+                check=False,
+                timeout=timeout_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"did not finish within {timeout_s:g} s", []
+        errors.seek(0)
+        lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    return f"died of signal {-status}" if status < 0 else f"ended with status {status}" if status else "", lines

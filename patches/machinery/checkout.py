@@ -220,7 +220,7 @@ class Checkout:
         """Make a patch for ``git apply`` with byte-identical result to :meth:`apply`; for None, of what is applied now.
 
         Raises:
-            PatchError: the patches do not fit, there is nothing to export, or git is missing.
+            PatchError: the patches do not fit, or there is nothing to export.
         """
         content = self.content()
         wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
@@ -229,10 +229,7 @@ class Checkout:
                 "there is nothing to export: name patches (none is applied to this checkout)", code="nothing-to-export"
             )
         self._refuse(self.unfit(wanted), "nothing was exported")
-        try:
-            return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
-        except git.GitUnavailable as error:
-            raise PatchError(f"git could not make the patch: {error}") from error
+        return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
 
     def _refuse(self, problems: Sequence[str], summary: str = "") -> None:
         if problems:

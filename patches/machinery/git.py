@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import io
 import os
 import subprocess
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
@@ -71,17 +70,11 @@ def difference(root: Path, file: Path) -> str:
 
 
 def patch_between(before: bytes, after: bytes, file: str) -> bytes:
-    """Make a patch for ``git apply`` that turns ``file`` from ``before`` into ``after``.
-
-    Raises:
-        GitUnavailable: git cannot be run.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        for side, content in (("a", before), ("b", after)):
-            path = Path(folder, side, file)
-            path.parent.mkdir(parents=True)
-            path.write_bytes(content)
-        return _git(Path(folder), "diff", *PLAIN, "--no-index", "--no-prefix", "a", "b", good=(0, 1))
+    """Make a patch for ``git apply`` that turns ``file`` from ``before`` into ``after``, which end in a newline."""
+    old, new = f"a/{file}".encode(), f"b/{file}".encode()
+    lines = [io.BytesIO(content).readlines() for content in (before, after)]
+    changes = b"".join(difflib.diff_bytes(difflib.unified_diff, lines[0], lines[1], old, new))
+    return b"diff --git %s %s\n%s" % (old, new, changes) if changes else b""
 
 
 def commit(root: Path, name: str, file: str) -> str:
@@ -146,7 +139,7 @@ def lock_file(root: Path) -> Path:
         return root / ".megacpp-mcore.lock"
 
 
-def _git(root: Path, *words: str, good: Sequence[int] = (0,), given: bytes | None = None) -> bytes:
+def _git(root: Path, *words: str, given: bytes | None = None) -> bytes:
     # Variables such as GIT_DIR, which git sets for its hooks, would select another repository; and nothing is written.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -157,7 +150,7 @@ def _git(root: Path, *words: str, good: Sequence[int] = (0,), given: bytes | Non
         done = subprocess.run(command, env=environment, input=given, capture_output=True, check=False)
     except OSError as error:
         raise GitUnavailable(f"git cannot be run: {error}") from error
-    if done.returncode not in good:
+    if done.returncode:
         complaint = done.stderr.decode(errors="replace").strip().splitlines()
         raise GitUnavailable(complaint[0] if complaint else f"git {words[0]} ended with status {done.returncode}")
     return done.stdout

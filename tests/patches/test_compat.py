@@ -287,7 +287,9 @@ def test_a_run_that_does_not_end_is_broken(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "TIMEOUT", 0.01)
-    assert report(tree, capsys, 3, "--run")["runs"] == {host: ["did not end in 0.01 s"] for host in (GPT, HYBRID)}
+    assert report(tree, capsys, 3, "--run")["runs"] == {
+        host: ["did not finish within 0.01 s"] for host in (GPT, HYBRID)
+    }
 
 
 @pytest.mark.slow

@@ -107,6 +107,11 @@ def patched(*patches: Patch) -> Iterator[Registry]:
         registry.revert()
 
 
+def makes(patch: Patch) -> dict[str, Callable[[Any], Any]]:
+    """What the patch makes of each target, by its name without the module: for tests of a replacement by itself."""
+    return {edit.target.partition(":")[2]: edit.make for edit in patch.edits}
+
+
 def printed(code: str, *words: str, first: Path | None = None) -> Any:
     """The JSON of the last line that ``code`` prints in a Python of its own, with ``first`` before all on its path."""
     path = os.pathsep.join([str(root) for root in (first, ROOT) if root is not None])

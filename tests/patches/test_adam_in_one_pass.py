@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 from megacpp_mcore.ops import adam
 from megacpp_mcore.patches import adam_in_one_pass as patch
+from tests import stock
 
 SIZES, COPIED = (64, 16, 32), 2
 """Of the main parameters; the first two are copies of 16-bit ones. The last is in a group of its own."""
 
-MAKES = {edit.target.partition(":")[2]: edit.make for edit in patch.PATCH.edits}
-"""What stands in the place of each target, by its name."""
+MAKES = stock.makes(patch.PATCH)
 
 
 class Quantised(torch.Tensor):

@@ -19,7 +19,7 @@ from megacpp_mcore import patches
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID
-from megacpp_mcore.patches.mtp_shared_block import _roll
+from megacpp_mcore.patches.mtp_shared_block import PATCH
 from tests import micro_batch, stock
 from tests.errors import raises
 from tests.lanes import exhaustive_but
@@ -27,6 +27,7 @@ from tests.lanes import exhaustive_but
 NAME = "mtp-shared-block"
 B, S, K = 2, 16, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": K}}
+_roll = stock.makes(PATCH)["_roll_tensor_packed_seq"]
 
 
 @pytest.fixture

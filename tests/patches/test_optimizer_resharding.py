@@ -19,8 +19,14 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megacpp_mcore.checkpoints import layout
 from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, LOADED_FROM
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.patches.optimizer_resharding import _by_its_own_groups, _from_boxes, _in_place, boxes
+from megacpp_mcore.patches.optimizer_resharding import PATCH, boxes
+from tests import stock
 from tests.errors import raises
+
+MAKES = stock.makes(PATCH)
+_in_place = MAKES["DistributedOptimizer.sharded_param_state_fully_reshardable"]
+_from_boxes = MAKES["DistributedOptimizer.load_parameter_state_from_fully_reshardable"]
+_by_its_own_groups = MAKES["ChainedOptimizer.load_state_dict"]
 
 
 def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:

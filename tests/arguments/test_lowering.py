@@ -248,6 +248,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
     for model, layout, training, host in (
         (here, Layout(), Training(), GPT),
         (staged, Layout(pipeline=2), plain, GPT),
+        (here, Layout(context=2), plain, HYBRID),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),
         (here, Layout(), Training(precision="bf16_te_fp8_experts", **own), GPT),

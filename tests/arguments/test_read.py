@@ -48,7 +48,7 @@ def drawn(seed: int) -> Run:
         overrides |= {"pattern": "AEMEA|EMEAEMR"} if draw.random() < 0.2 else {}
         overrides |= {"pattern": draw.choice(("AM", "AE", "R"))} if draw.random() < 0.2 else {}
         overrides |= {"mtp": {"depth": 0}} if draw.random() < 0.2 else {}
-        sizes = {name: draw.choice((1, 1, 2, 4)) for name in ("tensor", "pipeline", "virtual", "expert")}
+        sizes = {name: draw.choice((1, 1, 2, 4)) for name in ("tensor", "pipeline", "virtual", "expert", "context")}
         device = draw.choice(("cuda", "cuda", "cpu"))
         impl = draw.choice(("transformer_engine", "local")) if device == "cuda" else "local"
         try:

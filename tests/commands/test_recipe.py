@@ -261,6 +261,9 @@ def test_layouts_that_cannot_be_are_refused(
         ("dsa: {schedule: -FF}", "--pipeline 2 --gpus-per-node 2 --global-batch-size 1", 2),
         ("dsa: {schedule: -FF}", "--pipeline 2 --gpus-per-node 6 --global-batch-size 3", 6),
         ("dsa: {schedule: -FF}", "--pipeline 2 --gpus-per-node 6 --global-batch-size 4", 0),
+        # Nor over ranks that share its sequences.
+        ("", "--context 2 --gpus-per-node 2 --global-batch-size 1", 2),
+        ("", "--context 2 --gpus-per-node 6 --global-batch-size 4", 0),
     ],
 )
 def test_processes_of_layouts(
@@ -276,6 +279,7 @@ def test_processes_of_layouts(
         return
     before, words = stock_words(printed)
     assert before[before.index("--nproc") + 1] == str(processes)
+    assert ("--context-parallel-size" in words) == ("--context" in options)
     if "experts" in overrides:
         assert stock.model_config(words, processes).transformer.num_moe_experts == 6
 

@@ -109,6 +109,14 @@ def test_packed_sequences_are_refused(model: Any, number: int) -> None:
         layer(torch.randn(4, 1, 128), None, inference_context=held, packed_seq_params=packed([2, 2]))
 
 
+@pytest.mark.parametrize("number", [1, 3, 5, 12])
+def test_shared_sequences_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(B, S)
+    monkeypatch.setattr(layer.config, "context_parallel_size", 2)
+    with raises(ModelError, f"layer {number}", "--context-parallel-size 1"):
+        layer(torch.randn(4, B, 128), None, inference_context=held)
+
+
 @pytest.mark.parametrize("number", [3, 5, 12])
 def test_a_step_that_was_left_out_is_refused(model: Any, number: int) -> None:
     layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(B, S)

@@ -188,6 +188,8 @@ def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(
         (H200, 8, 4, Layout(), "overrides: {moe: {topk: 16}}", "scan"),
         (H200, 1, 4, Layout(), "", None),
         (H200, 4, 4, Layout(), "", "scan"),
+        (H200, 4, 4, Layout(context=2), "", "all"),
+        (H200, 4, 8, Layout(context=2), "", "scan"),
         (H100, 4, 1, Layout(), "", "all"),
         (H100, 4, 2, Layout(), "", None),
         (H200, 2, 1, Layout(pipeline=2, virtual=2), "", None),

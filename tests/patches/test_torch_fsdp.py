@@ -131,3 +131,5 @@ def test_lowering() -> None:
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
     with raises(ModelError, "pipeline parallelism is 2, expected 1", "expert parallelism is 2", "--use-torch-fsdp2"):
         lower(Run(model, Layout(pipeline=2, expert=2), training))
+    with raises(ModelError, "context parallelism is 2, expected 1", "--use-torch-fsdp2"):
+        lower(Run(TINY, Layout(context=2), training))

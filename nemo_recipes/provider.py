@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
@@ -128,6 +128,8 @@ class NAM56RProvider(_Provider, MLAModelProvider):
 @dataclass
 class NAM56RHybridProvider(_Provider, HybridModelProvider):
     """Bridge's provider of HybridModel, which refuses virtual stages (``hybrid_provider.py``, ``provide``)."""
+
+    megacpp_spec: ClassVar = (nam56r_hybrid.__module__, "nam56r_hybrid")
 
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None

@@ -112,11 +112,12 @@ class BridgeLoop(Loop):
         """Return the configuration by the names of stock arguments."""
         config = self._config
         model, data = config.model, config.dataset
-        spec = model.transformer_layer_spec
+        spec: Any = getattr(model, "transformer_layer_spec", None)
+        ours = getattr(model, "megacpp_spec", None)  # of the provider of HybridModel
         alike = {name: getattr(getattr(config, part), name) for part, names in _ALIKE.items() for name in names}
         return SimpleNamespace(
             **alike,
-            spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else None,
+            spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else ours,
             world_size=int(os.environ["WORLD_SIZE"]),
             data_parallel_size=config.data_parallel_size,
             padded_vocab_size=model.padded_vocab_size(),

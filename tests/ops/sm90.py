@@ -29,10 +29,10 @@ def types(**names: str) -> dict[str, str]:
 
 def compiled(
     kernel: Any, tensors: dict[str, str], constants: dict[str, Any], folder: Path, *, multiples: tuple[str, ...] = ()
-) -> Counter[str]:
-    """Compile ``kernel`` as it ships, every pointer on 16 bytes, and count its instructions by their names in SASS.
+) -> Any:
+    """Compile ``kernel`` as it ships, every pointer on 16 bytes; what Triton made, whose ``cubin`` is in ``folder``, too.
 
-    Fails on a spill, or where a program needs more shared memory than a multiprocessor has.
+    Fails where a thread has memory of its own, as all that is spilled needs, or a program more shared memory than there is.
 
     Args:
         kernel: a function under ``triton.jit``.
@@ -55,13 +55,23 @@ def compiled(
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     binary = folder / "kernel.cubin"
     binary.write_bytes(made.asm["cubin"])
-    listing = _run("nvdisasm", "-c", binary)
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?PT?\d*\s+)?([A-Z0-9]+)", listing, re.MULTILINE)
-    instructions = Counter(found)
-    assert instructions, listing[:2000]
-    assert not instructions["STL"] + instructions["LDL"], (kernel, constants)
+    usage = _run("cuobjdump", "-res-usage", binary)
+    assert re.findall(r"\b(STACK|LOCAL):(\d+)", usage) == [("STACK", "0"), ("LOCAL", "0")], (kernel, constants, usage)
     assert made.metadata.shared <= SHARED_MEMORY, (kernel, constants)
-    return instructions
+    return made
+
+
+def products(made: Any) -> Counter[str]:
+    """Count the products on tensor cores that sum in float32: ``wgmma.mma_async`` is Hopper's own, ``mma.sync`` a warp's."""
+    return Counter(re.findall(r"\b(wgmma\.mma_async|mma\.sync)\.\S+\.f32\.", made.asm["ptx"]))
+
+
+def instructions(folder: Path) -> Counter[str]:
+    """Count the instructions of what :func:`compiled` put into ``folder`` by their names in SASS."""
+    listing = _run("nvdisasm", "-c", folder / "kernel.cubin")
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?PT?\d*\s+)?([A-Z0-9]+)", listing, re.MULTILINE)
+    assert found, listing[:2000]
+    return Counter(found)
 
 
 def _run(program: str, *words: object) -> str:

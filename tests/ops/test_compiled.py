@@ -40,7 +40,7 @@ from megacpp_mcore.ops.sparse_mla import triton as sparse_launch
 from megacpp_mcore.ops.sparse_mla import wide as wide_sparse_mla
 from megacpp_mcore.ops.triton_launch import options
 from megacpp_mcore.versions import TRITON
-from tests.ops.sm90 import compiled, types
+from tests.ops.sm90 import compiled, instructions, products, types
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
@@ -353,13 +353,14 @@ def test_it_fits_and_nothing_is_spilled(tmp_path: Path, variant: Variant) -> Non
         for each in kernel.params
         if each.name in MULTIPLES and not each.do_not_specialize and (each.name != "W" or ", any" not in name)
     )
-    found = compiled(kernel, given, constants, tmp_path, multiples=multiples)
+    found = products(compiled(kernel, given, constants, tmp_path, multiples=multiples))
     few = kernel in SMALL_PRODUCTS or 16 in (constants.get("M"), constants.get("ALL"))
-    assert bool(found["HGMMA"] + found["HMMA"] * few) == (
+    assert bool(found["wgmma.mma_async"] + found["mma.sync"] * few) == (
         kernel in PRODUCTS or (kernel in SMALL_PRODUCTS and constants.get("K") != 0 and "w_ptr" not in constants)
     ), found
     if kernel is fp8.scale_weights:  # ptxas loses bytes where both orders are of the same rounded pairs
-        assert found["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), found
+        rounded = instructions(tmp_path)["F2FP"]
+        assert rounded == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), rounded
 
 
 def test_no_experts_product_reads_rows_that_none_has_written() -> None:
@@ -439,8 +440,8 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
         options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
-        made = compiled(function, given, constants | options, folder)
-        assert bool(made["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
+        found = products(compiled(function, given, constants | options, folder))
+        assert bool(found["wgmma.mma_async"]) == (kernel in DOTS), (kernel, choice, found)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])

@@ -1,10 +1,11 @@
 """Python programs in forks of a process that has imported torch: its import takes longer than what most of them do.
 
-``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``). A program has its own
-session, environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. The
-first process that ``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which
-imports torch, for the first checkpoint of a process. Where Python's own start matters, or what is imported, ``subprocess``
-starts it.
+``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``), and which Python: this
+one, or that of the environment with Megatron-Bridge, whose libraries take ten seconds. A program has its own session,
+environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. The first
+process that ``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which
+imports torch, for the first checkpoint of a process. Where Python's own start matters, or what is imported, or what a library
+reads from the environment as it is imported, ``subprocess`` starts it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ _LIBRARIES = (
     "torch.testing", "torch.utils.cpp_extension", "jinja2", "networkx", "psutil", "yaml",
 )  # fmt: skip
 """What Megatron imports, without Megatron: a checkout's may come first, and the CPU lane has to come before it."""
+_BRIDGES = (
+    "accelerate", "datasets", "multistorageclient", "nvidia_resiliency_ext.inprocess", "omegaconf", "pandas", "peft",
+    "scipy.optimize", "sklearn.metrics", "torch.utils.tensorboard", "transformers.loss.loss_utils",
+    "transformers.modeling_utils", "transformers.models.auto", "transformers.trainer_utils", "wandb",
+)  # fmt: skip
+"""What Megatron-Bridge imports beside, without modelopt, which imports Megatron."""
 
 
 class Program:
@@ -74,16 +81,17 @@ def start(
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
     error: Path | None = None,
+    python: str = sys.executable,
 ) -> Program | subprocess.Popen[bytes]:
     """Start a program whose output goes to the file ``output``, and its errors to ``error``, or there, too."""
     words, env, error = list(map(str, words)), dict(os.environ if env is None else env), error or output
     if Path("/dev/nvidiactl").exists():  # CUDA does not stand a fork
         with output.open("ab") as out, error.open("ab") as err:
             return subprocess.Popen(
-                [sys.executable, "-W", "ignore", *words],
+                [python, "-W", "ignore", *words],
                 cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
-    folder, server = _server()
+    folder, server = _server(python, env.get("TRITON_INTERPRET"))
     status = folder / f"{next(_numbers)}.status"
     files = {"cwd": str(cwd), "output": str(output), "error": str(error), "status": str(status)}
     assert server.stdin is not None
@@ -96,12 +104,17 @@ def start(
 
 
 def run(
-    words: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 300
+    words: Sequence[str],
+    *,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; after ``timeout`` seconds it is killed, with all that it started."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "output"), Path(folder, "error")
-        program = start(words, files[0], cwd=cwd, env=env, error=files[1])
+        program = start(words, files[0], cwd=cwd, env=env, error=files[1], python=python)
         try:
             program.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -146,12 +159,14 @@ _numbers = itertools.count()
 
 
 @functools.cache
-def _server() -> tuple[Path, subprocess.Popen[str]]:
+def _server(python: str, interpret: str | None) -> tuple[Path, subprocess.Popen[str]]:
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if interpret is not None:  # Triton reads it as it is imported
+        env["TRITON_INTERPRET"] = interpret
     with Path(folder.name, "error").open("wb") as error:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", __file__],
+            [python, "-P", "-W", "ignore", __file__, *_LIBRARIES, *(_BRIDGES if python != sys.executable else ())],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=error, text=True,
         )  # fmt: skip
 
@@ -168,8 +183,9 @@ def _server() -> tuple[Path, subprocess.Popen[str]]:
 
 def _serve() -> dict[str, Any] | None:
     """Fork a keeper for every request, which waits for the program; the request, in the process that is to be it, else None."""
-    for library in _LIBRARIES:
+    for library in sys.argv[1:]:
         __import__(library)
+    assert "megatron" not in sys.modules
     gc.freeze()  # else a program goes through all of it when it ends
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     for line in sys.stdin:

@@ -6,18 +6,24 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests import forks
+
 ROOT = Path(__file__).parents[2]
 TINY = "nam56r_tiny_pretrain_1cpu_fp32"
+PATIENCE_S = 900
 
 
-def run(python: Path, *words: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``python -m WORDS`` in ``folder``, with ``environment`` beside the caller's."""
+def run(
+    python: Path, *words: str, folder: Path = ROOT, fork: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``python -m WORDS`` in ``folder``, with ``environment`` beside the caller's.
+
+    ``fork=False``: a Python of its own, where libraries read ``environment`` as they are imported, or where the import itself
+    is what is tested.
+    """
     inherited = {name: value for name, value in os.environ.items() if name != "MEGACPP_CONFIG"}
-    return subprocess.run(
-        [str(python), "-W", "ignore", "-m", *words],
-        cwd=folder,
-        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    if fork:
+        return forks.run(["-m", *words], cwd=folder, env=env, timeout=PATIENCE_S, python=str(python))
+    command = [str(python), "-W", "ignore", "-m", *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)

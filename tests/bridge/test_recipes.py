@@ -45,7 +45,7 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
 def built(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What :mod:`tests.bridge.factories` says of every recipe, built without a network."""
     folder = tmp_path_factory.mktemp("factories")
-    done = run(bridge_python, "tests.bridge.factories", str(folder), HF_HUB_OFFLINE="1")
+    done = run(bridge_python, "tests.bridge.factories", str(folder), fork=False, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -129,6 +129,6 @@ def test_what_is_refused(bridge_python: Path) -> None:
 
 
 def test_doctor_finds_bridge_working(bridge_python: Path) -> None:
-    done = run(bridge_python, "megacpp_mcore", "doctor", "--json")
+    done = run(bridge_python, "megacpp_mcore", "doctor", "--json", fork=False)
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)["components"]}
     assert (findings["megatron-bridge"]["state"], findings["megatron-bridge"]["version"]) == ("works", "0.6.2")

@@ -89,7 +89,9 @@ def test_the_export_runs_under_lm_eval(session: tuple[Path, list[str]], bridge_p
     ]
     words += ["--tasks", "counting,held_out", "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "1"]
     offline = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    done = run(bridge_python, *words, "--output_path", str(tmp_path / "found.json"), folder=tmp_path, **offline)
+    done = run(
+        bridge_python, *words, "--output_path", str(tmp_path / "found.json"), folder=tmp_path, fork=False, **offline
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = tmp_path.glob("found*.json")
     found = json.loads(file.read_text())["results"]

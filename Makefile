@@ -6,6 +6,8 @@ SHELL := /bin/bash
 # The Python that makes the virtual environment; the environment itself lies outside of the clone (requirements/environment.py).
 BASE_PYTHON ?= python3.12
 export PYTHONPATH := $(CURDIR)
+# Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Shell text that leaves the Python of the environment named by ENVIRONMENT (nothing: dev) in $$python.
 ENVIRONMENT =
@@ -42,12 +44,11 @@ demo:
 
 # FAST=1: what needs neither a training nor a kernel.
 FAST_TESTS = $(addprefix tests/,arguments backends data model nemo_recipes policy repository/test_docs.py repository/test_house.py util)
-# Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
 # Files in the order of tests/conftest.py, the slow ones first; pytest-xdist's own puts those with the fewest tests last.
 # MEGATRON=/path/to/Megatron-LM: with that Megatron in place of the wheel, also as the checkout.
 test: ENVIRONMENT = $(if $(MEGATRON),megatron "$(MEGATRON)")
 test:
-	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; $(if $(MEGATRON),export MEGATRON_LM="$(abspath $(MEGATRON))";) exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
+	@$(SETUP); $(if $(MEGATRON),export MEGATRON_LM="$(abspath $(MEGATRON))";) exec "$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
 		-m "not gpu and not exhaustive and not kernels$(if $(FAST), and not slow)" $(if $(FAST),$(FAST_TESTS),tests --ignore=tests/gpu)
 
 # What people ran into elsewhere, each a script that exits 0; CASES="02 06" chooses, NEEDS=1 adds those that need root or minutes.

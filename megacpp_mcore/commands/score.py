@@ -17,6 +17,7 @@ def add_parser(subparsers: Any) -> None:
         usage="megacpp-mcore score [OPTIONS] --heldout PREFIX -- MODEL-ARGUMENTS --load CHECKPOINTS",
     )
     parser.add_argument("--device", choices=launch_plan.DEVICES, default="auto", help="as of `launch`")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start (default: 1)")
     scoring.add_options(parser)
 
 

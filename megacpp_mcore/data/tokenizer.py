@@ -121,8 +121,16 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def bytes_of(self, ids: Sequence[int]) -> int:
-        """Count the UTF-8 bytes of the text of ``ids``: exact for tokenizers that give a text back, as byte-level ones do."""
-        return len(self.text(ids).encode())
+        """Count the UTF-8 bytes of the text of ``ids``: exact for tokenizers that give a text back, as byte-level ones do.
+
+        Ends of documents stand for none; other specials are there because the text spells them.
+        """
+        ids_N = np.asarray(ids, dtype=np.int64)
+        documents = np.split(ids_N, np.flatnonzero(ids_N == self.eod_id))
+        texts = (
+            self._tokenizer.decode(one[one != self.eod_id].tolist(), skip_special_tokens=False) for one in documents
+        )
+        return sum(len(text.encode()) for text in texts)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of ``token``; None if it is not a token of the vocabulary."""

@@ -2,7 +2,7 @@
 
 A text is cut into contiguous windows of the model's sequence length. Each token is predicted from the tokens before it *in
 its window*: every token but the very first is predicted exactly once, none with more context than the model has.
-Single-process, as windows are not distributed; checked with megatron-core 0.19.2.
+Checked with megatron-core 0.19.2.
 
 Shapes: W windows, S sequence length, N tokens.
 """
@@ -89,37 +89,42 @@ def read_heldout(prefix: str, limit: int | None, tokenizer: Tokenizer | None = N
     return tokens_N[:limit] if limit else tokens_N, manifest
 
 
-def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = True) -> BitsPerByte:
-    """Run the model over all windows, ``batch`` at a time, and sum its per-token losses in fp64; prints its progress.
+def score_windows(
+    model: Any, windows: Windows, batch: int, *, progress: bool = True, replica: int = 0, replicas: int = 1
+) -> BitsPerByte:
+    """Run the model over the windows of one replica, ``batch`` at a time, and sum its per-token losses in fp64.
 
-    The bytes of the score are those of a byte model; of another, add them to it.
+    Prints its progress. All replicas run equally many windows, as their experts wait for one another; what is over is not
+    counted. The bytes of the score are those of a byte model; of another, add them to it.
     """
     import torch
 
     device = next(model.parameters()).device
     score = BitsPerByte()
-    sequence = windows.inputs_WS.shape[1]
-    for start in range(0, len(windows.inputs_WS), batch):
-        part = slice(start, start + batch)
+    count, sequence = windows.inputs_WS.shape
+    for start in range(0, count, batch * replicas):
+        places = start + replica * batch + np.arange(batch)
+        places = places[places < count] if replicas == 1 else places
+        part = places % count
         inputs, labels = (
             torch.from_numpy(values[part]).to(device) for values in (windows.inputs_WS, windows.labels_WS)
         )
         positions = torch.arange(sequence, device=device).expand(len(inputs), sequence)
         with torch.no_grad():
             nats_BS = model(inputs, positions, None, labels=labels)
-        mask_BS = windows.mask_WS[part]
+        mask_BS = windows.mask_WS[part] & (places < count)[:, None]
         kept = nats_BS.double().cpu().numpy()[mask_BS]
         score.add(float(kept.sum()), int(byte_counts(windows.labels_WS[part][mask_BS]).sum()))
         if progress:
-            console.say(f"scored {min(start + batch, len(windows.inputs_WS))} of {len(windows.inputs_WS)} windows")
+            console.say(f"scored {min(start + batch * replicas, count)} of {count} windows")
     return score
 
 
-def load_model(args: Namespace) -> Any:
+def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:
     """Build the model and load its newest checkpoint, both through stock Megatron; returns it, unwrapped, in evaluation mode.
 
     Raises:
-        LaunchError: no checkpoint was loaded, or the run has more than one process.
+        LaunchError: no checkpoint was loaded; the run has more than one process, or with ``in_replicas`` pipeline stages.
     """
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -128,9 +133,14 @@ def load_model(args: Namespace) -> Any:
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
-    if args.world_size != 1:
+    if args.world_size != 1 and not in_replicas:
         raise LaunchError(
             f"this runs in {args.world_size} processes; expected 1, which loads the checkpoint of any layout"
+        )
+    if args.pipeline_model_parallel_size > 1:
+        raise LaunchError(
+            f"this runs in {args.pipeline_model_parallel_size} pipeline stages; expected 1: leave "
+            "--pipeline-model-parallel-size out, as the checkpoint of any layout can be loaded"
         )
     initialize_megatron()
     args.skip_train = True  # no optimizer, whatever the words say

@@ -134,9 +134,9 @@ def launch_script(file: str, args: argparse.Namespace, *options: str) -> int:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     recording = Recording(no_observe=True)
     # Without training there are no gradients and no optimizer, which would be asked to fit on the GPU.
-    return launch(
-        [file, *args.stock_command, "--skip-train", *words], device=args.device, recording=recording, verbose=False
-    )
+    command = [file, *args.stock_command, "--skip-train", *words]
+    nproc = getattr(args, "nproc", 1)
+    return launch(command, device=args.device, nproc=nproc, recording=recording, verbose=False)
 
 
 def _run_processes(nproc: int, words: Sequence[str]) -> int:

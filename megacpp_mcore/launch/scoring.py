@@ -2,7 +2,8 @@
 
 :mod:`megacpp_mcore.launch.heldout` defines how the text is split into windows. Ends of documents are predicted as well; their
 nats are counted with the bytes (see :mod:`megacpp_mcore.data.score`). Model class, checkpoint format and loss are stock
-Megatron's; one process. A script for the launcher, which ``megacpp-mcore score`` starts.
+Megatron's; replicas, of any tensor and expert parallelism, share the windows. A script for the launcher, which
+``megacpp-mcore score`` starts.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
         "--heldout", required=True, metavar="PREFIX", help="dataset of the model's tokenizer to score on"
     )
     group.add_argument("--tokens", type=flags.positive, metavar="N", help="its first N tokens only (default: all)")
-    group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help="windows at a time (default: 8)")
+    batch = "windows at a time, of a replica (default: 8)"
+    group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help=batch)
     group.add_argument("--output", metavar="FILE", help="JSON file for the result")
     return parser
 
 
 def main() -> None:
     """Score with the options in ``sys.argv``."""
+    import torch
+    from megatron.core import parallel_state
     from megatron.training.arguments import parse_and_validate_args
 
     from megacpp_mcore.data.score import byte_counts, entropy  # imports numpy
@@ -58,9 +62,16 @@ def main() -> None:
     tokenizer = tokenizer_of(args)
     tokens_N, manifest = read_heldout(args.heldout, args.tokens, tokenizer)
     windows = cut_windows(tokens_N, args.seq_length)
-    model = load_model(args)
-    began = time.monotonic()
-    reached = score_windows(model, windows, args.batch)
+    model = load_model(args, in_replicas=True)
+    began, is_first = time.monotonic(), torch.distributed.get_rank() == 0
+    group = parallel_state.get_data_parallel_group()
+    replica = {"replica": group.rank(), "replicas": group.size()}
+    reached = score_windows(model, windows, args.batch, progress=is_first, **replica)
+    counted = torch.tensor([reached.nats, reached.bytes], dtype=torch.float64, device=next(model.parameters()).device)
+    torch.distributed.all_reduce(counted, group=group)
+    reached.nats, reached.bytes = float(counted[0]), int(counted[1])
+    if not is_first:
+        return
     predicted: Any = windows.labels_WS[windows.mask_WS]
     if tokenizer.kind != "byte":
         whole = manifest.text_bytes if len(tokens_N) == manifest.tokens else None

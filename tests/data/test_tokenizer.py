@@ -140,6 +140,8 @@ def test_a_trained_tokenizer_gives_every_text_back_and_knows_its_corpus(tmp_path
         ids = made.encode(text.encode()).tolist()
         assert made.text(ids) == text
         assert made.bytes_of(ids) == len(text.encode())
+    known, other = (made.encode(text.encode()).tolist() for text in ("ab ", "ü"))
+    assert made.bytes_of([0, *known, 0, *other, 0]) == len("ab ü".encode())
     assert cli.main([*words, "300"]) == 2
     assert f"{folder} exists" in capsys.readouterr().err
     other = str(tmp_path / "other")
@@ -149,6 +151,15 @@ def test_a_trained_tokenizer_gives_every_text_back_and_knows_its_corpus(tmp_path
     with raises(DataError, "'code', a str", "--json-key"):
         train([tmp_path / "code.jsonl"], other, 300)
     assert not Path(other).exists()
+
+
+def test_bytes_of_specials(tmp_path: Path) -> None:
+    """An end of document is no text, whether it is said to be special; other specials are spelled in the text."""
+    vocabulary = {"<unk>": 0, "one": 1, "<end>": 2, "two": 3}
+    made = load_tokenizer(str(save_words(tmp_path / "words", vocabulary, ["<sep>"], eos_token="<end>")))
+    assert made.encode(b"one <sep> two").tolist() == [1, 4, 3]
+    assert made.bytes_of([1, 4, 3]) == len(b"one <sep> two")
+    assert made.bytes_of([1, 3, 2, 3, 2, 2, 1]) == len(b"one two") + len(b"two") + len(b"one")
 
 
 def test_bytes_as_text():

@@ -16,8 +16,10 @@ from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.launch import launcher, sampling, scoring
 from megacpp_mcore.launch.heldout import tokenizer_of
+from megacpp_mcore.model import Layout
 from tests import tiny_run
 from tests.data.hugging_face import save_words
+from tests.distributed import runs
 from tests.errors import raises
 
 
@@ -82,7 +84,7 @@ def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
     ("words", "script", "options"),
     [
         (["sample", "--prompt=-y", "--tokens", "3"], sampling, ["--prompt=-y", "--tokens=3", "--temperature=0.8"]),
-        (["score", "--heldout", "text"], scoring, ["--heldout=text", "--batch=8"]),
+        (["score", "--heldout", "text", "--nproc", "2"], scoring, ["--heldout=text", "--batch=8"]),
     ],
 )
 def test_a_command_is_a_launch(
@@ -94,6 +96,7 @@ def test_a_command_is_a_launch(
     (((command,), more),) = launched
     assert command == [script.__file__, "--load", "x", "--skip-train", *options]
     assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
+    assert more["nproc"] == (2 if "--nproc" in words else 1)
 
 
 @pytest.mark.parametrize("words", [["sample", "--tokens", "0"], ["score", "--heldout", "x", "--batch", "-1"]])
@@ -125,11 +128,37 @@ def test_a_checkpoint_is_sampled_from_and_scored(tmp_path: Path) -> None:
         str(data / "text"),
         "--tokens",
         "200",
-        "--output",
+        "--batch",
+        "1",
     )
-    said = tiny_run.start((*score, str(file), "--"), ["--load", saved, *words], data).finish()
+    said = tiny_run.start((*score, "--output", str(file), "--"), ["--load", saved, *words], data).finish()
     found = json.loads(file.read_text())
     assert f"bits per byte {found['bits_per_byte']:.6f} (unigram {found['unigram_bits_per_byte']:.6f})" in said
     assert (found["tokens"], found["bytes"], found["step"]) == (199, 199, 2)
     assert found["perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
     assert 0 < math.log(found["perplexity"]) < 7
+    split, stages = Layout(tensor=2, sequence_parallel=True, expert=2), Layout(pipeline=2)
+    in_two = (*score, "--nproc", "2", "--output", str(file), "--")
+    for layout in (None, Layout(expert=2), split):
+        tiny_run.start(in_two, ["--load", saved, *tiny_run.words(data, 2, layout=layout)], data).finish()
+        again = json.loads(file.read_text())
+        assert again | {"seconds": 0} == pytest.approx(found | {"seconds": 0}, rel=1e-6), layout
+    staged = tiny_run.words(data, 2, layout=stages)
+    assert "2 pipeline stages; expected 1" in tiny_run.start(in_two, ["--load", saved, *staged], data).finish(2)
+    for layout in (split, stages):
+        converted = tmp_path / str(layout.pipeline)
+        more = [
+            "--load",
+            saved,
+            "--no-load-optim",
+            "--no-load-rng",
+            "--no-save-optim",
+            "--ckpt-convert-format",
+            "torch_dist",
+        ]
+        more += ["--ckpt-convert-save", str(converted)]
+        status, printed = runs.launch(["--", *tiny_run.words(data, 3, *more, layout=layout)], data / "config.yaml", 2)
+        assert status == 0, printed[-3000:]
+        given = ["--load", str(converted / "torch_dist"), *words]
+        tiny_run.start((*score, "--output", str(file), "--"), given, data).finish()
+        assert json.loads(file.read_text()) | {"seconds": 0} == pytest.approx(found | {"seconds": 0}, rel=1e-9)

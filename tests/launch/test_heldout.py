@@ -61,6 +61,22 @@ def test_the_score_of_a_known_model(batch: int, capsys: pytest.CaptureFixture[st
     assert f"of {len(windows.inputs_WS)} windows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("batch", "replicas"), [(1, 2), (2, 2), (2, 4), (100, 3)])
+def test_replicas_share_the_windows(batch: int, replicas: int) -> None:
+    tokens = np.frombuffer(b"to be or not to be, that is the question", dtype=np.uint8).astype(np.int64)
+    windows = heldout.cut_windows(tokens, 8)
+    model, shapes = Unigram(tokens[1:]), []
+    model.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
+    whole = heldout.score_windows(model, windows, 8)
+    shapes.clear()
+    parts = [heldout.score_windows(model, windows, batch, replica=one, replicas=replicas) for one in range(replicas)]
+    assert sum(part.bytes for part in parts) == whole.bytes
+    assert sum(part.nats for part in parts) == pytest.approx(whole.nats, rel=1e-12)
+    # Whose experts wait for one another.
+    assert len(set(shapes)) == 1
+    assert len(shapes) % replicas == 0
+
+
 def test_ends_of_documents_cost_nats_and_are_no_bytes(tmp_path: Path) -> None:
     for name, text in (("a", "abab" * 9), ("b", "baba" * 9)):
         (tmp_path / f"{name}.txt").write_text(text)

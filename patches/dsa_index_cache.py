@@ -8,10 +8,8 @@ Scope: GPT models with ``--experimental-attention-variant dsa``, and DSA layers 
     one, for every model.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
 
-Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute passes a layer copies of
-its tensors, so attributes of tensors are lost; it runs between the forward passes of later micro-batches, so entries keyed by
-layer number have been overwritten; and a token set by a hook on the chunk would have to be stored with each checkpoint anyway.
-The function passed to the checkpoint is stored there already, is new for each call, and is freed with the autograd graph.
+Why a checkpointed function carries the indices: :mod:`megacpp_mcore.ops.indexer.cache`. Attributes of tensors would be lost,
+as recompute passes a layer copies of them.
 """
 
 from __future__ import annotations
@@ -176,7 +174,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         config, layer = bound.arguments["config"], bound.arguments["layer_number"]
         block = _BUILDING.get()
-        if block is None:
+        if block is None or not block.roles:  # stock decides which layers share
             if (schedule := _configured_schedule(config)) is not None:
                 raise ModelError(
                     f"DSA layer {layer} is built outside of a GPT model's decoder and MTP blocks (HybridModel's, say), where "
@@ -185,15 +183,10 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
                     code="outside",
                 )
             original(self, *args, **kwargs)
-            setattr(self, _CACHE, None)
-            return
-        if not block.roles:
-            _configured_schedule(config)  # refuses two schedules
-            original(self, *args, **kwargs)
-            if self.skip_topk:
+            if block is not None and self.skip_topk:
                 block.sources[layer] = self.source_layer
                 block.cache.assign(block.sources)
-            setattr(self, _CACHE, block.cache)
+            setattr(self, _CACHE, block and block.cache)
             return
         shared = block.roles[layer - 1] == SHARED_INDEX
         if shared:

@@ -22,9 +22,7 @@ def modified(root: Path, file: str) -> list[str]:
 
     Contents are compared here, byte for byte except for line ends: git itself would run the filters of ``.git/config``.
 
-    Args:
-        root: the checkout; it may be a folder of a larger repository.
-        file: a file that must be tracked for the answer to mean anything.
+    The checkout may be a folder of a larger repository; ``file`` must be tracked for the answer to mean anything.
 
     Raises:
         GitUnavailable: git cannot answer.
@@ -78,12 +76,7 @@ def patch_between(before: bytes, after: bytes, file: str) -> bytes:
 
 
 def commit(root: Path, name: str, file: str) -> str:
-    """Return the hash of the commit that ``name`` stands for.
-
-    Args:
-        root: the checkout.
-        name: a tag, branch or hash.
-        file: a file that must be tracked for the answer to mean anything.
+    """Return the hash of the commit that ``name`` (a tag, branch or hash) stands for, if ``root`` is where ``file`` is tracked.
 
     Raises:
         GitUnavailable: git cannot answer, or has no such commit; if the clone is shallow, the message says so.

@@ -126,10 +126,7 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
         return
     definition = ast.parse(textwrap.dedent(text)).body[0]
     decorators = {ast.unparse(one) for one in getattr(definition, "decorator_list", [])}
-    if decorators <= {
-        "staticmethod",
-        "classmethod",
-    }:  # decorators that leave no wrapper behind; any other is upstream's own
+    if decorators <= {"staticmethod", "classmethod"}:  # which leave no wrapper behind; any other is upstream's own
         code = getattr(slot.value, "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         state = f"{slot.target} was wrapped by somebody else{place}; take that wrapper away first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
+from megacpp_mcore.patches.torch_fsdp import PATCH
 from tests import stock
 from tests.errors import raises
 from tests.micro_batch import backward, causal_mask, draw_tokens, losses_of
@@ -75,6 +77,27 @@ def test_a_step_of_cut_parameters_is_that_of_whole_ones(tmp_path: Path) -> None:
     assert whole.keys() == cut.keys()
     for name, gradient in whole.items():
         torch.testing.assert_close(cut[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_what_follows_a_step_and_what_a_checkpoint_fills(tmp_path: Path) -> None:
+    """tests/distributed trains and resumes with it, on two processes."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+
+    wrapped = wrap(stock.build({}, TINY, tmp_path, precision="bf16"))
+    one = wrapped.whole_parameters[0]
+    one.grad = torch.full_like(one, 3.0)
+    wrapped.finish_grad_sync()
+    assert torch.equal(one.main_grad, torch.full_like(one, 3.0))
+    mesh = init_device_mesh("cpu", (1,))
+    own = {name: one for name, one in wrapped.module.state_dict().items() if isinstance(one, torch.Tensor)}
+    whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in own.items()}
+    state = {name: distribute_tensor(torch.full_like(one, 2.0), mesh, [Replicate()]) for name, one in whole.items()}
+    wrapped.load_state_dict(state, strict=False)
+    assert all((parameter == 2).all() for parameter in wrapped.module.parameters())
+    adam = torch.optim.Adam([weight := torch.nn.Parameter(torch.ones(2))])
+    load = stock.makes(PATCH)["ChainedOptimizer.state_dict"](lambda chained: "stock's")
+    assert load(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]), is_loading=True) == "stock's"
+    assert adam.state[weight]["exp_avg"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megacpp_mcore.checkpoints import layout
-from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, LOADED_FROM
+from megacpp_mcore.checkpoints.layout import FLAT, FORMAT, LOADED_FROM, UNSHARDED
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.optimizer_resharding import PATCH, boxes
 from tests import stock
@@ -144,6 +144,21 @@ def _chained(inner: Any) -> Any:
     return functools.partial(_by_its_own_groups(ChainedOptimizer.load_state_dict), chained)
 
 
+def test_a_load_names_main_parameters_as_the_distributed_optimizer_saves_them() -> None:
+    """Also into a plain optimizer, unless that one's kind has saved the checkpoint."""
+    saved, own = "optimizer.state.param.weight", "optimizer.state.fp32_param.weight"
+    for is_loading, metadata, expected in (
+        (True, {LOADED_FROM: "saved"}, saved),
+        (True, {LOADED_FROM: "saved", UNSHARDED: True}, own),
+        (True, {}, own),
+        (False, {LOADED_FROM: "saved"}, own),
+    ):
+        entry = ShardedTensor.from_rank_offsets(own, torch.zeros(2))
+        state = MAKES["ChainedOptimizer.sharded_state_dict"](lambda *_, entry=entry, **__: {"a": [entry]})
+        state(None, {}, is_loading, metadata=metadata)
+        assert entry.key == expected
+
+
 def test_megatron_fsdp_loads_its_own_form() -> None:
     """Groups by the parameters' names, and none in the form of other optimizers."""
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -183,3 +198,7 @@ def test_groups_of_another_kind_match_by_the_names_of_nemo() -> None:
     inner.optimizer = torch.optim.Adam(ours)
     with raises(CheckpointError, "'max_lr': None"):
         _chained(inner)({"optimizer": tensors, "param_state": {}})
+    ended: list[None] = []  # inside of Megatron's load, which other ranks are in as well, it is refused at the end
+    with raises(CheckpointError, "'max_lr': None"):
+        MAKES["load_checkpoint"](lambda: ended.append(_chained(inner)({"optimizer": tensors, "param_state": {}})))()
+    assert ended == [None]

@@ -152,7 +152,7 @@ def test_speculative_decoding_gives_the_same_tokens(found: dict[str, Any]) -> No
 
 def test_the_speed_of_decoding_is_printed(bridge_python: Path, exported: Path, place: Path) -> None:
     words = ("examples.decoding_speed", str(exported), "--tokens", "6", "--prompt", "def ", "a", "--drafts", "1", "2")
-    done = run(bridge_python, *words, HF_HOME=str(place))
+    done = run(bridge_python, *words, fork=False, HF_HOME=str(place))
     plain, *others = done.stdout.splitlines()
     assert re.fullmatch(r"0 drafts a call: [0-9.]+ tokens/s", plain), done.stderr[-3000:]
     assert [line[0] for line in others] == ["1", "2"]
@@ -228,7 +228,8 @@ def auto_bridge(bridge_python: Path, place: Path, tmp_path: Path) -> AutoBridge:
 
     def call(*words: Path, starter: tuple[str, ...] = (), **environment: str) -> None:
         environment |= {"HF_HOME": str(tmp_path / "cache"), "MEGACPP_CONFIG": str(place / "config.yaml")}
-        done = run(bridge_python, *starter, "tests.bridge.auto_bridge", *map(str, words), **environment)
+        words = (*starter, "tests.bridge.auto_bridge", *map(str, words))
+        done = run(bridge_python, *words, fork=False, **environment)  # transformers reads HF_HOME as it is imported
         assert done.returncode == 0, done.stderr[-3000:]
 
     return call

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
 import sys
 import zlib
@@ -30,6 +31,7 @@ from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import HIDDEN, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.errors import raises
+from tests.lanes import exhaustive_but
 
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
 TOLERANCE = 1e-6
@@ -435,9 +437,13 @@ def test_two_models_of_one_configuration_and_an_evaluation_between(patched: Regi
     assert [name for name in vars(config) if "topk_holder" in name] == []
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recompute", ["none", "full, layer by layer"])
-@pytest.mark.parametrize("how", ["periodic", "repeated", "file"])
+@pytest.mark.parametrize(
+    ("how", "recompute"),
+    exhaustive_but(
+        itertools.product(("periodic", "repeated", "file"), ("none", "full, layer by layer")),
+        ("periodic", "full, layer by layer"),
+    ),
+)
 def test_mtp_layers_share_among_themselves(
     patched: Registry, schedule: Callable[[str], None], how: str, recompute: str
 ) -> None:
@@ -516,7 +522,6 @@ def test_checkpoints_have_no_holes(patched: Registry) -> None:
     assert "indexer" in problem
 
 
-@pytest.mark.exhaustive
 def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
 
@@ -635,7 +640,6 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
     assert layers["d1"].index_share
 
 
-@pytest.mark.exhaustive
 def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
     patched: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

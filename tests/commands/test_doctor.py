@@ -263,6 +263,7 @@ def test_a_step_is_trained_as_launch_would(
     monkeypatch.setattr(doctor.trial, "train", lambda *_, **given: calls.append(given) or ([{"lm loss": 6.5}], []))
     (tmp_path / "megacpp.yaml").write_text("model: nam56r_tiny\nvendors: {flash4: false}\n")
     monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "megacpp.yaml"))
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
     for engine in (WORKS, OFF):
         step_after(monkeypatch, capsys, GPU, Finding("transformer-engine", engine))
     assert [(one["device"], one["engine"], one["script"]) for one in calls] == [("cuda", True, []), ("cuda", False, [])]

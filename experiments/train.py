@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.exit(f"{args.file} has no arm {name!r}; {nearest(name, content['arms'])}")
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
     asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
+    if args.heldout and any(arm.via == "bridge" for arm in arms):
+        sys.exit("--heldout is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
     if max(asked) > args.gpus or (max(asked) > 1 and args.per_gpu > 1):
         sys.exit(f"an arm takes {max(asked)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
     table, slots = Table(args.output, COLUMNS), Slots()
@@ -199,8 +201,11 @@ def _evaluated(heldout: str, model: Model, given: Mapping[str, Any]) -> list[str
     """Words that evaluate a run, once, on all whole batches of ``heldout``."""
     if not heldout:
         return []
-    batches = (load_manifest(heldout).tokens - 1) // model.seq_length // given["global_batch_size"]
-    return ["--eval-iters", str(batches), "--eval-interval", str(given["train_iters"])]
+    tokens, batch = load_manifest(heldout).tokens, given["global_batch_size"] * model.seq_length
+    if tokens <= batch:
+        sys.exit(f"{heldout} has {tokens} tokens; expected more than a global batch, {batch}")
+    # An interval of all steps would evaluate twice, on two epochs' documents mixed.
+    return ["--eval-iters", str((tokens - 1) // batch), "--eval-interval", str(given["train_iters"] + 1)]
 
 
 def _curve(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:

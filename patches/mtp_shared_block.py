@@ -119,8 +119,10 @@ def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
         ranks = 1 if cp_group is None else cp_group.size()
         if call.shifts != -1 or not on_last or cu_seqlens is None or (ranks > 1 and not _row_is_cut()):
             return original(*args, **kwargs)
-        if cu_seqlens.device != tensor.device:  # bounds on the host, which stock reads without a wait
-            return original(*args, **kwargs)
+        if cu_seqlens.device != tensor.device:
+            if ranks == 1:  # bounds on the host, which stock reads without a wait
+                return original(*args, **kwargs)
+            cu_seqlens = cu_seqlens.to(tensor.device)
         from megacpp_mcore.ops.packed.documents import roll_left
 
         if ranks == 1:

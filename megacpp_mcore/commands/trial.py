@@ -14,6 +14,7 @@ from typing import Any
 import megacpp_mcore
 from megacpp_mcore import settings
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.launch import plan
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import DEFAULT_HOST, Training
@@ -58,7 +59,8 @@ def train(
         global_batch_size=4,
         learning_rate=1e-3,
     )
-    environment = {name: value for name, value in os.environ.items() if name != settings.VARIABLE}
+    dropped = {settings.VARIABLE, *plan.OF_RANKS}
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
     paths = [*first_on_path, str(Path(megacpp_mcore.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-trial-") as folder:

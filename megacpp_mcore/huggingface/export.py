@@ -21,7 +21,7 @@ from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
-from megacpp_mcore.model import Model
+from megacpp_mcore.model import Model, hybrid
 
 INDEX = "model.safetensors.index.json"
 CODE = ("configuration_nam56r.py", "modeling_nam56r.py")
@@ -141,7 +141,10 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
     unset = (
         set() if getattr(arguments, "group_query_attention", False) else {"num_query_groups"}
     )  # until the first step
+    text, of_gpt = getattr(arguments, "hybrid_layer_pattern", None), lowering.model_arguments(model)
     for argument in lowering.model_arguments(model, lowering.host_of(arguments)):
+        if argument not in of_gpt:  # HybridModel's pattern sets it, in no argument
+            continue
         if hasattr(arguments, argument.field) and argument.field not in unset:
             found[argument.field], expected[argument.field] = getattr(arguments, argument.field), argument.expected
     wrong = [
@@ -149,6 +152,7 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
         for name, value in found.items()
         if not lowering.same(value, expected.get(name))
     ]
+    wrong += [] if text is None else hybrid.contradictions(model, text)
     if wrong:
         raise CheckpointError(
             f"{folder} is of a run of another model than {model.name}: {'; '.join(wrong)}; name the model that was trained, "

@@ -352,6 +352,7 @@ class NAM56RMamba3(nn.Module):
             one_dimensional["out_norm_weight"] = inner
         if self.rank > 1:
             one_dimensional |= dict.fromkeys(("mimo_x", "mimo_z", "mimo_o"), self.rank * inner)
+        self.weights = tuple(one_dimensional)
         for name, size in one_dimensional.items():
             self.register_parameter(name, nn.Parameter(torch.ones(size)))
 
@@ -366,7 +367,7 @@ class NAM56RMamba3(nn.Module):
         kept = None if step.cache is None else step.cache.layers[self.layer]
         names = ("h", "b", "x", "theta")
         by_head = ("b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o")
-        weights = dict.fromkeys((*by_head[2:], "out_norm_weight")) | self._parameters
+        weights = dict.fromkeys((*by_head[2:], "out_norm_weight")) | {one: getattr(self, one) for one in self.weights}
         weights |= {one: weights[one].view(self.heads, self.rank, -1) for one in by_head if weights[one] is not None}
         run, as_state = kernel("mamba3", mamba3, hidden, self.config)
         out, left = run(
@@ -434,6 +435,7 @@ class NAM56RRecurrent(nn.Module):
             "norm_weight": (self.values,), "W": (self.heads * self.width**2,), "A_log": (self.heads,),
             "dt_bias": (self.heads,), "D": (self.values,),
         }  # fmt: skip
+        self.weights = tuple(shapes)
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
@@ -444,7 +446,8 @@ class NAM56RRecurrent(nn.Module):
             parts |= {name: parts[name] * step.real for name in "qkv"}
         parts = {name: part.transpose(0, 1) for name, part in parts.items()}
         v, g = (parts[name].unflatten(-1, (self.heads, self.width)) for name in "vg")
-        weights = self._parameters | {"W": self.W.view(self.heads, self.width, self.width)}
+        weights = {one: getattr(self, one) for one in self.weights}
+        weights["W"] = self.W.view(self.heads, self.width, self.width)
         kept = None if step.cache is None else step.cache.layers[self.layer]
         run, as_state = kernel("m2rnn", m2rnn, hidden, self.config) if step.real is None else (m2rnn, tuple)
         padding = {} if step.real is None else {"real": step.real}

@@ -124,7 +124,8 @@ def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:
     """Build the model and load its newest checkpoint, both through stock Megatron; returns it, unwrapped, in evaluation mode.
 
     Raises:
-        LaunchError: no checkpoint was loaded; the run has more than one process, or with ``in_replicas`` pipeline stages.
+        LaunchError: no checkpoint was loaded; the run has more than one process, or with ``in_replicas`` pipeline
+            stages or context parallelism.
     """
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -137,11 +138,12 @@ def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:
         raise LaunchError(
             f"this runs in {args.world_size} processes; expected 1, which loads the checkpoint of any layout"
         )
-    if args.pipeline_model_parallel_size > 1:
-        raise LaunchError(
-            f"this runs in {args.pipeline_model_parallel_size} pipeline stages; expected 1: leave "
-            "--pipeline-model-parallel-size out, as the checkpoint of any layout can be loaded"
-        )
+    for dimension, what in (("pipeline_model", "pipeline stages"), ("context", "context-parallel ranks")):
+        if (size := getattr(args, f"{dimension}_parallel_size")) > 1:
+            raise LaunchError(
+                f"this runs in {size} {what}; expected 1: leave --{dimension.replace('_', '-')}-parallel-size out, as the "
+                "checkpoint of any layout can be loaded"
+            )
     initialize_megatron()
     args.skip_train = True  # no optimizer, whatever the words say
     is_hybrid = args.hybrid_layer_pattern is not None

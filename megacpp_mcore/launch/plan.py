@@ -130,6 +130,8 @@ _TASKS = {
 """Variable with the number of tasks, by launchers that set none of torchrun's."""
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets, and torch and Megatron read, in one of several processes."""
+OF_RANKS = frozenset({*_TASKS, *_NEEDED})
+"""What a process that trains alone is started without."""
 
 
 def _check_ranks(environment: Mapping[str, str]) -> None:
@@ -205,8 +207,9 @@ def _check_supported(script: Path | None, arguments: Sequence[str], has_own_laye
         lowering.check_unused(arguments)
     if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(
-            f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py of a Megatron-LM "
-            "checkout as the first word of the launch command",
+            f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the "
+            f"{lowering.SCRIPTS[HYBRID if '--hybrid-layer-pattern' in given else GPT]} of a Megatron-LM checkout as the first "
+            "word of the launch command",
             code="unsupported",
         )
     is_hybrid = script is not None and script.name != lowering.SCRIPTS[GPT] and "--hybrid-layer-pattern" in given

@@ -143,8 +143,9 @@ def test_a_checkpoint_is_sampled_from_and_scored(tmp_path: Path) -> None:
         tiny_run.start(in_two, ["--load", saved, *tiny_run.words(data, 2, layout=layout)], data).finish()
         again = json.loads(file.read_text())
         assert again | {"seconds": 0} == pytest.approx(found | {"seconds": 0}, rel=1e-6), layout
-    staged = tiny_run.words(data, 2, layout=stages)
-    assert "2 pipeline stages; expected 1" in tiny_run.start(in_two, ["--load", saved, *staged], data).finish(2)
+    for layout, what in ((stages, "pipeline stages"), (Layout(context=2), "context-parallel ranks")):
+        refused = tiny_run.words(data, 2, layout=layout)
+        assert f"2 {what}; expected 1" in tiny_run.start(in_two, ["--load", saved, *refused], data).finish(2)
     for layout in (split, stages):
         converted = tmp_path / str(layout.pipeline)
         more = [

@@ -128,6 +128,8 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert 4 < float(row["losses"].split()[0].removeprefix("lm_loss:")) < float(row["first_loss"]) + 1
         probe = dict(word.split(":") for word in row["probe"].split())
         assert float(probe["layers_apart"]) > 1
+        logs = [path.read_text() for path in folder.glob("*/log")]
+        assert [text.count("validation loss at iteration") for text in logs] == [1, 1]
         assert 4 < float(row["losses"].split()[-1].removeprefix("heldout:")) < float(row["first_loss"]) + 1
         assert float(probe["busiest_expert"]) >= 1 >= float(probe["idlest_expert"])
     curves = list(csv.DictReader(points.open()))

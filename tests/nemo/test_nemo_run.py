@@ -251,8 +251,8 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
     content["overrides"] = SMALL | content["overrides"] | {name: SMALL[name] for name in ("hidden_size", "heads")}
     (tmp_path / "half_mamba.yaml").write_text(yaml.safe_dump(content))
     if not checkout:
-        commands = re.sub(r".*pretrain_gpt.py.*\n", "", commands)
-    for name, words in (("script", "-- pretrain_gpt.py "), ("wheel", '-- "$')):
+        commands = re.sub(r".*pretrain_hybrid.py.*\n", "", commands)
+    for name, words in (("script", "-- pretrain_hybrid.py "), ("wheel", '-- "$')):
         commands = commands.replace(f"--device cuda {words}", f"--device cpu --observe {name} {words}")
     commands = commands.replace("nemo_recipes.run", "nemo_recipes.run --observe bridge")
     for name, body in TOOLS.items():

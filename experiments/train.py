@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("--heldout is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
     if max(asked) > args.gpus or (max(asked) > 1 and args.per_gpu > 1):
         sys.exit(f"an arm takes {max(asked)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
-    table, slots = Table(args.output, COLUMNS), Slots()
+    table, curves, slots = Table(args.output, COLUMNS), args.curves and Table(args.curves, CURVE), Slots()
     for number in range(args.per_gpu * args.gpus):
         slots.put(str(number % args.gpus))
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             model = "stock" if arm.via == "stock" else content["model"]
             row = _row(args, model, (arm, seed), folder, steps, other)
             table.append(row)
-            for point in _curve(steps) if args.curves else ():
-                Table(args.curves, CURVE).append({name: row[name] for name in CURVE[:3]} | point)
+            for point in _curve(steps) if curves else ():
+                curves.append({name: row[name] for name in CURVE[:3]} | point)
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
     return int(bool(failures))
 

@@ -371,13 +371,9 @@ class SparseCoreAttention(MegatronModule):
         return scale * (self.config.dsa_indexer_loss_coeff / ranks)
 
     def _log(self, divergence: torch.Tensor) -> None:
-        loss, number, layers = (
-            divergence * self.config.dsa_indexer_loss_coeff,
-            self.layer_number,
-            self.config.num_layers,
-        )
+        loss = divergence * self.config.dsa_indexer_loss_coeff
         averaged = {"avg_group": self.context.group} if self.context else {}
-        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, number, layers, **averaged)
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers, **averaged)
 
     def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
         """Keys selected by this call's rows among all rows so far: by the backend in the first call, by the reference later."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import megacpp_mcore
-from megacpp_mcore.commands import advise, bench, checkpoint, compat, data, doctor, patch, recipe, report, sample, score
+from megacpp_mcore.commands import bench, checkpoint, compat, data, doctor, patch, recipe, report, trained
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
@@ -105,10 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_launch(subparsers)
-    for command in (doctor, recipe, data, patch, compat, report, bench, checkpoint, advise, sample, score):
+    for command in (doctor, recipe, data, patch, compat, report, bench, checkpoint):
         command.add_parser(subparsers)
         name = command.__name__.rpartition(".")[2]  # a sub-command is named after its module
         subparsers.choices[name].set_defaults(run=command.run)
+    trained.add_parsers(subparsers)
     return parser
 
 

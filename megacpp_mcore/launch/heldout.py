@@ -10,7 +10,8 @@ Shapes: W windows, S sequence length, N tokens.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ def score_windows(
         if progress:
             console.say(f"scored {min(start + batch * replicas, count)} of {count} windows")
     return score
+
+
+def parsed(add_options: Callable[[ArgumentParser], ArgumentParser]) -> Namespace:
+    """Parse ``sys.argv`` as stock Megatron does, with a script's own options: of a checkpoint only the weights are loaded."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    args: Namespace = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    return args
 
 
 def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:

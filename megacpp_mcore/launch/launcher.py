@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from unittest import mock
 
 from megacpp_mcore import policy
@@ -128,13 +129,14 @@ def launch(
     return 0
 
 
-def launch_script(file: str, args: argparse.Namespace, *options: str) -> int:
-    """Launch a script of this package for a command with the script's ``options``, and Megatron's arguments after ``--``."""
-    given = {name: getattr(args, name) for name in options}
+def launch_script(script: ModuleType, args: argparse.Namespace) -> int:
+    """Launch a script of this package for a command that has the options it adds, and Megatron's arguments after ``--``."""
+    options = script.add_options(argparse.ArgumentParser(add_help=False))._actions
+    given = {one.dest: getattr(args, one.dest) for one in options}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     recording = Recording(no_observe=True)
     # Without training there are no gradients and no optimizer, which would be asked to fit on the GPU.
-    command = [file, *args.stock_command, "--skip-train", *words]
+    command = [str(script.__file__), *args.stock_command, "--skip-train", *words]
     nproc = getattr(args, "nproc", 1)
     return launch(command, device=args.device, nproc=nproc, recording=recording, verbose=False)
 

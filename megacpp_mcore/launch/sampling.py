@@ -87,11 +87,9 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 def main() -> None:
     """Sample with the options in ``sys.argv``; Megatron's ``--seed`` is that of the draws."""
-    from megatron.training.arguments import parse_and_validate_args
+    from megacpp_mcore.launch.heldout import load_model, parsed, tokenizer_of
 
-    from megacpp_mcore.launch.heldout import load_model, tokenizer_of
-
-    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    args = parsed(add_options)
     tokenizer = tokenizer_of(args)
     model, prompt = load_model(args), tokenizer.encode(args.prompt.encode()).tolist()
     vocabulary = tokenizer.eod_id + 1 if tokenizer.kind == "byte" else tokenizer.vocab_size

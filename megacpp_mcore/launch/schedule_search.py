@@ -138,11 +138,15 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 def main() -> None:
     """Run the search with the options in ``sys.argv``."""
-    from megatron.training.arguments import parse_and_validate_args
+    from megacpp_mcore.launch.heldout import (
+        cut_windows,
+        load_model,
+        parsed,
+        read_heldout,
+        score_windows,
+    )  # imports numpy
 
-    from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows  # imports numpy
-
-    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    args = parsed(add_options)
     windows = cut_windows(read_heldout(args.heldout, args.tokens)[0], args.seq_length)
     model = load_model(args)
     schedules = Schedules(model)

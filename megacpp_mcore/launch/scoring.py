@@ -53,12 +53,11 @@ def main() -> None:
     """Score with the options in ``sys.argv``."""
     import torch
     from megatron.core import parallel_state
-    from megatron.training.arguments import parse_and_validate_args
 
     from megacpp_mcore.data.score import byte_counts, entropy  # imports numpy
-    from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows, tokenizer_of
+    from megacpp_mcore.launch.heldout import cut_windows, load_model, parsed, read_heldout, score_windows, tokenizer_of
 
-    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    args = parsed(add_options)
     tokenizer = tokenizer_of(args)
     tokens_N, manifest = read_heldout(args.heldout, args.tokens, tokenizer)
     windows = cut_windows(tokens_N, args.seq_length)

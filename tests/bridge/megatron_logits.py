@@ -6,17 +6,15 @@ from argparse import ArgumentParser
 
 import torch
 
-from megacpp_mcore.launch.heldout import load_model
+from megacpp_mcore.launch.heldout import load_model, parsed
 
 
 def main() -> None:
-    from megatron.training.arguments import parse_and_validate_args
-
     def more(parser: ArgumentParser) -> ArgumentParser:
         parser.add_argument("--tokens", required=True)
         return parser
 
-    args = parse_and_validate_args(more, args_defaults={"no_load_optim": True, "no_load_rng": True})
+    args = parsed(more)
     model, found = load_model(args), torch.load(args.tokens)
     tokens = found["tokens"]
     positions, ahead = torch.arange(tokens.shape[1])[None], []

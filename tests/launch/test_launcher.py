@@ -28,7 +28,7 @@ from megacpp_mcore.errors import (
     LaunchError,
     SpecImportError,
 )
-from megacpp_mcore.launch import launcher
+from megacpp_mcore.launch import launcher, scoring
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import Layout, memory, preset
 from megacpp_mcore.model.run import Run
@@ -483,7 +483,10 @@ def test_what_does_not_train_needs_no_memory_for_training(monkeypatch: pytest.Mo
     """Words of a recipe for several GPUs, as a command that only loads the model has them on one."""
     begun: list[list[str]] = []
     monkeypatch.setattr(launcher, "launch", lambda words, **_: begun.append(words) or 0)
-    given = argparse.Namespace(stock_command=stock.words(preset("nam56r"), device="cuda"), device="cuda", tokens=3)
-    assert launcher.launch_script("score.py", given, "tokens") == 0
+    words = stock.words(preset("nam56r"), device="cuda")
+    given = scoring.add_options(argparse.ArgumentParser()).parse_args(["--heldout", "text", "--tokens", "3"])
+    given.stock_command, given.device = words, "cuda"
+    assert launcher.launch_script(scoring, given) == 0
+    assert begun[0][-3:] == ["--heldout=text", "--tokens=3", "--batch=8"]
     assert memory.states(read(given.stock_command, device="cuda", processes=1, model=preset("nam56r"))) is not None
     assert memory.states(read(begun[0][1:], device="cuda", processes=1, model=preset("nam56r"))) is None

@@ -60,6 +60,26 @@ def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
         checkpoint_layout.mark_or_check(flat, of("megacpp_mcore"))
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["another model", "ours"])
+def test_a_gpt_model_says_its_layout(ours: bool) -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_model as module
+
+    from megacpp_mcore.patches import checkpoint_layout as patch
+    from tests import stock
+
+    model, metadata = GPTModel.__new__(GPTModel), {}  # of a real one, only what stock reads here
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(**{"megacpp_layout": 2} if ours else {})
+    with (
+        mock.patch.object(module.LanguageModule, "sharded_state_dict", return_value={"weight": 1}) as of_stock,
+        stock.patched(patch.PATCH),
+    ):
+        assert model.sharded_state_dict(metadata=metadata) == {"weight": 1}
+    of_stock.assert_called_once_with("", (), metadata)
+    assert metadata == ({"megacpp_layout": 2, "megacpp_model": {}} if ours else {})
+
+
 def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process with our specs; in any other, metadata is what was saved."""
     from megatron.core import dist_checkpointing

@@ -158,7 +158,10 @@ def dsa_layers(model: Any) -> dict[str, Any]:
 
 @dataclass
 class Spy:
-    """Sees the indices that reach stock's sparse attention, by layer: in the ``first`` run and ``again``; can ``inject``."""
+    """Sees the indices that reach stock's sparse attention, by layer: in the ``first`` run and ``again``; can ``inject``.
+
+    Their numbers, where there are any, come after them.
+    """
 
     first: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     again: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -188,7 +191,9 @@ class Spy:
 
         def spy(**kwargs: Any) -> Any:
             seen = self.again if self.backward else self.first
-            seen.setdefault(self.layer, []).append(kwargs["topk_indices"].detach().clone())
+            index, length = kwargs["topk_indices"].detach(), kwargs["topk_length"]
+            found = index.clone() if length is None else torch.cat((index, length[..., None]), -1)
+            seen.setdefault(self.layer, []).append(found)
             if self.layer in self.inject:
                 kwargs["topk_indices"] = self.inject[self.layer]
             return attend(**kwargs)
@@ -571,7 +576,6 @@ def stages(
     }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "changes", "words"),
     [
@@ -638,6 +642,25 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
     with raises(ModelError, "DSA layer 1", "dsa-index-cache", code="built-before"):
         forward(before, 0)
     assert layers["d1"].index_share
+
+
+def test_layers_share_lengths_in_their_micro_batch(patched: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which only fused kernels give; here one that makes up a number for every layer and micro-batch stands in for them."""
+    from megatron.core.transformer.experimental_attention_variant import dsa_kernels
+
+    def topk(*, q: torch.Tensor, index_topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        length = q.double().sum().abs().mul(1000).int()
+        return torch.zeros(B, S, index_topk, dtype=torch.int32), length.expand(B, S)
+
+    monkeypatch.setattr(dsa_kernels, "_load_backend", lambda config: SimpleNamespace(run_fused_qk_topk=topk))
+    config = transformer_config(**RECOMPUTE["full, two layers"], **PERIODIC, dsa_indexer_loss_coeff=0.0)
+    config.dsa_kernel_backend = "cudnn"  # which is not installed
+    model, spy = build(config), Spy()
+    with spy.watching(model):
+        in_flight(model, (0, 1), causal_mask)
+    spy.check(sources_of("FSSFSS"), (0, 1))
+    assert len({int(numbers[0, 0, -1]) for layer in ("d1", "d4") for numbers in spy.first[layer]}) == 4
+    assert sum(map(len, spy.again.values())) == 2 * LAYERS
 
 
 def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(

@@ -188,6 +188,21 @@ def test_the_next_step_is_the_same() -> None:
         assert [float(state["step"]) for state in states] == [2.0] * len(pairs)
 
 
+def test_what_is_read_before_the_first_step_changes_no_step() -> None:
+    """A load reads the state of an optimizer that has taken none."""
+    with stock.patched(torch_adam_resume.PATCH):
+        stepped = []
+        for is_read in (False, True):
+            model, optimizer = build(DTYPES, distributed=True)
+            if is_read:
+                groups = distributed(optimizer).state_dict()["optimizer"]["param_groups"]
+                assert {group["step"] for group in groups} == {0.0}
+            accumulate(model, 7)
+            optimizer.step()
+            stepped.append([parameter.main_param.tolist() for parameter in model.parameters()])
+        assert stepped[0] == stepped[1]
+
+
 def test_upstream_fails_without_the_patch() -> None:
     with pytest.raises(AssertionError):
         distributed(build(DTYPES, distributed=True)[1]).state_dict()

@@ -211,14 +211,22 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sp_norm_gradients, "_tensor_group", lambda groups: types.SimpleNamespace(size=lambda: 2))
 
 
-def train(chunk: Chunk, **arguments: Any) -> float:
-    """A schedule in one line, with the patch on it; the gradient."""
-    schedule = sp_norm_gradients._complete_gradients(lambda model, **_: model.weight.sum().backward())
+SCHEDULES = [
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+]
+
+
+def train(chunk: Chunk, name: str = SCHEDULES[0], **arguments: Any) -> float:
+    """A schedule in one line, with what the patch makes of the one of this name; the gradient."""
+    schedule = stock.makes(sp_norm_gradients.PATCH)[name](lambda model, **_: model.weight.sum().backward())
     with stock.cpu_lane():
         schedule(model=chunk, **arguments)
     return chunk.gradient
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("ddp", "arguments", "gradient"),
     [
@@ -229,11 +237,11 @@ def train(chunk: Chunk, **arguments: Any) -> float:
         ({"use_megatron_fsdp": True}, {}, 1.0),
     ],
 )
-def test_what_is_summed(ddp: dict[str, bool], arguments: dict[str, Any], gradient: float) -> None:
+def test_what_is_summed(ddp: dict[str, bool], arguments: dict[str, Any], gradient: float, schedule: str) -> None:
     """The sum is of this call only: a second one adds as much."""
     chunk = Chunk(**ddp)
-    assert train(chunk, **arguments) == gradient
-    assert train(chunk, **arguments) == 2 * gradient
+    assert train(chunk, schedule, **arguments) == gradient
+    assert train(chunk, schedule, **arguments) == 2 * gradient
 
 
 def test_calls_with_and_without_finalizing_are_not_mixed() -> None:

@@ -39,6 +39,10 @@ from megacpp_mcore.util import host, te_imports
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
+"""Of a package."""
+STEP_LIMIT_S = {"cpu": 600.0, "cuda": 3600.0}
+"""Of the step: where nothing is cached, Triton compiles the kernels of a model on one core after another."""
+REPORT_EVERY_S = 30.0
 STEP = "training step"
 """Name of the finding about the step that is trained."""
 
@@ -349,8 +353,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backends", action="store_true", help=backends)
     untried = "train no step of nam56r_tiny (seconds on a CPU; on a GPU its kernels are compiled first)"
     parser.add_argument("--no-step", action="store_false", dest="step", help=untried)
-    slow = "seconds one package may take to import, and the step to be trained"
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help=slow)
+    limits = f"{TIME_LIMIT_S:g}, and {STEP_LIMIT_S['cpu']:g} on a CPU or {STEP_LIMIT_S['cuda']:g} on a GPU"
+    slow = f"seconds one package may take to import, and the step to be trained (default: {limits})"
+    parser.add_argument("--time-limit", type=float, metavar="S", help=slow)
 
 
 def _megatron(folder: str | None = None) -> tuple[str | None, str]:
@@ -375,7 +380,7 @@ def _checkout() -> Finding | None:
     return Finding(CHECKOUT_VARIABLE, BROKEN if reason else WORKS, version, reason, blocks=bool(reason))
 
 
-def _step(findings: Sequence[Finding], time_limit_s: float) -> Finding:
+def _step(findings: Sequence[Finding], time_limit_s: float | None) -> Finding:
     """Train a step on the device that ``launch`` takes here, with the checkout's script if ``MEGATRON_LM`` is set."""
     states = {finding.name: finding for finding in findings}
     device = "cuda" if states["torch"].details.get("gpus") else "cpu"
@@ -385,9 +390,17 @@ def _step(findings: Sequence[Finding], time_limit_s: float) -> Finding:
         "transformer_engine": asdict(te_imports.features()),
         "vendors": {name: vendor_switches.allowed(name).ok for name in vendor_switches.NAMES},
     }
-    print("training a step of nam56r_tiny", file=sys.stderr, flush=True)
+    limit = STEP_LIMIT_S[device] if time_limit_s is None else time_limit_s
+    first = "; its kernels are compiled first, if they are not cached" if device == "cuda" else ""
+    print(f"training a step of nam56r_tiny (at most {limit:g} s){first}", file=sys.stderr, flush=True)
     steps, problems = trial.train(
-        1, timeout_s=time_limit_s, device=device, engine=engine, script=script, switches=switches
+        1,
+        timeout_s=limit,
+        device=device,
+        engine=engine,
+        script=script,
+        switches=switches,
+        report_every_s=REPORT_EVERY_S,
     )
     loss = steps[0].get("lm loss", math.nan) if steps else math.nan
     if not problems and not math.isfinite(loss):
@@ -420,7 +433,7 @@ def run(args: argparse.Namespace) -> int:
         engine = f"features of Transformer Engine {te_imports.version() or '(not installed)'}:\n{specs.text()}"
         print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
         return 0
-    findings = [*examine(time_limit_s=args.time_limit), *filter(None, (_checkout(), unreadable))]
+    findings = [*examine(time_limit_s=args.time_limit or TIME_LIMIT_S), *filter(None, (_checkout(), unreadable))]
     if blocking := [finding.name for finding in findings if finding.blocks]:
         findings.append(Finding(STEP, OFF, reason=f"not trained, because of {', '.join(blocking)}"))
     else:

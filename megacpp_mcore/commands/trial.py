@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ def train(
     script: Sequence[str] = (),
     first_on_path: Sequence[str] = (),
     switches: Mapping[str, Any] | None = None,
+    report_every_s: float = math.inf,
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Train by ``megacpp-mcore launch``, on the CPU in fp32, on one GPU in bf16, without the file of ``MEGACPP_CONFIG``.
 
@@ -40,6 +44,7 @@ def train(
         script: the training script, found in the checkout of ``MEGATRON_LM``; by default the wheel's stock loop.
         first_on_path: folders from which to import first.
         switches: groups of a settings file to obey, such as ``{"vendors": {"flash4": False}}``.
+        report_every_s: the seconds after which the last line of the process is printed to stderr, again and again.
 
     Returns:
         The figures of each recorded step, and how the process ended, in lines; no lines if it ended well.
@@ -79,7 +84,7 @@ def train(
         if switches is not None:
             environment[settings.VARIABLE] = str(Path(folder, "switches.json"))
             Path(folder, "switches.json").write_text(json.dumps({"model": model.name, **switches}))
-        problem, lines = run_quietly(command, folder, timeout_s, environment)
+        problem, lines = run_quietly(command, folder, timeout_s, environment, report_every_s)
         if problem:
             first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), -1)
             return [], [problem, *lines[first:]]
@@ -87,25 +92,35 @@ def train(
 
 
 def run_quietly(
-    command: Sequence[str], folder: str, timeout_s: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    folder: str,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    report_every_s: float = math.inf,
 ) -> tuple[str, list[str]]:
     """Run a command in ``folder``; returns how it ended, if not well, and the lines of its errors that are not empty."""
-    none = subprocess.DEVNULL
+    none, begun = subprocess.DEVNULL, time.monotonic()
     # A file, not a pipe, which a process that is left behind would hold open.
-    with tempfile.TemporaryFile() as errors:
+    with (
+        tempfile.NamedTemporaryFile() as errors,
+        subprocess.Popen(command, cwd=folder, env=environment, stdin=none, stdout=none, stderr=errors) as process,
+    ):
+
+        def lines() -> list[str]:
+            text = Path(errors.name).read_text(encoding="utf-8", errors="replace")
+            return [line.strip() for line in text.splitlines() if line.strip()]
+
         try:
-            status = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=none,
-                stdout=none,
-                stderr=errors,
-                check=False,
-                timeout=timeout_s,
-            ).returncode
-        except subprocess.TimeoutExpired:
+            while (left := begun + timeout_s - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(min(left, report_every_s))
+                    problem = (
+                        f"died of signal {-status}" if status < 0 else f"ended with status {status}" if status else ""
+                    )
+                    return problem, lines()
+                if left > report_every_s:
+                    last = (lines() or ["it has said nothing yet"])[-1]
+                    print(f"{time.monotonic() - begun:.0f} s: {last}", file=sys.stderr, flush=True)
             return f"did not finish within {timeout_s:g} s", []
-        errors.seek(0)
-        lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
-    return f"died of signal {-status}" if status < 0 else f"ended with status {status}" if status else "", lines
+        finally:
+            process.kill()

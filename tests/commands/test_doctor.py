@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.commands import doctor
+from megacpp_mcore.commands import doctor, trial
 from megacpp_mcore.commands.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.registry import default
@@ -268,8 +268,11 @@ def test_a_step_is_trained_as_launch_would(
         step_after(monkeypatch, capsys, GPU, Finding("transformer-engine", engine))
     assert [(one["device"], one["engine"], one["script"]) for one in calls] == [("cuda", True, []), ("cuda", False, [])]
     assert calls[0]["switches"]["vendors"] == {"flash4": False, "quack": True, "liger": True}
+    step_after(monkeypatch, capsys, *HEALTHY, time_limit=None)
+    step_after(monkeypatch, capsys, GPU, HEALTHY[1], time_limit=None)
+    assert [one["timeout_s"] for one in calls] == [60.0, 60.0, 600.0, 3600.0]
     status, text = step_after(monkeypatch, capsys, GPU, step=False)
-    assert (status, len(calls)) == (0, 2)
+    assert (status, len(calls)) == (0, 4)
     assert text.endswith("nothing was found that stands in the way of training; no step was trained\n")
 
 
@@ -283,6 +286,15 @@ def test_a_script_that_ends_in_an_error_is_named(
     status, text = step_after(monkeypatch, capsys, *HEALTHY)
     assert status == 1
     assert "ended with status 1 RuntimeError: CUDA driver version is insufficient\n" in text
+
+
+def test_a_step_that_takes_long_says_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until its limit, which ends it."""
+    code = "import sys, time; time.sleep(0.5); print('compiling', file=sys.stderr, flush=True); time.sleep(600)"
+    problem, lines = trial.run_quietly([sys.executable, "-c", code], str(tmp_path), 4.0, report_every_s=0.1)
+    assert (problem, lines) == ("did not finish within 4 s", [])
+    reports = re.findall(r"^\d s: (.+)$", capsys.readouterr().err, re.MULTILINE)
+    assert list(dict.fromkeys(reports)) == ["it has said nothing yet", "compiling"]
 
 
 @pytest.mark.exhaustive  # the commands of docs/index.md have doctor in them

@@ -191,7 +191,6 @@ def check_run(config: TransformerConfig) -> None:
 def _check_context(config: TransformerConfig, arguments: Any) -> None:
     """Raise ModelError for what a sequence that is split over context-parallel ranks does not support."""
     mask_made = arguments.create_attention_mask_in_dataloader and not arguments.dataloader_inter_document_masking
-    by_token = config.calculate_per_token_loss and config.mtp_num_layers
     for wrong, what in (
         (arguments.reset_attention_mask, f"--reset-attention-mask, of whose mask each rank has a part; {_ADVICE}"),
         (
@@ -203,11 +202,6 @@ def _check_context(config: TransformerConfig, arguments: Any) -> None:
             and max(arguments.micro_batch_size, arguments.eval_micro_batch_size or 0) > 1,
             "--dataloader-inter-document-masking of several samples a row, which Megatron splits as one; pass "
             "--micro-batch-size 1",
-        ),
-        (
-            arguments.eod_mask_loss and by_token,
-            "--eod-mask-loss with --calculate-per-token-loss and multi-token prediction, whose losses Megatron scales by the "
-            "tokens of one rank; leave one of them out",
         ),
         (getattr(config, "hybrid_context_parallel", False), "--hybrid-context-parallel; leave it out"),
         (

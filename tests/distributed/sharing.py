@@ -34,6 +34,11 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "A, in the dense warm-up": ({**ALONE, "pattern": "A", "dsa": {**SPARSE, "warmup_steps": 2}}, ()),
     "E": ({**ALONE, "pattern": "E"}, ()),
     "MTP": ({**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}}, ()),
+    # Ranks count unequally many tokens, of the main loss and of each depth.
+    "MTP, packed, by token": (
+        {**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}},
+        ("--calculate-per-token-loss",),
+    ),
     "whole": (WHOLE, ()),
     "whole, recomputed": (WHOLE, stock.full_recompute()),
     "whole, packed": (WHOLE, ()),
@@ -42,7 +47,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
 """Overrides of nam56r_tiny, and further words."""
 REACHING = [name for name, (_, words) in CASES.items() if not words and "packed" not in name]
 """The cases in which tokens are changed."""
-LENGTHS = {"whole, packed": (5, 1, 25, 20, 13)}
+LENGTHS = dict.fromkeys(("whole, packed", "MTP, packed, by token"), (5, 1, 25, 20, 13))
 """The documents of the row of a case, each in several chunks, or several in one; the last token of each is not counted."""
 
 
@@ -108,11 +113,12 @@ def trained(model: Any, ranks: int, lengths: tuple[int, ...]) -> dict[str, Any]:
         losses = model(**inputs)
         counted = inputs["loss_mask"].sum()
         torch.distributed.all_reduce(counted)
-        micro_batch.backward((losses * inputs["loss_mask"]).sum() / counted * ranks)
+        by_token = model.config.calculate_per_token_loss  # where gradients are summed, and divided in the end
+        micro_batch.backward((losses * inputs["loss_mask"]).sum() * (1 if by_token else ranks / counted))
     found = micro_batch.gradients(model)
     for gradient in found.values():
         torch.distributed.all_reduce(gradient)
-        gradient /= ranks
+        gradient /= counted if by_token else ranks
     return {"losses": whole(losses.detach()), "gradients": found}
 
 

@@ -60,22 +60,23 @@ def counted(run: Run) -> int:
 
 
 @pytest.mark.parametrize(
-    ("masked", "name"),
+    ("masked", "name", "words"),
     # The inner virtual stages have no tokens, and are told where packed documents begin all the same.
     [
-        (False, "TP 2 with SP"),
-        (False, "PP 2"),
-        (False, "PP 2 × VPP 2"),
-        (False, "CP 2"),
-        (False, "CP 4"),
-        (False, "CP 2, PP 2 × VPP 2"),
-        (True, "TP 2 with SP"),
-        (True, "PP 2"),
+        (False, "TP 2 with SP", ()),
+        (False, "PP 2", ()),
+        (False, "PP 2 × VPP 2", ()),
+        (False, "CP 2", ()),
+        (False, "CP 2", ("--calculate-per-token-loss",)),
+        (False, "CP 4", ()),
+        (False, "CP 2, PP 2 × VPP 2", ()),
+        (True, "TP 2 with SP", ()),
+        (True, "PP 2", ()),
     ],
 )
-def test_documents_are_kept_apart_as_in_one_process(made: Any, masked: bool, name: str) -> None:
+def test_documents_are_kept_apart_as_in_one_process(made: Any, masked: bool, name: str, words: tuple[str, ...]) -> None:
     """Every step's scalars, every gradient of the first, and of packed rows the FLOPs."""
-    one, other = made(masked).compared(ONE), made(masked).compared(name)
+    one, other = made(masked).compared(ONE, *words), made(masked).compared(name, *words)
     exact = [scalar for scalar in SCALARS if scalar != "indexer loss" and not (masked and scalar.startswith("mtp"))]
     assert differing_runs(one, other, TOLERANCE, exact, steps=COMPARED) == []
     assert len(differing_scalars(one.scalars, other.scalars, TOLERANCE, ["indexer loss"])) <= 1

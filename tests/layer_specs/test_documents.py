@@ -303,7 +303,6 @@ UNMASKED = {"reset_attention_mask": False, "create_attention_mask_in_dataloader"
         ({"create_attention_mask_in_dataloader": True}, {}, "--no-create-attention-mask-in-dataloader"),
         (PACKED, {}, "--micro-batch-size 1"),
         (PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}, {}, "--micro-batch-size 1"),
-        ({"eod_mask_loss": True}, {"calculate_per_token_loss": True, "mtp_num_layers": 2}, "--eod-mask-loss"),
         ({}, {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
         ({}, {"hierarchical_context_parallel_sizes": [2]}, "--hierarchical-context-parallel-sizes"),
     ],
@@ -314,7 +313,8 @@ def test_shared_sequences_that_would_be_misread_are_refused(
     with raises(ModelError, "--context-parallel-size 2", value):
         check(UNMASKED | given, SHARED | configured)
     for right in ({}, PACKED | {"micro_batch_size": 1}, {"eod_mask_loss": True}):
-        check(UNMASKED | right, SHARED | {"mtp_num_layers": 2})
+        for by_token in (False, True):
+            check(UNMASKED | right, SHARED | {"mtp_num_layers": 2, "calculate_per_token_loss": by_token})
 
 
 def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_one() -> None:

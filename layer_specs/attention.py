@@ -291,8 +291,8 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         return v_up_HVL
 
 
-def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """Spec of full MLA: the stock class with our core attention."""
+def full_attention(parts: Parts, dispatcher: Dispatcher, window: int | None) -> ModuleSpec:
+    """Spec of full MLA, over every key or a window: the stock class with our core attention."""
     return ModuleSpec(
         module=FullMLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
@@ -301,7 +301,7 @@ def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
             linear_q_up_proj=parts.column_linear,
             linear_kv_down_proj=parts.down_linear,
             linear_kv_up_proj=parts.column_linear,
-            core_attention=ModuleSpec(module=MLACoreAttention, params={"dispatcher": dispatcher}),
+            core_attention=ModuleSpec(module=MLACoreAttention, params={"dispatcher": dispatcher, "window": window}),
             linear_proj=parts.row_linear,
             q_layernorm=parts.norm,
             kv_layernorm=parts.norm,

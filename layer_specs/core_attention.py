@@ -40,7 +40,8 @@ from megacpp_mcore.ops.mla import reference
 class MLACoreAttention(MegatronModule):
     """Softmax attention with different query/key and value widths, in ``MLASelfAttention``'s core-attention slot.
 
-    Args are those the stock class passes; ``dispatcher`` comes from the spec.
+    Args are those the stock class passes; ``dispatcher`` comes from the spec, and ``window``, the keys before its own that a
+    query sees, or None for all.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class MLACoreAttention(MegatronModule):
         layer_number: int,
         softmax_scale: float,
         dispatcher: Dispatcher,
+        window: int | None,
         pg_collection: ProcessGroupCollection,
         k_channels: int | None = None,
         v_channels: int | None = None,
@@ -59,13 +61,13 @@ class MLACoreAttention(MegatronModule):
             return  # the stock base class builds the slot once without widths, then its subclass rebuilds it
         self.context = Context(pg_collection)
         self.softmax_scale = softmax_scale
-        self.layer_number = layer_number
+        self.layer_number, self.window = layer_number, window
         self.backend = dispatcher.request(
             "mla",
             layer=layer_number,
             qk_dim=k_channels,
             v_dim=v_channels,
-            **backend_needs(config),
+            **backend_needs(config) | ({} if window is None else {"window": window}),
         )
 
     def forward(
@@ -83,8 +85,8 @@ class MLACoreAttention(MegatronModule):
         than queries, as in decoding, the queries are the last rows of one document, and the reference runs. Under context
         parallelism the heads are those of this rank, and the result has all heads of its rows.
         """
-        tensors = (query, key, value)
-        out_SBX = _causal(self.backend.fn, *tensors, self.softmax_scale, attention_mask, self.config).flatten(2)
+        how = (self.softmax_scale, attention_mask, self.config, self.window)
+        out_SBX = _causal(self.backend.fn, query, key, value, *how).flatten(2)
         return self.context.to_rows(out_SBX) if self.context else out_SBX
 
 
@@ -96,15 +98,18 @@ def _causal(
     softmax_scale: float,
     seq_idx_BS: torch.Tensor | None,
     config: TransformerConfig,
+    window: int | None = None,
 ) -> torch.Tensor:
     """``[S, B, H, V]`` by ``attend``; by the reference if there are fewer queries than keys: queries are then the last rows."""
     rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
     if rows == keys:
         most = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
+        most |= {} if window is None else {"window": window}
         return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS, **most)
-    later = torch.ones(rows, keys, dtype=torch.bool, device=query_SBHK.device).triu(keys - rows + 1)[None, None]
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=query_SBHK.device)
+    later = hidden.triu(keys - rows + 1) | (hidden.tril(keys - rows - window - 1) if window is not None else False)
     return reference.mla_attention(
-        query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, attention_mask=later, causal=False
+        query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, attention_mask=later[None, None], causal=False
     )
 
 

@@ -179,7 +179,7 @@ def graph_plan(
     for number, (letter, role) in enumerate(zip(model.layers, model.roles, strict=True), 1):
         if letter == EXPERTS.letter and experts:
             eager[number] = experts
-        elif role not in (None, grammar.FULL_ATTENTION) and model.dsa.warmup_steps:
+        elif role in grammar.SPARSE and model.dsa.warmup_steps:
             eager[number] = (
                 f"dense attention ends after dsa.warmup_steps ({model.dsa.warmup_steps}), in the middle of a run"
             )

@@ -67,7 +67,7 @@ def check_gradients(config: TransformerConfig, arguments: Any) -> None:
         )
 
 
-def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlockSubmodules:
+def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> MultiTokenPredictionBlockSubmodules:
     """One MTP layer, applied at every depth (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
 
     With ``transformer_engine: {mtp: true}`` the feed-forward's norm is fused into its first linear layer. LayerNormMLP is not
@@ -82,7 +82,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=full_attention(parts, dispatcher),
+            self_attention=full_attention(parts, dispatcher, window),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused else norm,
             sharded_state_dict_keys_map=FUSED_NORM if fused else {},

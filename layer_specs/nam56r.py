@@ -169,7 +169,9 @@ def mtp_submodules(
     model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: plugin_config.PluginConfig | None
 ) -> MultiTokenPredictionBlockSubmodules:
     """Return the MTP block's spec, recomputed or in CUDA graphs as the run asks."""
-    block = layer_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher))
+    block = layer_plan(settings, config).mtp(
+        mtp_block(parts_for(config), dispatcher, model.window(model.mtp.attention))
+    )
     return graph_plan(model, config, dispatcher, settings).mtp(block)
 
 
@@ -190,8 +192,8 @@ class Asked:
 
 
 def _attention(asked: Asked) -> ModuleSpec:
-    if asked.role == grammar.FULL_ATTENTION:
-        return asked.mixer(full_attention(asked.parts, asked.dispatcher))
+    if asked.role not in grammar.SPARSE:
+        return asked.mixer(full_attention(asked.parts, asked.dispatcher, asked.model.window(asked.role)))
     full = asked.role == grammar.FULL_INDEX
     return asked.mixer(sparse_attention(asked.parts, asked.dispatcher, asked.index_cache, asked.model.dsa, full=full))
 
@@ -288,6 +290,9 @@ def prepare(model: Model, config: TransformerConfig, settings: plugin_config.Plu
     setattr(config, checkpoint_layout.MODEL_KEY, checkpoint_layout.recorded(model))
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
+    if model.mla.yarn:  # no flag sets these
+        for name in checkpoint_layout.YARN:
+            setattr(config, name, getattr(model.mla.yarn, name))
     # Read by the code that packs documents and by the layers (megacpp_mcore.layer_specs.documents).
     config.max_documents = settings.max_documents if settings is not None else None
     if grammar.FULL_INDEX in model.roles:

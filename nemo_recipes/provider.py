@@ -178,5 +178,4 @@ def provider(run: Run) -> NAM56RProvider | NAM56RHybridProvider:
         cross_entropy_loss_fusion=False,
         deallocate_pipeline_outputs=True,
         pipeline_dtype=torch.float32,  # overwritten by mixed precision
-        rotary_scaling_factor=1.0,
     )

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Numbers of (query, key) pairs: causal within documents, and those of them that top-k keeps."""
+    """Numbers of (query, key) pairs: causal within documents, and those of them that top-k keeps, or a window."""
 
     causal: int
     selected: int
+    windowed: int
 
 
 class _Documents:
@@ -55,10 +56,13 @@ class _Documents:
         topk = getattr(global_vars._GLOBAL_ARGS, "dsa_indexer_topk", None)
         if topk is None:
             return
+        window = getattr(global_vars._GLOBAL_ARGS, "window_size", None)
         lengths_N = cu_seqlens.diff().to(training._seqlen_stats_in_iteration)  # float64, where it can be reduced
-        kept_N = lengths_N.clamp(max=topk)
-        causal, selected = lengths_N * (lengths_N + 1) / 2, kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N
-        sums = torch.stack([causal.sum(), selected.sum()])
+        pairs = []
+        for most in (None, topk, window and window[0] + 1):
+            kept_N = lengths_N.clamp(max=most) if most else lengths_N
+            pairs.append((kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N).sum())
+        sums = torch.stack(pairs)
         self._sums = sums if self._sums is None else self._sums + sums
 
     def close(self) -> None:
@@ -78,9 +82,9 @@ class _Documents:
 _documents = _Documents()
 
 
-def packed_pairs() -> tuple[int, int] | None:
-    """Return the pairs of the last step's packed documents, of all replicas: causal, and kept by top-k; None without."""
-    return None if (known := _documents.pairs) is None else (known.causal, known.selected)
+def packed_pairs() -> tuple[int, int, int] | None:
+    """Return the pairs of the last step's documents if packed, of all replicas: causal, kept by top-k, in a window."""
+    return None if (known := _documents.pairs) is None else (known.causal, known.selected, known.windowed)
 
 
 def _virtual_stages() -> int:
@@ -219,16 +223,19 @@ def _described_model(args: Any) -> Model | None:
 
 
 def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
-    """Training FLOPs of a batch; with packed documents linear in their pairs, so three counts determine them."""
+    """Training FLOPs of a batch; with packed documents linear in their pairs, so four counts determine them."""
     count = functools.partial(_counted, model, batch.sequences, batch.length, vocabulary)
     if batch.pairs is None:
         return count(None)
-    none = count((0, 0))
-    return none + batch.pairs.causal * (count((1, 0)) - none) + batch.pairs.selected * (count((0, 1)) - none)
+    none, pairs = count((0, 0, 0)), (batch.pairs.causal, batch.pairs.selected, batch.pairs.windowed)
+    one_each = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    return none + sum(number * (count(one) - none) for number, one in zip(pairs, one_each, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int] | None) -> int:
+def _counted(
+    model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int, int] | None
+) -> int:
     """Count a model's operations, cached, since counting layer by layer takes a millisecond and batches come in few sizes."""
     return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary, pairs=pairs).total.training
 

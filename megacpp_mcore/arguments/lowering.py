@@ -40,11 +40,11 @@ _UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(
             "--linear-num-value-heads", "--linear-attention-freq",
         ): "is of the gated delta net, which the model does not have",
         (
-            "--rotary-scaling-factor", "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor",
-            "--mscale", "--mrope-section", "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
-        ): "scales positions, which the model's plain RoPE does not",
+            "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--mrope-section",
+            "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
+        ): "scales positions otherwise than MLA does; its YaRN is the model's, `overrides: {mla: {yarn: …}}`",
         (
-            "--apply-query-key-layer-scaling", "--window-attn-skip-freq", "--add-qkv-bias", "--num-query-groups",
+            "--apply-query-key-layer-scaling", "--add-qkv-bias", "--num-query-groups",
         ): "is of an attention that the model does not have",
         (
             "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
@@ -110,7 +110,7 @@ def model_flags(model: Model) -> set[str]:
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
     """``arguments`` of GPTModel for HybridModel, where the pattern sets some fields: these have no words, only a check."""
-    sparse = set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}
+    sparse = set(model.roles) & set(grammar.SPARSE)
     by_pattern = "by --hybrid-layer-pattern"
     replaced = {
         "num_layers": Argument((), "num_layers", model.depth, by_pattern),

@@ -37,12 +37,12 @@ _SDPA = Support(
 _FLASH4 = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,)), "window": Dim(largest=0)},
 )
-"""The widths at which it was compared with the reference.
+"""The widths at which it was compared with the reference, without a window.
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
-_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False)
+_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False, dims=dict(_SDPA.dims) | {"window": Dim(largest=0)})
 """Its fused kernels do not support MLA's widths 128/64 on Hopper, where it runs unfused: so ``sdpa`` comes first."""
 
 _MAMBA3_TRITON = Support(

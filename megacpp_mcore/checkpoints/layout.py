@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.pattern import FULL_ATTENTION
+from megacpp_mcore.model.families.attention import FULL_ATTENTION, WINDOWED
 from megacpp_mcore.util.collectives import gathered
 
 LAYOUT = 2
@@ -34,14 +34,20 @@ RESAVE = (
     "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
 )
 """What to do with a checkpoint that is cut as its run was."""
+YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+"""What of YaRN is in Megatron's configuration, and in no argument."""
 _SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
 
 
 def recorded(model: Model) -> dict[str, Any]:
     """Return what of ``model`` changes a forward pass and shows in no Megatron argument and no parameter."""
     full_attention = [number for number, role in enumerate(model.roles, 1) if role == FULL_ATTENTION]
-    ssm = model.mamba3
-    return {
+    ssm, yarn, found = model.mamba3, model.mla.yarn, {}
+    if model.mtp.depth and model.mtp.attention == WINDOWED:
+        found["mtp.attention"] = WINDOWED
+    if yarn:
+        found |= {f"mla.yarn.{name}": getattr(yarn, name) for name in YARN}
+    return found | {
         "mamba3.decay_activation": ssm.decay_activation,
         "mamba3.a_floor": ssm.a_floor,
         "layers of full attention": full_attention,
@@ -78,12 +84,12 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         )
     other = metadata.get(MODEL_KEY, {})  # none before 0.2.0
     args = _arguments()
-    for name in other if args is None or not args.finetune else ():
-        if other[name] != model.get(name):
+    for name in ({**other, **model} if other else ()) if args is None or not args.finetune else ():
+        if other.get(name) != model.get(name):
             raise CheckpointError(
-                f"the checkpoint {folder} is of a model whose {name} is {other[name]}, and the run's is {model.get(name)}; no "
-                "argument of Megatron's shows it: name in MEGACPP_CONFIG the file that it was trained with, or load only its "
-                "weights into this model (--finetune)"
+                f"the checkpoint {folder} is of a model whose {name} is {other.get(name)}, and the run's is "
+                f"{model.get(name)}; no argument of Megatron's shows it: name in MEGACPP_CONFIG the file that it was trained "
+                "with, or load only its weights into this model (--finetune)"
             )
     saved = metadata.get(EXPERTS_KEY, "stock")
     if (

@@ -1,7 +1,8 @@
-"""Rewrites a checkpoint for another DSA schedule: layers that become Shared lose their indexer, those that become Full get one.
+"""Rewrites a checkpoint for another DSA schedule: layers that become Full get an indexer, those that are not any more lose it.
 
-A layer that becomes Full starts with a copy of the indexer that served it, optimizer state included. It scores its own
-input with it, and so attends to other keys than before. Source of the schedule: index cache, arXiv 2603.12201.
+A layer that becomes Full starts with a copy of the nearest indexer below (which served it, if it was Shared) or else above,
+optimizer state included. It scores its own input with it, and so attends to other keys than before. Nothing else of a layer
+differs by its role. Source of the schedule: index cache, arXiv 2603.12201.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from megacpp_mcore.checkpoints.rewrite import rewrite
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, attention_roles
+from megacpp_mcore.model.pattern import FULL_INDEX, attention_roles
 
 _INDEXER = re.compile(
     r"(?P<stem>.*\bdecoder\.layers\.)(?P<layer>\d+)(?P<rest>\.self_attention\.core_attention\.indexer\..*)"
@@ -27,12 +28,12 @@ class Rescheduled:
 
     Attributes:
         folder: of the iteration.
-        became_shared: layers whose indexer was removed, 1-based.
+        lost: layers whose indexer was removed, 1-based.
         became_full: layers that got an indexer, to the layer it was copied from.
     """
 
     folder: Path
-    became_shared: tuple[int, ...]
+    lost: tuple[int, ...]
     became_full: dict[int, int]
 
 
@@ -45,20 +46,19 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
         schedule: the new one.
 
     Raises:
-        CheckpointError: the new schedule has different sparse layers, or the indexers in ``old`` do not match the model; its
-            optimizer state is in flat buckets; or as ``rewrite``.
+        CheckpointError: a layer is to become Full, and there is no indexer to copy; the indexers in ``old`` do not match the
+            model; its optimizer state is in flat buckets; or as ``rewrite``.
         PatternError: the schedule does not fit the model.
     """
     before, after = model.roles, attention_roles(model.layers, schedule)
-    for number, (role, one) in enumerate(zip(before, after, strict=True), start=1):
-        if (role == FULL_ATTENTION) != (one == FULL_ATTENTION):
-            raise CheckpointError(
-                f"layer {number} of {model.name} is {role!r} in the schedule {model.dsa.schedule} and {one!r} in {schedule}; "
-                "only F and S can replace each other"
-            )
     has, wants = ({n for n, role in enumerate(roles, start=1) if role == FULL_INDEX} for roles in (before, after))
-    shared = tuple(sorted(has - wants))
-    full = {layer: max(number for number in has if number < layer) for layer in sorted(wants - has)}
+    if wants and not has:
+        raise CheckpointError(
+            f"layers {sorted(wants)} of {model.name} are 'F' in the schedule {schedule}, and {model.dsa.schedule} has no "
+            "indexer to begin with; make them 'W' (a window), or name a checkpoint with one"
+        )
+    lost = tuple(sorted(has - wants))
+    full = {new: min(has, key=lambda one: (one > new, abs(one - new))) for new in sorted(wants - has)}
 
     def plan(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
         found = [match for match in map(_INDEXER.fullmatch, names) if match]
@@ -76,4 +76,4 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
             changes[match[0]] = [f"{match['stem']}{number - 1}{match['rest']}" for number in (*stays, *copies)]
         return changes
 
-    return Rescheduled(rewrite(old, new, plan), shared, full)
+    return Rescheduled(rewrite(old, new, plan), lost, full)

@@ -1,23 +1,28 @@
-"""``megacpp-mcore checkpoint``: written for another DSA schedule, or for Hugging Face's formats and back; imports no torch."""
+"""``megacpp-mcore checkpoint``: for another DSA schedule, longer rows, or Hugging Face's formats and back; imports no torch."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacpp_mcore.model import Model
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``checkpoint`` to the command line."""
     parser = subparsers.add_parser("checkpoint", help="export, import, or another DSA schedule")
     actions = parser.add_subparsers(dest="checkpoint_action", required=True, metavar="ACTION")
-    words = "write OLD for another DSA schedule to NEW: F layers become S, or S layers F; OLD stays as it is"
+    words = "write OLD for another DSA schedule, or for a model of longer rows, to NEW; OLD stays as it is"
     schedule = actions.add_parser("schedule", help=words, description=words)
     old = "the folder of --save, for its latest checkpoint, or one iter_… in it"
     schedule.add_argument("old", metavar="OLD", help=old)
     schedule.add_argument("new", metavar="NEW", help="a folder that does not exist yet, for --load")
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
-    schedule.add_argument("--schedule", required=True, help="one of - F S for each A layer, tiled: -FSFF")
+    target = schedule.add_mutually_exclusive_group(required=True)
+    target.add_argument("--schedule", help="one of - W F S for each A layer, tiled: -FSFF")
+    target.add_argument("--to", metavar="MODEL", help="a preset to go on with, such as nam56r_long")
     words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
     export = actions.add_parser("export", help=words, description=words)
     export.add_argument("old", metavar="CHECKPOINT", help=old)
@@ -34,6 +39,21 @@ def add_parser(subparsers: Any) -> None:
     load.add_argument("new", metavar="CHECKPOINT", help="a folder that does not exist yet, for --load")
     for one in (export, load):
         one.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
+
+
+def _check_fits(old: Model, new: Model) -> None:
+    """Refuse to continue the training of ``old`` as ``new`` where a tensor, other than an indexer's, differs."""
+    from megacpp_mcore.errors import CheckpointError
+    from megacpp_mcore.huggingface.names import tensors
+
+    shapes = [{one.key: one.shape for one in tensors(model) if ".indexer." not in one.key} for model in (old, new)]
+    for key in shapes[0] | shapes[1]:
+        before, after = (found.get(key) for found in shapes)
+        if before != after:
+            raise CheckpointError(
+                f"{key} is {before} in {old.name}, and {after} in {new.name}; only the sequence length, the rotary embedding, "
+                "windows and DSA's schedule and top-k can change"
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,10 +73,20 @@ def run(args: argparse.Namespace) -> int:
         print(f"{load(old, new, model)}: for --load and --finetune; the run begins at step 0")
         return 0
     from megacpp_mcore.checkpoints.schedule import reschedule
+    from megacpp_mcore.model import preset
 
-    done = reschedule(old, new, model, args.schedule)
-    shared = ", ".join(map(str, done.became_shared)) or "none"
+    longer = args.to and preset(args.to)
+    if longer:
+        _check_fits(model, longer)
+    done = reschedule(old, new, model, longer.dsa.schedule if longer else args.schedule)
+    lost = ", ".join(map(str, done.lost)) or "none"
     full = ", ".join(f"{layer} (as {source})" for layer, source in done.became_full.items()) or "none"
-    print(f"{done.folder}: layers that became Shared: {shared}; that became Full: {full}")
+    print(f"{done.folder}: layers that lost their indexer: {lost}; that became Full: {full}")
+    if longer:
+        print(
+            f"`megacpp-mcore recipe emit {longer.name} -- --load {new} --finetune` begins at step 0 with rows of "
+            f"{longer.seq_length} tokens; with --set dsa.warmup_steps=N the indexers first learn from dense attention over them"
+        )
+        return 0
     print(f"its definition (MEGACPP_CONFIG) needs, under overrides: dsa: {{schedule: '{args.schedule}'}}")
     return 0

@@ -37,7 +37,7 @@ _FORMS: Mapping[str, Callable[[StockCommand], str]] = {
 }  # fmt: skip
 _NUMBER = {"type": int, "metavar": "N"}
 _OF_TRAINING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "device": ("device", {"choices": ("cuda", "cpu"), "help": "default: cpu for nam56r_tiny, cuda for the others"}),
+    "device": ("device", {"choices": ("cuda", "cpu"), "help": "default: cpu for nam56r_tiny…, cuda for the others"}),
     "impl": (
         "transformer_impl",
         {"choices": ("transformer_engine", "local"), "help": "default: local on cpu, else TE"},
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def described(model: Model) -> dict[str, Any]:
     """Return the definition of ``model`` with derived values, ready for JSON."""
-    return dataclasses.asdict(model) | {
+    return model.record() | {
         "layers": model.layers,
         "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
         "hybrid_layer_pattern": hybrid.plan(model).text,
@@ -325,8 +325,8 @@ def _once(args: argparse.Namespace, values: Mapping[str, Any], fields: Mapping[s
 
 
 def _usual_training(name: str, values: Mapping[str, Any]) -> Training:
-    """Return the training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
-    if values.get("device", "cpu" if name == "nam56r_tiny" else "cuda") == "cpu":
+    """Return the training plan of a model without a recipe: the tiny ones are for a laptop, the others for GPUs."""
+    if values.get("device", "cpu" if name.startswith("nam56r_tiny") else "cuda") == "cpu":
         return Training(device="cpu", precision="fp32", transformer_impl="local")
     return Training()
 

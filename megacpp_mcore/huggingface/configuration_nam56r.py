@@ -12,9 +12,12 @@ class NAM56RConfig(PretrainedConfig):
 
     Args:
         pattern: the letter of every layer: A attention, E experts, M Mamba-3, R M²RNN.
-        attention_roles: one character a layer: ``-`` full attention, ``F`` selects keys, ``S`` attends to those of the ``F``
-            layer before it, ``.`` a layer of another family.
+        attention_roles: one character a layer: ``-`` full attention, ``W`` in a sliding window, ``F`` selects keys, ``S``
+            attends to those of the ``F`` layer before it, ``.`` a layer of another family.
         intermediate_size: of the multi-token-prediction block, which all ``mtp_depth`` depths share.
+        mtp_attention: the role of that block, ``-`` or ``W``.
+        sliding_window: keys that a query of a ``W`` layer attends to, its own included.
+        rotary_scaling_factor: of YaRN, and what else it has; 1: plain rotary embedding.
         index_topk: keys that a query of an ``F`` or ``S`` layer attends to.
         mamba_rank: R of the MIMO recurrence; 1 is SISO.
         mamba_decay_activation: ``softplus`` or ``heavy_tail``.
@@ -35,6 +38,13 @@ class NAM56RConfig(PretrainedConfig):
         max_position_embeddings: int = 4096,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 500000.0,
+        rotary_scaling_factor: float = 1.0,
+        original_max_position_embeddings: int = 4096,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        mscale: float = 1.0,
+        mscale_all_dim: float = 1.0,
+        sliding_window: int = 4096,
         q_lora_rank: int = 64,
         kv_lora_rank: int = 64,
         qk_nope_head_dim: int = 64,
@@ -62,13 +72,18 @@ class NAM56RConfig(PretrainedConfig):
         moe_intermediate_size: int = 896,
         shared_expert_intermediate_size: int = 1024,
         mtp_depth: int = 0,
+        mtp_attention: str = "-",
         kernels: bool | None = None,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        if len(pattern) != len(attention_roles) or set(pattern) - set("AEMR") or set(attention_roles) - set("-FS."):
+        if (
+            len(pattern) != len(attention_roles)
+            or set(pattern) - set("AEMR")
+            or set(attention_roles + mtp_attention) - set("-WFS.")
+        ):
             raise ValueError(
-                f"pattern is {pattern!r} and attention_roles {attention_roles!r}; expected one of A E M R and one of - F S . "
+                f"pattern is {pattern!r} and attention_roles {attention_roles!r}; expected one of A E M R and one of - W F S . "
                 "for every layer"
             )
         given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}

@@ -19,7 +19,7 @@ from megacpp_mcore.checkpoints.layout import KEY, LAYOUT, MODEL_KEY, recorded
 from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.export import INDEX, safetensors
-from megacpp_mcore.huggingface.names import configuration, tensors
+from megacpp_mcore.huggingface.names import PLAIN, configuration, tensors
 from megacpp_mcore.model import PRESETS, Model, preset
 from megacpp_mcore.settings import VARIABLE, from_environment
 
@@ -99,12 +99,12 @@ def model_of(found: Mapping[str, Any], where: str) -> Model:
 
 
 def _check_configuration(found: Mapping[str, Any], where: str, model: Model) -> None:
-    for name, value in configuration(model).items():
+    for name, value in {**PLAIN, **configuration(model)}.items():
         if name in ("architectures", "auto_map", "mtp_depth", "max_position_embeddings"):
             continue  # of the code, or without a tensor or a figure of its own
-        if found.get(name) != value:
+        if (has := found.get(name, PLAIN.get(name))) != value:
             raise CheckpointError(
-                f"{where}: {name} is {found.get(name)!r}, and {value!r} in {model.name}; name the model "
+                f"{where}: {name} is {has!r}, and {value!r} in {model.name}; name the model "
                 "that was exported, by MEGACPP_CONFIG if not a preset"
             )
 

@@ -78,6 +78,29 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Ten
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def _mscale(config: NAM56RConfig, factor: float) -> float:
+    return 0.1 * factor * math.log(config.rotary_scaling_factor) + 1.0 if config.rotary_scaling_factor > 1 else 1.0
+
+
+def rotary_rates(config: NAM56RConfig, width: int, device: torch.device) -> tuple[Tensor, float]:
+    """Return the angle a position of each pair ``[R / 2]``, and the factor of cosines and sines, by YaRN (arXiv 2309.00071)."""
+    rates = 1.0 / config.rope_theta ** (torch.arange(0, width, 2, device=device).float() / width)
+    if config.rotary_scaling_factor == 1:
+        return rates, 1.0
+
+    def pair_of(rotations: float) -> float:
+        """Return the (fractional) pair that turns so often in the original length."""
+        turns = config.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return width * math.log(turns) / (2 * math.log(config.rope_theta))
+
+    first, last = max(math.floor(pair_of(config.beta_fast)), 0), min(math.ceil(pair_of(config.beta_slow)), width - 1)
+    if first == last:
+        last += 0.001
+    scaled = ((torch.arange(width // 2, device=device).float() - first) / (last - first)).clamp(0, 1)
+    rates = rates / config.rotary_scaling_factor * scaled + rates * (1 - scaled)
+    return rates, _mscale(config, config.mscale) / _mscale(config, config.mscale_all_dim)
+
+
 class NAM56RNorm(nn.Module):
     """RMSNorm in float32."""
 
@@ -138,16 +161,19 @@ class NAM56RIndexer(nn.Module):
 
 
 class NAM56RAttention(nn.Module):
-    """Multi-head latent attention to every visible key (``-``), or over latents to selected ones (``F``, ``S``)."""
+    """Multi-head latent attention to every key (``-``) or a window (``W``), or over latents to selected ones (``F``, ``S``)."""
 
     def __init__(self, config: NAM56RConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.heads = layer, config.num_attention_heads
-        self.role = (config.attention_roles + "-")[layer]  # the block for multi-token prediction comes after the layers
+        self.role = (config.attention_roles + config.mtp_attention)[
+            layer
+        ]  # the block for multi-token prediction comes after the layers
         self.content, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value, self.latent, eps = config.v_head_dim, config.kv_lora_rank, config.rms_norm_eps
         query = self.content + self.rotary
-        self.scale = query**-0.5
+        self.scale = query**-0.5 * _mscale(config, config.mscale_all_dim) ** 2
+        self.window = config.sliding_window if self.role == "W" else None
         self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
         self.q_a_layernorm = NAM56RNorm(config.q_lora_rank, eps)
         self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * query, bias=False)
@@ -169,7 +195,7 @@ class NAM56RAttention(nn.Module):
         k_rotary = rotate(rotary.unsqueeze(2), step.rotation, interleaved=True)
         if self.role == "F":
             index = self.indexer(hidden, q_latent, step)
-        attend = self._to_all if self.role == "-" else self._to_selected
+        attend = self._to_selected if self.role in "FS" else self._to_all
         return self.o_proj(attend(content, q_rotary, latent, k_rotary, step, index).flatten(2)), index
 
     def _to_all(
@@ -180,8 +206,10 @@ class NAM56RAttention(nn.Module):
         if step.cache is not None:
             k, v = step.cache.extend(self.layer, "key", k), step.cache.extend(self.layer, "value", v)
         q = torch.cat([content, q_rotary], dim=-1)
-        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=step.visible.unsqueeze(1), scale=self.scale)
+        heads_first, visible = (tensor.transpose(1, 2) for tensor in (q, k, v)), step.visible
+        if self.window is not None:
+            visible = visible & torch.ones_like(visible).triu(visible.shape[2] - visible.shape[1] - self.window + 1)
+        out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible.unsqueeze(1), scale=self.scale)
         return out.transpose(1, 2)
 
     def _to_selected(
@@ -560,7 +588,7 @@ class NAM56RModel(NAM56RPreTrainedModel):
     def step(self, hidden: Tensor, attention_mask: Tensor | None, cache: NAM56RCache | None) -> Step:
         """Return what the layers share in a call with ``hidden [B, S, D]``; refuse a mask that is not ``[B, T]``."""
         first, rows, width = 0 if cache is None else cache.rows, hidden.shape[1], self.config.qk_rope_head_dim
-        rates = 1.0 / self.config.rope_theta ** (torch.arange(0, width, 2, device=hidden.device).float() / width)
+        rates, mscale = rotary_rates(self.config, width, hidden.device)
         keys = torch.arange(first + rows, device=hidden.device)
         angle, place = torch.outer(keys[first:].float(), rates), keys[first:, None]
         visible, real = (keys <= place).unsqueeze(0), None
@@ -574,7 +602,7 @@ class NAM56RModel(NAM56RPreTrainedModel):
             # A row of padding sees itself: a softmax over nothing is NaN.
             visible = visible & real.unsqueeze(1) | (keys == place)
             real = None if bool(real[:, first:].all()) else real[:, first:].unsqueeze(2)
-        return Step((angle.cos(), angle.sin()), visible, real, cache)
+        return Step((angle.cos() * mscale, angle.sin() * mscale), visible, real, cache)
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, past_key_values: NAM56RCache | None = None,

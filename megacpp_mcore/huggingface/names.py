@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.pattern import FULL_INDEX
+from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, WINDOWED
+
+PLAIN: Mapping[str, Any] = MappingProxyType({"rotary_scaling_factor": 1.0, "mtp_attention": FULL_ATTENTION})
+"""What a configuration without these says."""
 
 
 class Tensor(NamedTuple):
@@ -44,6 +49,9 @@ def tensors(model: Model) -> Iterator[Tensor]:
 def configuration(model: Model) -> dict[str, Any]:
     """Return the sizes as ``NAM56RConfig`` takes them."""
     mla, dsa, ssm, rnn, moe = model.mla, model.dsa, model.mamba3, model.m2rnn, model.moe
+    long: dict[str, Any] = dataclasses.asdict(mla.yarn) if mla.yarn else {}
+    if WINDOWED in (*model.roles, model.shape.mtp_role):
+        long |= {"sliding_window": mla.window_size + 1, "mtp_attention": model.mtp.attention}
     return {
         "model_type": "nam56r",
         "architectures": ["NAM56RForCausalLM"],
@@ -90,7 +98,7 @@ def configuration(model: Model) -> dict[str, Any]:
         "shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
         "mtp_depth": model.mtp.depth,
         "tie_word_embeddings": False,
-    }
+    } | long
 
 
 def _attention(model: Model, role: str | None) -> Iterator[Tensor]:

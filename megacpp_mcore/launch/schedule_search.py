@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, SHARED_INDEX
+from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, SHARED_INDEX, WINDOWED
 from megacpp_mcore.util import console, flags
 
 
@@ -72,7 +72,11 @@ class Schedules:
             layer.layer_number: getattr(layer.self_attention, "core_attention", None) for layer in model.decoder.layers
         }
         self.cores = {number: core for number, core in attentions.items() if isinstance(core, SparseCoreAttention)}
-        self.dense = [number for number, core in attentions.items() if isinstance(core, MLACoreAttention)]
+        self.dense = {
+            number: FULL_ATTENTION if core.window is None else WINDOWED
+            for number, core in attentions.items()
+            if isinstance(core, MLACoreAttention)
+        }
         for number, core in self.cores.items():
             if core.is_warming_up():
                 raise ModelError(
@@ -83,8 +87,8 @@ class Schedules:
 
     def text(self, full: frozenset[int]) -> str:
         """Return the schedule with these Full layers as text: one character per A layer."""
-        roles = {number: FULL_INDEX if number in full else SHARED_INDEX for number in self.cores}
-        return "".join(roles.get(number, FULL_ATTENTION) for number in sorted([*self.cores, *self.dense]))
+        roles = self.dense | {number: FULL_INDEX if number in full else SHARED_INDEX for number in self.cores}
+        return "".join(roles[number] for number in sorted(roles))
 
     @contextlib.contextmanager
     def chosen(self, full: frozenset[int]) -> Iterator[None]:

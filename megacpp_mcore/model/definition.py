@@ -18,7 +18,7 @@ from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model import parameters
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import FAMILIES, Family, mamba, recurrent
-from megacpp_mcore.model.families.attention import ATTENTION, DSA, MLA
+from megacpp_mcore.model.families.attention import ATTENTION, DSA, FULL_ATTENTION, MLA, WINDOWED, YaRN
 from megacpp_mcore.model.families.base import Shape, divides, not_negative, positive
 from megacpp_mcore.model.families.experts import MoE
 from megacpp_mcore.model.families.mamba import Mamba3
@@ -32,14 +32,20 @@ class MTP:
     """Multi-token prediction with one shared block (FastMTP arXiv 2509.18362; DeepSeek-V3 arXiv 2412.19437).
 
     Depth k's loss has weight ``loss_scale * loss_decay**(k-1) / sum_j loss_decay**(j-1)``; depth 0 turns MTP off.
+    ``attention``: ``-`` or ``W``, the role of its block, as of an A layer in a DSA schedule.
     """
 
     depth: int = 2
     loss_scale: float = 0.3
     loss_decay: float = 0.6
+    attention: str = FULL_ATTENTION
 
     def __post_init__(self) -> None:
         not_negative(self, "depth", "loss_scale")
+        if self.attention not in (FULL_ATTENTION, WINDOWED):
+            raise ModelError(
+                f"MTP.attention is {self.attention!r}; expected {FULL_ATTENTION!r} (every key) or {WINDOWED!r} (a window)"
+            )
         if not 0 < self.loss_decay <= 1:
             raise ModelError(f"MTP.loss_decay is {self.loss_decay}; expected more than 0 and at most 1")
 
@@ -136,6 +142,12 @@ class Model:
             raise ModelError(
                 f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
             )
+        yarn = self.mla.yarn
+        if yarn and self.seq_length > (reach := yarn.rotary_scaling_factor * yarn.original_max_position_embeddings):
+            raise ModelError(
+                f"{self.name}: seq_length is {self.seq_length}, and YaRN reaches {reach:g}; the nearest "
+                f"mla.yarn.rotary_scaling_factor is {self.seq_length / yarn.original_max_position_embeddings:g}"
+            )
         parsed = grammar.parse(self.pattern)
         if parsed.mtp and (set(parsed.mtp) != {ATTENTION.letter} or len(parsed.mtp) != self.mtp.depth):
             raise PatternError(
@@ -153,13 +165,27 @@ class Model:
 
     @cached_property
     def roles(self) -> tuple[str | None, ...]:
-        """Each layer's attention role (``-``, ``F``, ``S``), None for layers of other families."""
+        """Each layer's attention role (``-``, ``W``, ``F``, ``S``), None for layers of other families."""
         return grammar.attention_roles(self.layers, self.dsa.schedule)
+
+    def window(self, role: str | None) -> int | None:
+        """Return how many keys before its own a query of that role sees; None: not limited by a window."""
+        return self.mla.window_size if role == WINDOWED else None
+
+    def record(self) -> dict[str, Any]:
+        """Return the definition as plain values: without windows and YaRN where no layer has one."""
+        found = dataclasses.asdict(self)
+        if WINDOWED not in (*self.roles, self.shape.mtp_role):
+            del found["mla"]["window_size"], found["mtp"]["attention"]
+        if not self.mla.yarn:
+            del found["mla"]["yarn"]
+        return found
 
     @cached_property
     def shape(self) -> Shape:
         """What its families share."""
-        return Shape(self.name, self.hidden_size, self.heads, self.layers, self.roles)
+        mtp_role = self.mtp.attention if self.mtp.depth else None
+        return Shape(self.name, self.hidden_size, self.heads, self.layers, self.roles, mtp_role)
 
     @property
     def families(self) -> list[Family]:
@@ -289,6 +315,25 @@ _TINY = Model(
     moe=MoE(experts=4, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=128),
     mtp=MTP(depth=1),
 )
+
+
+def _long(model: Model, seq_length: int) -> Model:
+    """Return ``model`` for rows of ``seq_length``: what grows with the square of the length, over windows of its own length.
+
+    So no key that a query of ``model`` saw in full attention is lost, and its checkpoints fit: no parameter differs.
+    """
+    factor, original = seq_length / model.seq_length, model.seq_length
+    yarn = YaRN(rotary_scaling_factor=factor, original_max_position_embeddings=original)
+    return dataclasses.replace(
+        model,
+        name=f"{model.name}_long",
+        seq_length=seq_length,
+        mla=dataclasses.replace(model.mla, window_size=original - 1, yarn=yarn),
+        dsa=dataclasses.replace(model.dsa, schedule=model.dsa.schedule.replace(FULL_ATTENTION, WINDOWED)),
+        mtp=dataclasses.replace(model.mtp, attention=WINDOWED),
+    )
+
+
 _PRESETS = {
     model.name: model
     for model in (
@@ -304,6 +349,8 @@ _PRESETS = {
         dataclasses.replace(_NAM56R, name="nam56r_quarter", depth=13),
         _TINY,
         dataclasses.replace(_NAM56R, name="nam52", pattern="AEME"),
+        _long(_NAM56R, 32_768),
+        _long(_TINY, 1024),
     )
 }
 PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)

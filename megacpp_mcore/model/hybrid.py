@@ -7,8 +7,8 @@ The part of the hybrid pattern grammar that NAM56R uses (megatron-core 0.19,
     stage   = 1*symbol
     symbol  = "+" / "D" / "M" / "E" / "G"
 
-An A layer is ``+`` (full MLA) or ``D`` (sparse). A hybrid pattern cannot express which sparse layers are Full and which are
-Shared: the model's DSA schedule does. The A of an MTP depth is full MLA and a dense feed-forward part, ``+-``.
+An A layer is ``+`` (full MLA, or over a window) or ``D`` (sparse). A hybrid pattern cannot express which sparse layers are Full
+and which are Shared: the model's DSA schedule does. The A of an MTP depth is full MLA and a dense feed-forward part, ``+-``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import FAMILIES
-from megacpp_mcore.model.families.attention import FULL_ATTENTION, FULL_MLA, MTP_BLOCK, SPARSE_MLA
+from megacpp_mcore.model.families.attention import FULL_MLA, MTP_BLOCK, SPARSE, SPARSE_MLA
 from megacpp_mcore.model.families.base import Slot
 
 
@@ -82,7 +82,7 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
                 f"{model.name}: {letter} layers have no slot in HybridModel; train on GPTModel (--host gpt)"
             )
     symbols = [
-        FAMILIES[letter].slots[0].symbol if role is None else FULL_MLA if role == FULL_ATTENTION else SPARSE_MLA
+        FAMILIES[letter].slots[0].symbol if role is None else SPARSE_MLA if role in SPARSE else FULL_MLA
         for letter, role in zip(model.layers, model.roles, strict=True)
     ]
     trunk = "|".join("".join(symbols[chunk.start - 1 : chunk.stop - 1]) for chunk in cut)

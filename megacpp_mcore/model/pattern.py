@@ -18,6 +18,8 @@ from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.attention import FULL_ATTENTION as FULL_ATTENTION
 from megacpp_mcore.model.families.attention import FULL_INDEX, ROLES, SHARED_INDEX
+from megacpp_mcore.model.families.attention import SPARSE as SPARSE
+from megacpp_mcore.model.families.attention import WINDOWED as WINDOWED
 
 
 def _letters() -> str:
@@ -96,7 +98,7 @@ def parse(text: str) -> Pattern:
 
 
 def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
-    """Return the role of every layer: ``-``, ``F`` or ``S`` for an A layer, None for the others.
+    """Return the role of every layer: ``-``, ``W``, ``F`` or ``S`` for an A layer, None for the others.
 
     Args:
         layers: trunk letters, as from :meth:`Pattern.layers`.
@@ -166,7 +168,7 @@ def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> t
     """
     promoted = []
     for chunk in chunks:
-        sparse = [number for number in chunk if roles[number - 1] in (FULL_INDEX, SHARED_INDEX)]
+        sparse = [number for number in chunk if roles[number - 1] in SPARSE]
         if sparse and roles[sparse[0] - 1] == SHARED_INDEX:
             promoted.append(sparse[0])
     schedule = "".join(

@@ -63,6 +63,14 @@ def check_square(num_queries: int, num_keys: int) -> None:
         )
 
 
+def check_window(window: int | None, causal: bool) -> None:
+    """Raise ModelError unless ``window``, the keys before a query's own that it sees, is None, or 0 or more and causal."""
+    if window is not None and (window < 0 or not causal):
+        raise ModelError(
+            f"window is {window} with causal={causal}; expected 0 or more keys before a query's own, with causal attention"
+        )
+
+
 def visible_keys(
     rows: range, num_keys: int, *, attention_mask: torch.Tensor | None, causal: bool, device: torch.device
 ) -> torch.Tensor:

@@ -438,4 +438,4 @@ def role_of(layer: Any) -> str | None:
     if isinstance(core, SparseCoreAttention):
         return "S" if core.indexer is None else "F"
     assert isinstance(core, MLACoreAttention)
-    return "-"
+    return "-" if core.window is None else "W"

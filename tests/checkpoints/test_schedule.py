@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 from megacpp_mcore.checkpoints import staging
@@ -48,9 +49,13 @@ def trained_with(schedule: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("before", "schedule", "after", "says"),
     [
-        ("-FS", "-FF", {5: 5.0, 9: 5.0}, "became Shared: none; that became Full: 9 (as 5)"),
-        ("-FF", "-FS", {5: 5.0}, "became Shared: 9; that became Full: none"),
-        ("-FS", "-FS", {5: 5.0}, "became Shared: none; that became Full: none"),
+        ("-FS", "-FF", {5: 5.0, 9: 5.0}, "lost their indexer: none; that became Full: 9 (as 5)"),
+        ("-FF", "-FS", {5: 5.0}, "lost their indexer: 9; that became Full: none"),
+        ("-FS", "-FS", {5: 5.0}, "lost their indexer: none; that became Full: none"),
+        ("-FS", "WFS", {5: 5.0}, "lost their indexer: none; that became Full: none"),
+        ("-FS", "-FW", {5: 5.0}, "lost their indexer: none; that became Full: none"),
+        ("-FF", "FS-", {1: 5.0}, "lost their indexer: 5, 9; that became Full: 1 (as 5)"),
+        ("-FF", "W-F", {9: 9.0}, "lost their indexer: 5; that became Full: none"),
     ],
 )
 def test_indexers_go_and_come(
@@ -77,8 +82,6 @@ def test_indexers_go_and_come(
 @pytest.mark.parametrize(
     ("present", "schedule", "says"),
     [
-        ((5,), "-F-", "layer 9 of nam56r_tiny is 'S' in the schedule -FS and '-' in -F-"),
-        ((5,), "FFF", "layer 1 of nam56r_tiny is '-' in the schedule -FS and 'F' in FFF"),
         ((5, 9), "-FF", "has indexers in layers [5, 9], and nam56r_tiny with the schedule -FS in [5]"),
         ((), "-FF", "has indexers in layers [], and nam56r_tiny"),
         ((5,), "-SF", "layer 5 is Shared"),
@@ -91,6 +94,32 @@ def test_what_cannot_be_is_refused(
     assert cli.main(command(tmp_path, schedule)) == 2
     assert says in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_without_an_indexer_there_is_none_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "old")
+    trained_with("-", tmp_path, monkeypatch)
+    assert cli.main(command(tmp_path, "-F-")) == 2
+    assert "layers [5] of nam56r_tiny are 'F' in the schedule -F-, and - has no indexer" in capsys.readouterr().err
+
+
+def test_a_model_of_longer_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "old", 5)
+    words = command(tmp_path, "")[:-1]
+    assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 0
+    said = capsys.readouterr().out
+    assert "lost their indexer: none; that became Full: none" in said
+    assert f"emit nam56r_tiny_long -- --load {tmp_path / 'new'} --finetune" in said
+    assert "rows of 1024 tokens" in said
+    assert set(tensors_in(tmp_path / "new" / "iter_0000030")) == set(tensors_in(tmp_path / "old" / "iter_0000030"))
+    words[3] = str(tmp_path / "newer")
+    assert cli.main([*words, "--to", "nam56r_long"]) == 2
+    assert "embedding.word_embeddings.weight is (260, 128) in nam56r_tiny, and (65536, 3584)" in capsys.readouterr().err
+    assert not (tmp_path / "newer").exists()
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -205,6 +234,39 @@ def words_of(prefix: Path, schedule: str) -> list[str]:
     model = with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": schedule, "topk": 512}})
     text = ("--data-path", str(prefix), "--split", "100,0,0")
     return stock.words(model, data=text, global_batch_size=2, train_iters=4)
+
+
+@pytest.mark.slow
+def test_a_trained_model_goes_on_with_longer_rows(tmp_path: Path) -> None:
+    """From step 0, its indexer in the dense warm-up; one argument less, and the run is refused."""
+    (prefix,) = prepare([Path(cli.__file__)], str(tmp_path / "text"))
+    steps = {}
+    for name, extra in (
+        ("nam56r_tiny", ("--save", str(tmp_path / "old"), "--save-interval", "1")),
+        ("nam56r_tiny_long", ("--load", str(tmp_path / "new"))),
+        ("nam56r_tiny_long", ("--load", str(tmp_path / "new"), "--finetune")),
+    ):
+        overrides = {"dsa": {"warmup_steps": 1}} if "long" in name else {}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": name, "overrides": overrides}))
+        model, text = with_overrides(preset(name), overrides), ("--data-path", str(prefix), "--split", "100,0,0")
+        words = stock.words(model, *extra, data=text, global_batch_size=1, train_iters=2)
+        record = tmp_path / f"steps of {' '.join(extra)}".replace("/", "_")
+        launch = ("megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--observe", str(record), "--")
+        refused = "long" in name and "--finetune" not in extra
+        output = tiny_run.start(launch, words, tmp_path).finish(2 if refused else 0)
+        if refused:
+            assert "layers of full attention is [1], and the run's is []" in output
+            assert "--finetune" in output
+            continue
+        steps[name] = [(step.step, step.losses["lm loss"]) for step in read_steps(record)]
+        if name == "nam56r_tiny":
+            words = ["checkpoint", "schedule", str(tmp_path / "old"), str(tmp_path / "new"), "--model", name]
+            assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 0
+        else:
+            assert "DSA schedule WFS" in output
+            assert "1 steps of dense indexer warm-up" in output
+    assert [[step for step, _ in found] for found in steps.values()] == [[1, 2], [1, 2]]
+    assert steps["nam56r_tiny_long"][0][1] < steps["nam56r_tiny"][0][1]  # which has seen nothing yet
 
 
 @pytest.mark.slow

@@ -24,6 +24,11 @@ S, B = 64, 2
 ALONE: Mapping[str, Any] = {"depth": 2, "seq_length": S, "mtp": {"depth": 0}}
 SPARSE: Mapping[str, Any] = {"schedule": "FS", "topk": 16, "loss_coeff": 0.1}
 WHOLE: Mapping[str, Any] = {"seq_length": S, "dsa": {"topk": 16, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
+LONG: Mapping[str, Any] = {
+    "window_size": 20,
+    "yarn": {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7},
+}
+MTP_W: Mapping[str, Any] = {"depth": 2, "attention": "W"}
 CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "M": ({**ALONE, "pattern": "M"}, ()),
     # One group, which all ranks share.
@@ -39,13 +44,15 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}},
         ("--calculate-per-token-loss",),
     ),
+    "A, windowed": ({**ALONE, "pattern": "A", "dsa": {"schedule": "W"}, "mla": LONG}, ()),
     "whole": (WHOLE, ()),
+    "whole, long": ({**WHOLE, "mla": LONG, "dsa": {**WHOLE["dsa"], "schedule": "WFS"}, "mtp": MTP_W}, ()),
     "whole, recomputed": (WHOLE, stock.full_recompute()),
     "whole, packed": (WHOLE, ()),
     "whole, projections recomputed": (WHOLE, stock.selective_recompute("mla_up_proj", "core_attn")),
 }
 """Overrides of nam56r_tiny, and further words."""
-REACHING = [name for name, (_, words) in CASES.items() if not words and "packed" not in name]
+REACHING = [name for name, (_, words) in CASES.items() if not words and not {"packed", "windowed"} & set(name.split())]
 """The cases in which tokens are changed."""
 LENGTHS = dict.fromkeys(("whole, packed", "MTP, packed, by token"), (5, 1, 25, 20, 13))
 """The documents of the row of a case, each in several chunks, or several in one; the last token of each is not counted."""

@@ -11,7 +11,7 @@ import pytest
 import megacpp_mcore.huggingface
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.load import model_of
-from megacpp_mcore.huggingface.names import configuration, tensors
+from megacpp_mcore.huggingface.names import PLAIN, configuration, tensors
 from megacpp_mcore.model import PRESETS, preset, with_overrides
 from tests.errors import raises
 
@@ -33,12 +33,16 @@ def test_every_size_is_an_argument_of_the_configuration() -> None:
     (init,) = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "__init__")
     arguments = {argument.arg for argument in init.args.args} - {"self", "kernels", "use_cache"}
     of_transformers = {"model_type", "architectures", "auto_map", "num_hidden_layers", "tie_word_embeddings"}
-    assert configuration(preset("nam56r")).keys() - of_transformers == arguments
+    assert configuration(preset("nam56r_long")).keys() - of_transformers == arguments
+    assert PLAIN.keys() & configuration(preset("nam56r")).keys() == set()
 
 
 def test_the_model_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
     assert [model_of(configuration(preset(name)), "exported").name for name in PRESETS] == list(PRESETS)
+    yarn = {"mla": {"yarn": {"rotary_scaling_factor": 2.0}}}
+    with raises(CheckpointError, "exported is of no preset"):  # which no tensor and no role shows
+        model_of(configuration(with_overrides(preset("nam56r_tiny"), yarn)), "exported")
     other = with_overrides(preset("nam56r_tiny"), {"dsa": {"topk": 7}}, where="overrides")
     with raises(CheckpointError, "exported is of no preset", "MEGACPP_CONFIG"):
         model_of(configuration(other), "exported")

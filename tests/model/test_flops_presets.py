@@ -1,4 +1,4 @@
-"""The count of the five presets against one written here from their shapes alone: nothing of the package's arithmetic."""
+"""The count of the presets against one written here from their shapes alone: nothing of the package's arithmetic."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden": 4096, "heads": 32, "ffn": 21504, "state": 128, "angles": 32, "m_heads": 128, "r_heads": 48},
     "nam56r_quarter": BIG | {"depth": 13},
     "nam52": BIG | {"pattern": "AEME"},
+    "nam56r_long": BIG | {"seq": 32768, "roles": "WFSS", "mtp": "W", "window": 4096},
     "nam56r_tiny": {
         "pattern": "AEMEAEMEAEMR", "depth": 12, "hidden": 128, "heads": 4, "ffn": 512, "vocab": 384, "seq": 256,
         "q_rank": 32, "kv_rank": 32, "nope": 16, "rope": 16, "v": 16, "roles": "-FS", "topk": 32, "i_heads": 2, "i_dim": 16,
@@ -30,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "experts": 4, "routed": 2, "e_ffn": 128, "shared": 128, "depths": 1,
     },
 }  # fmt: skip
+SHAPES["nam56r_tiny_long"] = SHAPES["nam56r_tiny"] | {"seq": 1024, "roles": "WFS", "mtp": "W", "window": 256}
 
 
 def matrices(*shapes: tuple[int, int]) -> int:
@@ -51,6 +53,7 @@ def expected(s: dict[str, Any], sequence: int) -> tuple[dict[str, list[int]], li
     """Multiply-adds ``[forward, backward]`` of one sequence by family: of the trunk, and of each MTP depth."""
     causal = sum(query + 1 for query in range(sequence))
     selected = sum(len(range(max(0, query + 1 - s["topk"]), query + 1)) for query in range(sequence))
+    windowed = sum(min(query + 1, s.get("window", 1)) for query in range(sequence))
     chunks = len(range(0, sequence, s["chunk"]))
     trunk: dict[str, list[int]] = {field.name: [0, 0] for field in dataclasses.fields(flops.Families)}
 
@@ -65,8 +68,9 @@ def expected(s: dict[str, Any], sequence: int) -> tuple[dict[str, list[int]], li
             role = s["roles"][seen % len(s["roles"])]
             seen += 1
             count(trunk, "attention_projections", sequence * attention_matrices(s))
-            if role == "-":
-                count(trunk, "attention_core", causal * s["heads"] * (s["nope"] + s["rope"] + s["v"]))
+            if role in "-W":
+                pairs = causal if role == "-" else windowed
+                count(trunk, "attention_core", pairs * s["heads"] * (s["nope"] + s["rope"] + s["v"]))
             else:
                 count(trunk, "attention_core", selected * s["heads"] * (s["kv_rank"] + s["rope"] + s["kv_rank"]))
             if role == "F":
@@ -102,7 +106,11 @@ def expected(s: dict[str, Any], sequence: int) -> tuple[dict[str, list[int]], li
         depth: dict[str, list[int]] = {name: [0, 0] for name in trunk}
         count(depth, "mtp_projection", sequence * matrices((2 * s["hidden"], s["hidden"])))
         count(depth, "attention_projections", sequence * attention_matrices(s))
-        count(depth, "attention_core", causal * s["heads"] * (s["nope"] + s["rope"] + s["v"]))
+        count(
+            depth,
+            "attention_core",
+            (windowed if "mtp" in s else causal) * s["heads"] * (s["nope"] + s["rope"] + s["v"]),
+        )
         count(depth, "dense_ffn", sequence * matrices((s["hidden"], s["ffn"]), (s["ffn"], s["hidden"])))
         count(depth, "head", head)
         depths.append(depth)
@@ -118,7 +126,7 @@ def in_operations(part: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("sequence", [None, 24, 1000])
+@pytest.mark.parametrize("sequence", [None, 24, 1000, 5000])
 def test_each_part_of_each_preset(name: str, sequence: int | None) -> None:
     """At the preset's own length, below top-k, and where the last chunk of the scan is cut."""
     shapes = SHAPES[name]

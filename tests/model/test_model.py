@@ -31,6 +31,8 @@ def tiny() -> Model:
         ("nam56r_quarter", 13, (4, 5, 3, 1)),
         ("nam56r_tiny", 12, (3, 5, 3, 1)),
         ("nam52", 52, (13, 26, 13, 0)),
+        ("nam56r_long", 52, (13, 22, 13, 4)),
+        ("nam56r_tiny_long", 12, (3, 5, 3, 1)),
     ],
 )
 def test_presets(name: str, depth: int, counts: tuple[int, ...]) -> None:
@@ -105,6 +107,18 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
         ({"start": {"std": 0.02}}, "head_gain is 0.5 .*0.02"),
         ({"mla": {"qk_pos_emb_head_dim": 15}}, "qk_pos_emb_head_dim .15.* 16"),
         ({"mla": {"kv_lora_rank": 0}}, "MLA.kv_lora_rank is 0"),
+        ({"mla": {"window_size": 0}}, "MLA.window_size is 0"),
+        ({"mla": {"yarn": {"rotary_scaling_factor": 0.5}}}, "rotary_scaling_factor is 0.5; expected 1"),
+        ({"mla": {"yarn": {"beta_fast": 1.0}}}, r"beta_fast is 1.0; .*beta_slow \(1.0\)"),
+        ({"mla": {"yarn": {"mscale_all_dim": -1.0}}}, "mscale_all_dim is -1.0"),
+        (
+            {
+                "seq_length": 1000,
+                "mla": {"yarn": {"rotary_scaling_factor": 2.0, "original_max_position_embeddings": 250}},
+            },
+            "seq_length is 1000, and YaRN reaches 500; the nearest mla.yarn.rotary_scaling_factor is 4",
+        ),
+        ({"mtp": {"attention": "F"}}, "MTP.attention is 'F'; expected '-' .* or 'W'"),
         ({"dsa": {"indexer_head_dim": 8}}, "indexer_head_dim is 8.*qk_pos_emb_head_dim .16"),
         ({"dsa": {"loss_coeff": -1e-3}}, "DSA.loss_coeff is -0.001"),
         ({"dsa": {"warmup_steps": -1}}, "DSA.warmup_steps is -1"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -36,7 +35,7 @@ def test_a_committed_receipt_is_one_of_a_real_run(path: Path) -> None:
 def test_a_recipe_trained_what_it_says_today(path: Path) -> None:
     asked, receipt = recipe(path.stem), receipts.read(path)
     training, batch = asked.run.training, receipt["batch"]
-    assert receipt["model"]["definition"] == json.loads(json.dumps(dataclasses.asdict(asked.model)))
+    assert receipt["model"]["definition"] == json.loads(json.dumps(asked.model.record()))
     assert receipt["parallelism"]["expert"] == asked.run.layout.expert
     assert (receipt["parallelism"]["data"], batch["micro_batch_size"], batch["global_batch_size"]) == (
         asked.processes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -52,7 +51,7 @@ def receipt(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "schema": fields.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1,
         "notes": [], "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
-        "model.definition": dataclasses.asdict(preset("nam56r_tiny")), "moe_enabled": False, "batch.sequence_length": 256,
+        "model.definition": preset("nam56r_tiny").record(), "moe_enabled": False, "batch.sequence_length": 256,
         "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "",
         "compile.precompile": False, "device": "NVIDIA H200", "parallelism.sequence_parallel": False, "data.kind": "real",
         "data.checksum": "1" * 64, "data.fill_in_the_middle": False, "tokenizer.kind": "NullTokenizer",
@@ -127,7 +126,7 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
         (RESIDENT, {**RESIDENT, "recompute": "none"}, f"{SAME_SPEED}, 1.00x peak resident set"),
         (RESIDENT, {"recompute": "none"}, f"{SAME_SPEED}, memory not compared: resident set in A, CUDA allocator in B"),
         # the name of a model, and loads that nearly are the same
-        ({}, {"model__definition": dataclasses.asdict(preset("nam56r_tiny")) | {"name": "x"}, "recompute": "none"}, SAME),
+        ({}, {"model__definition": preset("nam56r_tiny").record() | {"name": "x"}, "recompute": "none"}, SAME),
         (EXPERTS, {**EXPERTS, "routing__max_over_mean": 1.6, "commit": "2" * 40}, f"{SAME}, of another commit"),
     ],
 )  # fmt: skip
@@ -155,7 +154,7 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
             ["same balance? balance: A has max_over_mean 1.5, B has max_over_mean 1.8"],
         ),
         (
-            {}, {"model__definition": dataclasses.asdict(preset("nam56r_tiny")) | {"hidden_size": 256}},
+            {}, {"model__definition": preset("nam56r_tiny").record() | {"hidden_size": 256}},
             ["same pattern? pattern: A has definition hidden_size 128, B has definition hidden_size 256"],
         ),
         # one of them alone carries no claim

@@ -5,11 +5,13 @@ Shape legend: S queries, T keys, B batch, H heads, K query-key width, V value wi
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import fused_backend, sdpa_attention
 from megacpp_mcore.ops.testing import assert_parity
@@ -62,6 +64,54 @@ def test_causal_matches_loop(S, query_chunk):
             continue
         # The first query sees one key, likewise; the last rows of a sequence are never degenerate.
         assert_parity(have[1:] if name == "q" else have, want[1:] if name == "q" else want, rms=1e-11, name=f"d{name}")
+
+
+@pytest.mark.parametrize("window", [0, 3, 40])
+@pytest.mark.parametrize("query_chunk", [None, 1, 4])
+@pytest.mark.parametrize("lengths", [None, (9, 14)])
+def test_a_window_matches_loop(window, query_chunk, lengths):
+    S = 23
+    inputs, place = draw(S, S), torch.arange(S)
+    visible, seq_idx = causal(2, S) & (place >= place[:, None] - window), None
+    if lengths is not None:
+        seq_idx = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths)).int().expand(2, S)
+        visible = visible & (seq_idx[:, :, None] == seq_idx[:, None])
+    actual = mla_attention(*inputs, softmax_scale=SCALE, window=window, seq_idx=seq_idx, query_chunk=query_chunk)
+    expected = loop_truth(*inputs, visible)
+    assert_parity(actual, expected, rms=1e-12, name="o")
+    for have, want in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_window_holds_no_more_than_its_keys():
+    """Of a long row: no block of scores is as wide as the row."""
+    inputs = draw(4096, 4096, B=1, H=1, dtype=torch.float32)
+    widest = 0
+    softmax = torch.Tensor.softmax
+
+    def seen(score, *args, **kwargs):
+        nonlocal widest
+        widest = max(widest, score.shape[-1])
+        return softmax(score, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "softmax", seen):
+        mla_attention(*inputs, softmax_scale=SCALE, window=63).sum().backward()
+    assert widest <= 128
+
+
+@pytest.mark.parametrize("op", [mla_attention, sdpa_attention])
+def test_a_window_is_of_causal_attention(op):
+    with raises(ModelError, "window is 3", "causal=False"):
+        op(*draw(5, 5), softmax_scale=SCALE, causal=False, window=3)
+    with raises(ModelError, "window is -1"):
+        op(*draw(5, 5), softmax_scale=SCALE, window=-1)
+
+
+def test_kernels_without_a_window_are_no_choice():
+    inputs = draw(5, 5)
+    assert fused_backend(*inputs, window=3, backends=(SDPBackend.CUDNN_ATTENTION,)) is None
+    with raises(BackendError, "MATH has no window"):
+        sdpa_attention(*inputs, softmax_scale=SCALE, window=3, backend=SDPBackend.MATH)
 
 
 # fp32: the worst of thousands of rows averages values that cancel; attention written in one line has 2.4e-6 there.

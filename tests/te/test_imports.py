@@ -165,9 +165,9 @@ def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch)
 
         te_imports.configure(te_imports.Features(mtp=True), "a file")
         with raises(BackendError, "TELayerNormColumnParallelLinear", "transformer_engine"):
-            mtp_block(parts._local_parts(), Dispatcher())
+            mtp_block(parts._local_parts(), Dispatcher(), None)
         monkeypatch.setattr(te_imports, "entry", lambda name: type(name, (), {}))
-        (layer,) = mtp_block(parts._local_parts(), Dispatcher()).layer_specs
+        (layer,) = mtp_block(parts._local_parts(), Dispatcher(), None).layer_specs
         inner = layer.submodules.mtp_model_layer.submodules
         assert inner.pre_mlp_layernorm is IdentityOp
         assert inner.sharded_state_dict_keys_map == FUSED_NORM

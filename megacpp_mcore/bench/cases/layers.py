@@ -221,7 +221,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
         spec = nam56r.layer_spec(plan.model, plan.config, plan.number, parts, dispatcher, cache)
         attention = spec.submodules
     else:
-        (spec,) = mtp_specs(parts, dispatcher).layer_specs
+        (spec,) = mtp_specs(parts, dispatcher, plan.model.window(plan.model.mtp.attention)).layer_specs
         attention = spec.submodules.mtp_model_layer.submodules
     if stock_core:
         attention.self_attention.submodules.core_attention = parts.backend.core_attention()

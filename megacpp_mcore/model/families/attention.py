@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.families.base import (
@@ -25,13 +26,16 @@ from megacpp_mcore.model.families.base import (
     switch,
 )
 
-FULL_ATTENTION, FULL_INDEX, SHARED_INDEX = "-", "F", "S"
+FULL_ATTENTION, WINDOWED, FULL_INDEX, SHARED_INDEX = "-", "W", "F", "S"
 ROLES = {
     FULL_ATTENTION: "full MLA, no sparse attention",
+    WINDOWED: "full MLA over a sliding window",
     FULL_INDEX: "sparse attention that runs the indexer and publishes its indices",
     SHARED_INDEX: "sparse attention over the indices of the nearest Full layer below",
 }
 """The role of an A layer: one character per layer in a DSA schedule."""
+SPARSE = (FULL_INDEX, SHARED_INDEX)
+"""The roles of sparse layers; those of the others are computed without latents' absorption, and have the same parameters."""
 
 FULL_MLA, SPARSE_MLA = "+", "D"
 MTP_BLOCK = "+-"
@@ -39,17 +43,59 @@ MTP_BLOCK = "+-"
 
 
 @dataclass(frozen=True, kw_only=True)
+class YaRN:
+    """Rotary embedding beyond the length of earlier training (YaRN, arXiv 2309.00071), as Megatron's MLA names and computes it.
+
+    Attributes:
+        rotary_scaling_factor: by which low frequencies are slower; 1: plain rotary embedding.
+        original_max_position_embeddings: the length of earlier training.
+        beta_fast, beta_slow: rotations in that length from which on a frequency stays, and below which it is scaled in full.
+        mscale, mscale_all_dim: their ratio scales cosines and sines, the second also the softmax (1 and 1: DeepSeek-V3).
+    """
+
+    rotary_scaling_factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "original_max_position_embeddings", "beta_slow", "mscale")
+        not_negative(self, "mscale_all_dim")
+        if not 1 <= self.rotary_scaling_factor < math.inf:
+            raise ModelError(
+                f"YaRN.rotary_scaling_factor is {self.rotary_scaling_factor}; expected 1 (plain rotary embedding) or more: "
+                "the new length over original_max_position_embeddings"
+            )
+        if not self.beta_slow < self.beta_fast < math.inf:
+            raise ModelError(
+                f"YaRN.beta_fast is {self.beta_fast}; expected more than beta_slow ({self.beta_slow}), and finite"
+            )
+
+    def __bool__(self) -> bool:
+        return self.rotary_scaling_factor != 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLA:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), plain rotary embedding, both latents normed."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), both latents normed.
+
+    Attributes:
+        window_size: keys before its own that a query of a ``W`` layer sees: Megatron's ``--window-size N,0``.
+        yarn: scaling of the rotary embedding.
+    """
 
     q_lora_rank: int = 64
     kv_lora_rank: int = 64
     qk_head_dim: int = 64
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 64
+    window_size: int = 4095
+    yarn: YaRN = field(default_factory=YaRN)
 
     def __post_init__(self) -> None:
-        positive(self, *(f.name for f in dataclasses.fields(self)))
+        positive(self, *(f.name for f in dataclasses.fields(self) if f.name != "yarn"))
         divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2, fixed=True)
 
 
@@ -62,7 +108,8 @@ class DSA:
     """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
 
     Attributes:
-        schedule: one character per A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` reuses its indices.
+        schedule: one character per A layer, tiled: ``-`` full MLA, ``W`` that in a window, ``F`` runs the indexer, ``S``
+            reuses its indices.
         topk: number of keys that a query attends to.
         loss_coeff: weight of the indexer's KL loss.
         distill: the attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
@@ -156,8 +203,9 @@ def _parameters(shape: Shape, role: str | None, mla: MLA, dsa: DSA) -> Count:
 def _work(shape: Shape, role: str | None, rows: Batch, mla: MLA, dsa: DSA) -> dict[str, Work]:
     hidden, heads = shape.hidden_size, shape.heads
     projections = {"attention_projections": mla_projections(rows.tokens, hidden, heads, mla)}
-    if role == FULL_ATTENTION:
-        return projections | {"attention_core": full_core(rows.causal_pairs, heads, mla)}
+    if role not in SPARSE:
+        pairs = rows.windowed_pairs if role == WINDOWED else rows.causal_pairs
+        return projections | {"attention_core": full_core(pairs, heads, mla)}
     found = projections | {"attention_core": sparse_core(rows.selected_pairs, heads, mla)}
     if role == FULL_INDEX:
         trained = rows.selected_pairs if dsa.loss_coeff else None
@@ -174,11 +222,47 @@ def _check(shape: Shape, mla: MLA, dsa: DSA) -> None:
         )
 
 
+def _positions(yarn: YaRN) -> list[Argument]:
+    """Return the arguments of the rotary embedding; of what else YaRN has, there is no flag, and a spec sets it."""
+    if yarn:
+        return [
+            option("--rope-type", "yarn"),
+            option("--rotary-scaling-factor", float(yarn.rotary_scaling_factor)),
+            option("--mscale", float(yarn.mscale)),
+            option("--mscale-all-dim", float(yarn.mscale_all_dim)),
+        ]
+    return [
+        option("--rope-type", "rope"),
+        absent("--rotary-scaling-factor", "rotary_scaling_factor", 1.0),
+        absent("--mscale", "mscale", 1.0),
+        absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
+    ]
+
+
+def _has_window(shape: Shape) -> bool:
+    return WINDOWED in (*shape.roles, shape.mtp_role)
+
+
+def _windows(shape: Shape, mla: MLA) -> list[Argument]:
+    if not _has_window(shape):
+        return [
+            absent("--window-size", "window_size", None),
+            absent("--window-attn-skip-freq", "window_attn_skip_freq", None),
+        ]
+    windowed = [int(role == WINDOWED) for role in shape.roles]
+    words = ("--window-attn-skip-freq", "[" + ",".join(map(str, windowed)) + "]")
+    size = f"{mla.window_size},0"
+    return [
+        Argument(("--window-size", size), "window_size", [mla.window_size, 0], f"--window-size {size}"),
+        Argument(words, "window_attn_skip_freq", windowed, " ".join(words)),
+    ]
+
+
 def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
     arguments = [
         switch("--multi-latent-attention", "multi_latent_attention", True),
         switch("--qk-layernorm", "qk_layernorm", True),
-        option("--rope-type", "rope"),
+        *_positions(mla.yarn),
         option("--q-lora-rank", mla.q_lora_rank),
         option("--kv-lora-rank", mla.kv_lora_rank),
         option("--qk-head-dim", mla.qk_head_dim),
@@ -186,11 +270,10 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
         option("--v-head-dim", mla.v_head_dim),
         absent("--rotary-percent", "rotary_percent", 1.0),
         absent("--rotary-interleaved", "rotary_interleaved", False),
-        absent("--window-size", "window_size", None),
+        *_windows(shape, mla),
         absent("--softmax-type", "softmax_type", "vanilla"),
         absent("--attention-output-gate", "attention_output_gate", False),
         absent("--group-query-attention", "num_query_groups", shape.heads),
-        absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
         absent("--no-rope-freq", "no_rope_freq", None),
         absent("--qk-l2-norm", "qk_l2_norm", False),
         absent("--kv-channels", "kv_channels", shape.hidden_size // shape.heads),
@@ -198,7 +281,7 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
         absent("--log-max-attention-logit", "log_max_attention_logit", False),
         absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),
     ]
-    if set(shape.roles) & {FULL_INDEX, SHARED_INDEX}:
+    if set(shape.roles) & set(SPARSE):
         arguments += [
             option("--dsa-indexer-n-heads", dsa.indexer_heads),
             option("--dsa-indexer-head-dim", dsa.indexer_head_dim),
@@ -220,7 +303,7 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
 
 def _scoped(shape: Shape, role: str | None, tokens: int, mla: MLA, _: DSA) -> tuple[str, Work]:
     absorbed = mla.kv_lora_rank * shape.heads * (mla.qk_head_dim + mla.v_head_dim)
-    return "attention_projections", Work() if role == FULL_ATTENTION else product(tokens * absorbed)
+    return "attention_projections", Work() if role not in SPARSE else product(tokens * absorbed)
 
 
 def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:
@@ -228,6 +311,8 @@ def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:
         "MLA heads": f"{shape.heads}",
         "MLA latents, q and kv": f"{mla.q_lora_rank}, {mla.kv_lora_rank}",
         "MLA head widths, qk + rotary, v": f"{mla.qk_head_dim} + {mla.qk_pos_emb_head_dim}, {mla.v_head_dim}",
+        "MLA window, `W`": f"{mla.window_size + 1}" if _has_window(shape) else "none",
+        "YaRN factor": f"{mla.yarn.rotary_scaling_factor:g}" if mla.yarn else "none",
         "DSA top-k": f"{dsa.topk}",
         "DSA indexer": f"{dsa.indexer_heads} × {dsa.indexer_head_dim}",
     }

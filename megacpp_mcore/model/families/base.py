@@ -96,12 +96,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Batch:
-    """``rows`` rows of ``length`` tokens, over which scans run, and the pairs of their documents: causal, and kept by top-k."""
+    """``rows`` rows of ``length`` tokens, over which scans run; of their documents pairs: causal, in top-k, in a window."""
 
     rows: int
     length: int
     causal_pairs: int
     selected_pairs: int
+    windowed_pairs: int
 
     @property
     def tokens(self) -> int:
@@ -170,13 +171,14 @@ def absent(flag: str, field: str, expected: Any) -> Argument:
 
 @dataclass(frozen=True)
 class Shape:
-    """What families of one model share: its name, hidden size, attention heads, letters, and attention roles."""
+    """What families of one model share: its name, hidden size, heads, letters, and attention roles, of MTP's block, too."""
 
     name: str
     hidden_size: int
     heads: int
     layers: str
     roles: tuple[str | None, ...]
+    mtp_role: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ Conventions (all counts are exact integers):
 - Backward is twice forward: a contraction has a gradient for each of its two operands. The indexer is the exception, see
   :func:`indexer`. No recompute is counted: these are *model FLOPs*. Adding the run's activation recompute gives *hardware
   FLOPs* (:mod:`megacpp_mcore.model.flops.recompute`). What a kernel recomputes in its own backward pass is in neither.
-- Attention counts the unmasked pairs: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k. The indexer has to
-  score all causal pairs. Separate documents count only their own pairs (``pairs`` of :func:`step`). Full attention has
-  MLA's own widths (qk + rope, and v), sparse attention the absorbed ones (kv latent + rope, and kv latent), because that is
-  what each of them computes; their projections cost the same.
+- Attention counts the unmasked pairs: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k, or for a window of k
+  keys. The indexer has to score all causal pairs. Separate documents count only their own pairs (``pairs`` of
+  :func:`step`). Full attention has MLA's own widths (qk + rope, and v), sparse attention the absorbed ones (kv latent + rope,
+  and kv latent), because that is what each of them computes; their projections cost the same.
 - The Mamba-3 scan is counted as ``ops/mamba3/reference.py`` computes it chunk by chunk: every row of a chunk with
   every row (no causal half), the last chunk padded; chunks may span the documents of a row. M²RNN is counted per
   token: ``h W`` and ``qᵀ h``.
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Self
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.families import ATTENTION, FAMILIES, mixers_first
-from megacpp_mcore.model.families.attention import FULL_ATTENTION, indexer
+from megacpp_mcore.model.families.attention import indexer
 from megacpp_mcore.model.families.base import Batch, Work, causal_pairs, feed_forward, product, selected_pairs
 
 
@@ -124,7 +124,7 @@ def step(
     *,
     seq_length: int | None = None,
     vocab_size: int | None = None,
-    pairs: tuple[int, int] | None = None,
+    pairs: tuple[int, int, int] | None = None,
 ) -> Step:
     """Count the work of one pass of ``model`` over ``batch`` rows.
 
@@ -133,7 +133,8 @@ def step(
         batch: rows of the batch.
         seq_length: tokens of a row; None uses the model's.
         vocab_size: the actual padded vocabulary of the head; None uses the model's, padded for one process.
-        pairs: the causal pairs of all separate documents, and those that top-k keeps; None: each row is one document.
+        pairs: the causal pairs of all separate documents, those that top-k keeps, and those in a window; None: each row is one
+            document.
 
     Raises:
         ModelError: a size below 1.
@@ -144,7 +145,8 @@ def step(
         if value < 1:
             raise ModelError(f"{name} is {value}; expected at least 1, there is nothing to count otherwise")
     if pairs is None:
-        pairs = batch * causal_pairs(sequence), batch * selected_pairs(sequence, model.dsa.topk)
+        topk, window = (batch * selected_pairs(sequence, keys) for keys in (model.dsa.topk, model.mla.window_size + 1))
+        pairs = batch * causal_pairs(sequence), topk, window
     rows = Batch(batch, sequence, *pairs)
     head = Families(head=product(rows.tokens * model.hidden_size * vocabulary))
     kinds = {kind: _layer(model, *kind, rows) for kind in set(zip(model.layers, model.roles, strict=True))}
@@ -160,10 +162,10 @@ def _layer(model: Model, letter: str, role: str | None, rows: Batch) -> Families
 
 
 def _mtp_block(model: Model, rows: Batch) -> Families:
-    """One depth without its head: ``Linear(2D -> D)``, full MLA, dense feed-forward."""
+    """One depth without its head: ``Linear(2D -> D)``, MLA, dense feed-forward."""
     hidden = model.hidden_size
     dense = Families(
         mtp_projection=product(rows.tokens * 2 * hidden * hidden),
         dense_ffn=feed_forward(rows.tokens, hidden, model.ffn_hidden_size),
     )
-    return dense + _layer(model, ATTENTION.letter, FULL_ATTENTION, rows)
+    return dense + _layer(model, ATTENTION.letter, model.mtp.attention, rows)

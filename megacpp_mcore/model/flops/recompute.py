@@ -17,7 +17,6 @@ from typing import Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import FAMILIES, attention
 from megacpp_mcore.model.families.base import Work
 from megacpp_mcore.model.flops import count as flops
@@ -117,7 +116,7 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
             _repeated_work(model, part, counted.tokens, role, how)
             for part, role in zip(counted.layers, model.roles, strict=True)
         )
-        mtp = tuple(_repeated_work(model, part, counted.tokens, grammar.FULL_ATTENTION, how) for part in counted.mtp)
+        mtp = tuple(_repeated_work(model, part, counted.tokens, model.mtp.attention, how) for part in counted.mtp)
         return Step(counted.tokens, layers, Families(), mtp)
     repeated = set(range(1, model.depth + 1))
     if how.method == "block":
@@ -155,11 +154,11 @@ def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, 
     found = [forward(family.recomputed) for family in FAMILIES.values() if family.recompute in how.own.on]
     if "core_attn" in how.modules:  # our core attention contains the indexer and the value up-projection
         found.append(forward(("attention_core", "indexer")))
-        if role in (grammar.FULL_INDEX, grammar.SHARED_INDEX):
+        if role in attention.SPARSE:
             up = attention.mla_value_up_projection(tokens, model.heads, model.mla)
             found.append(Families(attention_projections=Work(up.forward)))
     if "mla_up_proj" in how.modules and role is not None:
-        absorbed = role != grammar.FULL_ATTENTION
+        absorbed = role in attention.SPARSE
         up = attention.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
         found.append(Families(attention_projections=Work(up.forward)))
     if "mlp" in how.modules:

@@ -178,7 +178,7 @@ def _model(facts: Facts, args: Any, config: Any) -> Model:
     model: Model = getattr(config, RUN).model
     facts.put("family", model.name.partition("_")[0].upper())
     facts.put("pattern", model.pattern)
-    facts.put_all("model", {"name": model.name, "layers": model.layers, "definition": dataclasses.asdict(model)})
+    facts.put_all("model", {"name": model.name, "layers": model.layers, "definition": model.record()})
     facts.put("model.parameters", sum(model.parameters().values()))
     return model
 
@@ -289,7 +289,7 @@ def _routing(facts: Facts, config: Any) -> None:
 
 def _flops(
     facts: Facts,
-    pairs: tuple[int, int] | None = None,
+    pairs: tuple[int, int, int] | None = None,
     *,
     model: Model,
     args: Any,

@@ -72,9 +72,9 @@ class ReceiptWriter(Listener):
         """What is known of the run by field, and why other fields are not known."""
         self._samples, self._steps = Samples(), 0
         self._chunks: Sequence[Any] = ()
-        self._count: Callable[[Facts, tuple[int, int]], None] = lambda found, pairs: None
-        self._pairs = [0, 0, 0]
-        """Attention pairs of packed documents (causal, and kept by top-k), and the steps that had them."""
+        self._count: Callable[[Facts, tuple[int, ...]], None] = lambda found, pairs: None
+        self._pairs = [0, 0, 0, 0]
+        """Attention pairs of packed documents (causal, kept by top-k, in a window), and the steps that had them."""
         self._failed: list[str] = []
         # Entries in this host's caches before anything of this run, its warm-up included, compiles.
         self._folders = of_run.cache_folders() if os.environ.get("LOCAL_RANK", "0") == "0" else {}
@@ -139,9 +139,9 @@ class ReceiptWriter(Listener):
             "indexer.overlap": dict(self._indices.by_pair),
             **self._samples.record(),
         }
-        causal, selected, steps = self._pairs
+        *pairs, steps = self._pairs
         if steps:
-            self.facts.attempt("flops", lambda found: self._count(found, (causal // steps, selected // steps)))
+            self.facts.attempt("flops", lambda found: self._count(found, tuple(number // steps for number in pairs)))
             known["flops"] = self.facts.values.get("flops")
         if self._chunks:
             try:

@@ -16,6 +16,7 @@ from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
     check_mask,
     check_square,
+    check_window,
     masked_softmax,
     query_chunks,
     visible_keys,
@@ -31,12 +32,18 @@ def _attend(
     attention_mask: torch.Tensor | None,
     seq_idx_BS: torch.Tensor | None,
     causal: bool,
+    window: int | None,
 ) -> torch.Tensor:
     """Attend with the queries at ``rows``; k and v already have the compute dtype."""
     num_keys = k_TBHK.shape[0]
     visible = visible_keys(rows, num_keys, attention_mask=attention_mask, causal=causal, device=q_SBHK.device)
     if seq_idx_BS is not None:
         visible = visible & (seq_idx_BS[:, rows.start : rows.stop, None] == seq_idx_BS[:, None, :num_keys])
+    if window is not None:
+        first = max(0, rows.start - window)
+        place = torch.arange(first, num_keys, device=q_SBHK.device)
+        seen = place >= torch.arange(rows.start, rows.stop, device=q_SBHK.device)[:, None] - window
+        visible, k_TBHK, v_TBHV = visible[..., first:] & seen, k_TBHK[first:], v_TBHV[first:]
     score_BHST = torch.einsum("sbhk,tbhk->bhst", q_SBHK.to(k_TBHK.dtype), k_TBHK) * softmax_scale
     p_BHST = masked_softmax(score_BHST, visible[:, None])
     return torch.einsum("bhst,tbhv->sbhv", p_BHST, v_TBHV).to(q_SBHK.dtype)
@@ -63,6 +70,7 @@ def mla_attention(
     seq_idx: torch.Tensor | None = None,
     max_documents: int | None = None,
     causal: bool = True,
+    window: int | None = None,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention with separate query-key and value widths: ``o = softmax(scale · q kᵀ) v`` per head.
@@ -83,6 +91,7 @@ def mla_attention(
         max_documents: upper bound on the documents in ``seq_idx``; ignored here.
         causal: whether query i sees keys 0..i only (needs S == T). A causal query always sees itself, unless
             ``attention_mask`` hides it. The output of a query that sees no key at all is 0, with zero gradients.
+        window: how many keys before its own a query sees, where causal; None: all.
         query_chunk: queries in a chunk, or None to choose (see ``query_chunks``).
 
     Returns:
@@ -94,6 +103,7 @@ def mla_attention(
     check_shapes(q_SBHK, k_TBHK, v_TBHV)
     (num_queries, batch, heads, _), num_keys = q_SBHK.shape, k_TBHK.shape[0]
     check_mask(attention_mask, batch=batch, num_queries=num_queries, num_keys=num_keys)
+    check_window(window, causal)
     if causal or seq_idx is not None:
         check_square(num_queries, num_keys)
     if seq_idx is not None:
@@ -101,10 +111,14 @@ def mla_attention(
     # One cast before the loop: autograd sums the chunks' gradients of k and v in this dtype, not in bfloat16.
     dtype = compute_dtype(q_SBHK, k_TBHK, v_TBHV)
     k_TBHK, v_TBHV = k_TBHK.to(dtype), v_TBHV.to(dtype)
+    if window is not None and query_chunk is None:
+        query_chunk = min(window + 1, SCORE_BLOCK_ELEMENTS // (batch * heads * 2 * (window + 1)) or 1)
     chunks = query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, query_chunk)
     outputs = []
     for rows, q_chunk_SBHK in zip(chunks, q_SBHK.split(len(chunks[0])), strict=True):
         end = rows.stop if causal else num_keys
-        arguments = (q_chunk_SBHK, k_TBHK[:end], v_TBHV[:end], rows, softmax_scale, attention_mask, seq_idx, causal)
-        outputs.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False))
+        tensors, masks = (q_chunk_SBHK, k_TBHK[:end], v_TBHV[:end]), (attention_mask, seq_idx, causal, window)
+        outputs.append(
+            checkpoint(_attend, *tensors, rows, softmax_scale, *masks, use_reentrant=False, preserve_rng_state=False)
+        )
     return torch.cat(outputs)

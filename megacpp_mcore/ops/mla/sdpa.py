@@ -29,7 +29,7 @@ from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.checks import one_dtype
 from megacpp_mcore.ops.mla.reference import check_shapes
 from megacpp_mcore.ops.packed.documents import additive_mask, check_seq_idx, cu_seqlens_of, default_max_documents
-from megacpp_mcore.ops.visibility import check_mask, check_square
+from megacpp_mcore.ops.visibility import check_mask, check_square, check_window
 
 FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 """Kernels without a [B, H, S, T] tensor, fastest first. Flash supports documents, or K == V, but no mask; cuDNN neither."""
@@ -52,13 +52,14 @@ def fused_backend(
     attention_mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     causal: bool = True,
+    window: int | None = None,
     backends: tuple[SDPBackend, ...] = FUSED,
     deterministic: bool = False,
 ) -> SDPBackend | None:
     """Return the first of ``backends`` that can run forward and backward on these tensors, or None.
 
     Args:
-        q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal: as for :func:`sdpa_attention`.
+        q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal, window: as for :func:`sdpa_attention`.
         backends: candidates, in order; ``SDPBackend.MATH`` (plain PyTorch, any device) always can.
         deterministic: leave out the fused kernels, whose gradients can differ from run to run; implied by
             ``torch.use_deterministic_algorithms``.
@@ -66,15 +67,18 @@ def fused_backend(
     Raises:
         ModelError: shapes, dtypes or mask are not as described there.
     """
-    check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
+    check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal, window)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     for backend in backends:
         if backend == SDPBackend.MATH:
             return backend
         if q_SBHK.device.type != "cuda" or deterministic:
             continue
-        apart = seq_idx is not None and backend == SDPBackend.FLASH_ATTENTION and _flash_takes(k_TBHK, v_TBHV)
-        is_masked = attention_mask is not None or (seq_idx is not None and not apart)
+        bounded = seq_idx is not None or window is not None
+        apart = bounded and backend == SDPBackend.FLASH_ATTENTION and _flash_takes(k_TBHK, v_TBHV)
+        is_masked = attention_mask is not None or (bounded and not apart)
+        if window is not None and not (apart and attention_mask is None):
+            continue
         if is_masked and backend != SDPBackend.EFFICIENT_ATTENTION:
             continue
         q_BHSK, k_BHTK, v_BHTV = map(_heads_first, (q_SBHK, k_TBHK, k_TBHK if apart else v_TBHV))
@@ -95,6 +99,7 @@ def sdpa_attention(
     seq_idx: torch.Tensor | None = None,
     max_documents: int | None = None,
     causal: bool = True,
+    window: int | None = None,
     backend: SDPBackend | None = None,
 ) -> torch.Tensor:
     """Softmax attention with separate query-key and value widths, by one fused kernel a pass.
@@ -114,6 +119,7 @@ def sdpa_attention(
         max_documents: upper bound on the documents in all rows of ``seq_idx``, for which flash reserves room: more stop the
             process by a device-side assertion. None: :func:`default_max_documents` of B · S rows.
         causal: whether query i sees keys 0..i only (needs S == T).
+        window: how many keys before its own a query sees, where causal; None: all, of which only flash has a kernel.
         backend: the kernel, or None for what :func:`fused_backend` finds, which receipts name as the backend of ``sdpa``.
 
     Returns:
@@ -123,19 +129,23 @@ def sdpa_attention(
         ModelError: shapes, dtypes, mask or documents are not as described.
         BackendError: no fused kernel can run on these tensors.
     """
-    check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
+    check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal, window)
     if backend is None:
-        backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, seq_idx=seq_idx, causal=causal)
+        how: dict[str, Any] = {"seq_idx": seq_idx, "causal": causal, "window": window}
+        backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, **how)
         if backend is None:
             masked = " with documents" if seq_idx is not None else " with a mask" if attention_mask is not None else ""
+            masked += " in a window" if window is not None else ""
             raise BackendError(
                 f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
                 f"{q_SBHK.device}{masked}; "
                 "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere"
             )
         _note(backend, q_SBHK, v_TBHV)
-    if seq_idx is not None and backend == SDPBackend.FLASH_ATTENTION:
-        return _packed(q_SBHK, k_TBHK, v_TBHV, softmax_scale, seq_idx, max_documents)
+    if window is not None and backend != SDPBackend.FLASH_ATTENTION:
+        raise BackendError(f"PyTorch's {backend.name} has no window; leave backend out, or name FLASH_ATTENTION")
+    if (seq_idx is not None or window is not None) and backend == SDPBackend.FLASH_ATTENTION:
+        return _packed(q_SBHK, k_TBHK, v_TBHV, softmax_scale, seq_idx, max_documents, window)
     visible = None if seq_idx is None else additive_mask(seq_idx, q_SBHK.dtype)
     if attention_mask is not None:
         visible = ~attention_mask
@@ -163,16 +173,20 @@ def _packed(
     k_SBHK: torch.Tensor,
     v_SBHV: torch.Tensor,
     softmax_scale: float,
-    seq_idx_BS: torch.Tensor,
+    seq_idx_BS: torch.Tensor | None,
     max_documents: int | None,
+    window: int | None,
 ) -> torch.Tensor:
     """Causal attention inside documents by flash, with the rows of the batch concatenated."""
-    B, S = seq_idx_BS.shape
+    S, B = q_SBHK.shape[:2]
     V, missing = v_SBHV.shape[-1], k_SBHK.shape[-1] - v_SBHV.shape[-1]
-    cu_seqlens = cu_seqlens_of(seq_idx_BS, max_documents or default_max_documents(B * S))
+    if seq_idx_BS is None:
+        cu_seqlens = torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=q_SBHK.device)
+    else:
+        cu_seqlens = cu_seqlens_of(seq_idx_BS, max_documents or default_max_documents(B * S))
     tensors = (q_SBHK, k_SBHK, torch.nn.functional.pad(v_SBHV, (0, missing)))
     q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in tensors)
-    how: dict[str, Any] = {"scale": softmax_scale, "window_size": (-1, 0)}
+    how: dict[str, Any] = {"scale": softmax_scale, "window_size": (-1 if window is None else min(window, S), 0)}
     o: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, **how)  # one tensor, as no log-sum-exp is requested
     o_SBHV: torch.Tensor = o[..., :V].unflatten(0, (B, S)).transpose(0, 1).contiguous()
     return o_SBHV
@@ -211,6 +225,7 @@ def check_arguments(
     mask: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     causal: bool,
+    window: int | None = None,
 ) -> None:
     """Raise ModelError unless these are arguments of :func:`sdpa_attention`."""
     check_shapes(q_SBHK, k_TBHK, v_TBHV)
@@ -219,6 +234,7 @@ def check_arguments(
     one_dtype("MLA", q=q_SBHK, k=k_TBHK, v=v_TBHV)
     (rows, batch), keys = q_SBHK.shape[:2], k_TBHK.shape[0]
     check_mask(mask, batch=batch, num_queries=rows, num_keys=keys)
+    check_window(window, causal)
     if causal:
         check_square(rows, keys)
     if seq_idx is not None:

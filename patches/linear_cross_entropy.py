@@ -7,8 +7,8 @@ the logits or owns their gradient: an inference engine, an ``output_processor``,
 logit scale of the model, an output layer that is not exactly ColumnParallelLinear (MXFP8, say), has hooks, does not reduce its
 gradient or defers it (``defer_embedding_wgrad_compute``), a weight that is not a plain tensor or belongs to Megatron-FSDP or to
 sharded rematerialisation (GTP), Transformer Engine's cross-entropy, autocast. Without labels there is no loss, and stock runs
-without a log line. An output layer that gathers its output over several ranks is refused: stock's loss would count a gathered
-logit once per rank.
+without a log line. With labels nothing is gathered over the tensor-parallel ranks (``parallel_output`` false,
+``runtime_gather_output``): stock's loss counts a gathered logit once a rank (NVIDIA/Megatron-LM#7452).
 Provenance: megatron-core 0.19.2 ``core/models/{gpt/gpt_model,hybrid/hybrid_model}.py``,
 ``core/models/common/language_module/language_module.py``, ``core/transformer/multi_token_prediction.py`` and
 ``core/tensor_parallel/layers.py``. Other upstream commits have a ``LinearCrossEntropyModule`` (kernels for Blackwell) as output
@@ -196,11 +196,14 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = bound.arguments
         if not self.post_process or arguments.get("labels") is None:
             return original(self, *args, **kwargs)
-        obstacle = _obstacle(self, arguments)
+        obstacle = _of_call(self, arguments)
+        if obstacle is None:
+            arguments["runtime_gather_output"] = False  # the loss is that of each rank's part
+            obstacle = _of_settings(self.config) or _of_layer(self.output_layer) or _of_weight(self)
         if obstacle is not None:
             _note(self, "megatron", obstacle)
             _log_once(self, obstacle)
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
         _note(self, _OP, "the patch linear-cross-entropy")
         mask = arguments.get("loss_mask")
         global_vars = sys.modules.get("megatron.training.global_vars")
@@ -224,13 +227,8 @@ def _note(model: Any, observed: str, reason: str) -> None:
     backends.note("loss", observed, reason, speed=Speed.COMPILED, requested=requested)
 
 
-def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Why this call needs real logits; ``None`` if it does not."""
-    return _of_call(model, arguments) or _of_layer(model.output_layer) or _of_weight(model)
-
-
 def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
-    from megatron.core.config_logger import has_config_logger_enabled
+    """Return who other than stock's loss gets the logits of this call, if anybody."""
     from megatron.core.inference.utils import InferenceMode
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -241,18 +239,15 @@ def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
     for method in ("compute_language_model_loss", "_scale_logits"):
         if method in vars(model) or getattr(type(model), method) is not getattr(LanguageModule, method):
             return f"the model has its own {method}"
-    gather = arguments.get("runtime_gather_output")
-    if model.tp_group.size() > 1 and (
-        getattr(model.output_layer, "gather_output", False) if gather is None else gather
-    ):
-        raise PatchError(
-            "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
-            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True",
-            code="gathered-logits",
-        )
-    if has_config_logger_enabled(model.config):
+    return None
+
+
+def _of_settings(config: Any) -> str | None:
+    from megatron.core.config_logger import has_config_logger_enabled
+
+    if has_config_logger_enabled(config):
         return "the configuration logger writes the logits"
-    if model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "te":
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         return "cross_entropy_fusion_impl asks for Transformer Engine's cross-entropy"
     return None
 
@@ -344,7 +339,8 @@ def _followed_roll(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="linear-cross-entropy",
     fixes=(
-        "main head and every MTP depth hold logits of tokens × vocabulary, in float32 too: gigabytes for a number a token"
+        "main head and every MTP depth hold logits of tokens × vocabulary, in float32 too: gigabytes for a number a token; "
+        "where they are gathered over tensor-parallel ranks, the loss counts each once a rank"
     ),
     source=(
         "megatron-core 0.19.2, megatron/core/models/{gpt/gpt_model,hybrid/hybrid_model}.py and "

@@ -22,6 +22,7 @@ TESTS = {
     "checkpoint-hosts": ["tests/e2e/test_hybrid_host.py"],
     "checkpoint-layout": ["tests/checkpoints/test_layout.py"],
     "torch-adam-resume": ["tests/patches/test_mixed_precision_optimizer.py"],
+    "tensor-parallel-sums": ["tests/distributed/test_tensor_parallel_sums.py"],
     "sp-norm-gradients": [SMALL, "tests/distributed/test_sp_norm_gradients.py"],
 } | {
     name: [SMALL] for name in ("dataset-helpers", "exit-signal", "expert-counts", "output-layer-fusion", "spec-import")

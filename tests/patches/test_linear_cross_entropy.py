@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -326,13 +327,19 @@ def main(store: str) -> None:
     with stock.one_process(Path(store), tensor_model_parallel_size=2):
         for settings, build in itertools.product(TWO_RANKS, (gpt, hybrid)):
             check_same(build(tensor_model_parallel_size=2, **settings), heads=3)
-        model = gpt(tensor_model_parallel_size=2)
-        model.output_layer.gather_output = True
-        for hook in (None, lambda *_: None):  # with hooks stock would run
-            if hook is not None:
-                model.output_layer.register_forward_hook(hook)
-            with patched(), raises(PatchError, "parallel_output", code="gathered-logits"):
-                forward(model)
+        for build in (gpt, hybrid):
+            model = build(tensor_model_parallel_size=2)
+            expected = outcome(model)
+            model.output_layer.gather_output = True
+            off = forward(model) - expected["losses"]  # stock counts each logit once a rank
+            assert torch.allclose(off, torch.full_like(off, math.log(2)), rtol=1e-5)
+            for hook in (None, lambda *_: None):  # with hooks stock runs
+                if hook is not None:
+                    model.output_layer.register_forward_hook(hook)
+                for gather in (None, True):
+                    with patched():
+                        found = outcome(model, runtime_gather_output=gather)
+                    assert differing_tensors(expected, found, TOLERANCE) == []
         torch.distributed.barrier()
 
 

@@ -1,0 +1,171 @@
+"""What several tensor-parallel ranks make of one model: stock's figure, that of our patches, and that of one rank.
+
+Of tensor-parallel-sums, and of linear-cross-entropy where logits are gathered.
+Legend: S sequence, B batch, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.patches import linear_cross_entropy, tensor_parallel_sums
+from tests import stock
+
+pytestmark = pytest.mark.slow
+
+S, B, H, V, RANKS = 3, 2, 32, 8, 2
+CASES = ("sinks", "output norm", "label smoothing", "gathered logits")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
+    """By case and arm: stock, patched, right."""
+    folder = tmp_path_factory.mktemp("sums")
+    stock.on_ranks("tests.distributed.test_tensor_parallel_sums", RANKS, str(folder))
+    figures: dict[str, dict[str, list[float]]] = json.loads((folder / "found.json").read_text())
+    return figures
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_ranks_are_as_one(found: dict[str, dict[str, list[float]]], case: str) -> None:
+    arms = found[case]
+    assert arms["patched"] == pytest.approx(arms["right"], rel=1e-5, abs=1e-6)
+    assert max(abs(one / right - 1) for one, right in zip(arms["stock"], arms["right"], strict=True)) > 0.05
+
+
+def test_the_figures_of_stock(found: dict[str, dict[str, list[float]]]) -> None:
+    """Sinks' gradients of norm 3 and 4; a loss that is larger by the logarithm of the ranks."""
+    assert (found["sinks"]["stock"], found["sinks"]["right"]) == ([3.0], [5.0])
+    loss, right = (found["gathered logits"][arm][0] for arm in ("stock", "right"))
+    assert loss - right == pytest.approx(0.6931, abs=1e-3)
+
+
+def config_of(**settings: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    off = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm")
+    fixed = {**dict.fromkeys(off, False), "num_layers": 1, "hidden_size": H, "num_attention_heads": 4}
+    fixed |= {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
+    return TransformerConfig(**{**fixed, "tensor_model_parallel_size": RANKS, **settings})
+
+
+def groups() -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def summed(part: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks."""
+    whole = part.clone()
+    torch.distributed.all_reduce(whole)
+    return whole
+
+
+def sinks() -> list[float]:
+    """The norm that stock's optimizer finds for gradients of 3 and 4, in 16 bits as models are."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    config = config_of(softmax_type="learnable", init_method=torch.nn.init.zeros_)
+    attention = build_module(
+        get_gpt_layer_local_spec().submodules.self_attention, config=config, layer_number=1, pg_collection=groups()
+    )
+    offset = attention.bfloat16().core_attention.softmax_offset
+    offset.grad = torch.tensor([0.0, 3.0 + groups().tp.rank()], dtype=torch.bfloat16)
+    optimizer = FP32Optimizer(torch.optim.SGD([offset], 1.0), OptimizerConfig(), lambda *_: None)
+    optimizer.grad_stats_parallel_group = optimizer.tp_group = groups().tp
+    return [float(optimizer.get_grad_norm())]
+
+
+def output_norm(right: list[float]) -> list[float]:
+    """The gradient of a gated delta net's output norm on this rank, as the optimizer gets it; the ranks' sum into ``right``."""
+    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads as reduce
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megacpp_mcore.layer_specs.parts import TorchNorm
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = config_of(
+        linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+        linear_num_value_heads=2, activation_func=torch.nn.functional.silu, deterministic_mode=True,
+    )  # fmt: skip
+    parts = common.GatedDeltaNetSubmodules(ColumnParallelLinear, TorchNorm, RowParallelLinear)
+    with mock.patch.object(common, "HAVE_FLA", True):  # whose place deterministic_mode takes
+        layer = GatedDeltaNet(config, parts, layer_number=1, use_qk_l2norm=False, pg_collection=groups())
+    layer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    layer = layer.bfloat16().float()  # as a model is wrapped after it is built
+    generator = torch.Generator().manual_seed(5)
+    output, _ = layer(torch.randn(S, B, H, generator=generator), None)
+    (1e4 * output * torch.randn(output.shape, generator=generator)).sum().backward()
+    weight = layer.out_norm.weight
+    right[:] = right or summed(weight.grad).tolist()
+    reduce([layer], config, groups().tp)
+    return weight.grad.tolist()
+
+
+def label_smoothing(right: list[float]) -> list[float]:
+    """The losses, and the gradients of this rank's logits; of all logits as PyTorch computes them into ``right``."""
+    from megatron.core import tensor_parallel
+
+    smoothing, rank = 0.1, groups().tp.rank()
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(S, B, V, generator=generator, requires_grad=True)
+    labels = torch.randint(0, V, (S, B), generator=generator)
+    # With PyTorch's smoothing the label has its share of it, too.
+    losses = torch.nn.functional.cross_entropy(
+        whole.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing * V / (V - 1)
+    )
+    losses.square().sum().backward()
+    right[:] = [*losses.tolist(), *whole.grad.chunk(RANKS, -1)[rank].flatten().tolist()]
+    part = whole.detach().chunk(RANKS, -1)[rank].clone().requires_grad_()
+    losses = tensor_parallel.vocab_parallel_cross_entropy(part * 1.0, labels, smoothing)
+    losses.square().sum().backward()
+    return [*losses.flatten().tolist(), *part.grad.flatten().tolist()]
+
+
+def gathered_logits(right: list[float]) -> list[float]:
+    """The mean loss of a model with ``parallel_output`` false, and the norm of its head's gradient; else into ``right``."""
+    from tests.patches.test_linear_cross_entropy import gpt, outcome
+
+    model = gpt(tensor_model_parallel_size=RANKS, mtp_num_layers=None)
+
+    def figures() -> list[float]:
+        found = outcome(model)
+        return [float(found["losses"].mean()), float(found["output_layer.weight"].norm())]
+
+    right[:] = right or figures()
+    model.output_layer.gather_output = True
+    return figures()
+
+
+def main(folder: Path) -> None:
+    """Be one rank."""
+    found: dict[str, Any] = {case: {"right": []} for case in CASES}
+    found["sinks"]["right"] = [5.0]
+    with stock.one_process(folder / "store", tensor_model_parallel_size=RANKS):
+        for arm, patches in {"stock": (), "patched": (tensor_parallel_sums.PATCH, linear_cross_entropy.PATCH)}.items():
+            with stock.patched(*patches):
+                found["sinks"][arm] = sinks()
+                found["output norm"][arm] = output_norm(found["output norm"]["right"])
+                found["label smoothing"][arm] = label_smoothing(found["label smoothing"]["right"])
+                found["gathered logits"][arm] = gathered_logits(found["gathered logits"]["right"])
+    if os.environ["RANK"] == "0":
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
     first: dict[tuple[str | int, int], Sequence[Step]] = {}
     with ThreadPoolExecutor(slots.qsize() // min(asked)) as pool:
-        done = pool.map(lambda number: _on_gpus(content, jobs[number], number, args, slots, turns), range(len(jobs)))
-        for (arm, seed), (folder, status, wanted) in zip(jobs, done, strict=True):
+        running = {
+            pool.submit(_on_gpus, content, job, number, args, slots, turns): job for number, job in enumerate(jobs)
+        }
+        for done in as_completed(running):
+            (arm, seed), (folder, status, wanted) = running[done], done.result()
             steps = read_steps(folder / "run") if (folder / "run").exists() else []
             if status or len(steps) != wanted:
                 after = f"ended with status {status} after {len(steps)} of {wanted} steps"

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from megacpp_mcore.model import Layout
-from tests import tiny_run
+from megacpp_mcore.model import Layout, preset, with_overrides
+from tests import stock, tiny_run
 from tests.bridge.processes import run
 from tests.distributed.runs import launch
 
@@ -76,7 +77,6 @@ def megatron(place: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def found(bridge_python: Path, place: Path, exported: Path) -> dict[str, Any]:
     """What from_pretrained.py finds."""
-    elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
     words = [
         str(bridge_python),
         str(HERE / "from_pretrained.py"),
@@ -84,11 +84,40 @@ def found(bridge_python: Path, place: Path, exported: Path) -> dict[str, Any]:
         str(place / "megatron.pt"),
         str(place / "hf.pt"),
     ]
+    return loaded(words, place)
+
+
+def loaded(words: list[str], place: Path) -> dict[str, Any]:
+    """What the script finds, whose last word is the file for it."""
+    elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
     done = subprocess.run(
         words, cwd=place, env=elsewhere | {"HF_HOME": str(place)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(place / "hf.pt")
+    return torch.load(words[-1])
+
+
+def test_windows_and_yarn(bridge_python: Path, place: Path, tmp_path: Path) -> None:
+    """Of a model of long rows, whose last rows are beyond the length that YaRN begins with."""
+    yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.5}
+    overrides = {"seq_length": tiny_run.SEQ_LENGTH, "mla": {"window_size": 9, "yarn": yarn}, "dsa": {"schedule": "FSW"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny_long", "overrides": overrides}))
+    model, text = with_overrides(preset("nam56r_tiny_long"), overrides), ("--data-path", str(place / "text"), "--split")
+    common = {"data": (*text, "90,10,0"), "global_batch_size": 2, "train_iters": 2}
+    words = stock.words(model, "--save", str(tmp_path / "saved"), "--save-interval", "2", **common)
+    tiny_run.start(LAUNCH, words, tmp_path).finish()
+    shutil.copyfile(place / "megatron.pt", tokens := tmp_path / "tokens.pt")
+    words = stock.words(model, "--load", str(tmp_path / "saved"), "--tokens", str(tokens), **common)
+    tiny_run.start((*LAUNCH, str(HERE / "megatron_logits.py")), words, tmp_path).finish()
+    options = ("megacpp_mcore", "checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "exported"))
+    done = run(bridge_python, *options, "--model", model.name, MEGACPP_CONFIG=str(tmp_path / "config.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = [str(one) for one in (bridge_python, HERE / "from_pretrained.py", tmp_path / "exported", tokens)]
+    found, expected = loaded([*script, str(tmp_path / "hf.pt")], tmp_path), torch.load(tokens)
+    vocabulary = found["logits"].shape[-1]
+    torch.testing.assert_close(found["logits"], expected["logits"][..., :vocabulary], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["ahead"][:, :-2], expected["ahead"][:, :-2, :vocabulary], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["cached"], found["logits"], rtol=0, atol=1e-5)
 
 
 def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:

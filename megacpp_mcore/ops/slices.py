@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 
@@ -50,6 +51,32 @@ class _Split(torch.autograd.Function):
             for gradient, (shape, _, _) in zip(gradients, ctx.parts, strict=True)
         ]
         return torch.cat(pieces, dim=-1), None
+
+
+def split_rows(parts: Sequence[torch.Tensor], rows: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return ``parts`` [S, B, …] by blocks of ``rows``; backward copies each block's gradients once, to where those of the
+    parts make up a whole as :func:`empty_gradients` lays it out."""
+    blocks = -(-len(parts[0]) // rows)
+    found = _SplitRows.apply(rows, *parts)
+    return list(zip(*(found[start : start + blocks] for start in range(0, len(found), blocks)), strict=True))
+
+
+class _SplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.rows = rows
+        ctx.save_for_backward(*parts)
+        return tuple(block for part in parts for block in part.split(rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        whole = empty_gradients(*ctx.saved_tensors)
+        blocks = [block for part in whole for block in part.split(ctx.rows)]
+        for block, gradient in zip(blocks, gradients, strict=True):
+            block.zero_() if gradient is None else block.copy_(gradient)
+        return None, *whole
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], int]

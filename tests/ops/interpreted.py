@@ -423,11 +423,13 @@ def recurrent_mixer_of_small_steps() -> None:
         assert worst_row(ours[name], truth[name], name) < 2e-3, (name, worst_row(ours[name], truth[name], name))
 
 
-def mamba3_mixer(tokens: int, **sizes: Any) -> None:
+def mamba3_mixer(tokens: int, block: int | None = None, **sizes: Any) -> None:
     """Segments, batches and groups in parts; under activation recompute."""
     mamba3.SEGMENT = 32  # so that few tokens make several segments
     mamba3.SCRATCH_BYTES = 0  # one row of the batch goes back at a time
     mamba3.HEADS = 4  # so that programs share a group of eight
+    if block is not None:
+        mamba3.Plan.block = block
     case = mamba3_case.Case(tokens, **{"B": 1, "H": 2, "G": 1, "P": 16, "N": 16, "dtype": torch.float32} | sizes)
     tensors, outcome = mamba3_case.make_tensors(case, device="cpu"), mamba3_case.with_gradients
     double = {key: tensor.double() for key, tensor in tensors.items()}
@@ -584,6 +586,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "embedding": embeddings,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding
     "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True),
+    "mamba3, in blocks": partial(mamba3_mixer, 75, block=32, B=2, documents=(9, 23, 43), states=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),
     "mamba3, SISO, documents": partial(mamba3_mixer, 130, R=1, mimo=False, documents=(50, 80), states=True),
     "mla_projection": partial(mla_projection, FP32, 3e-6),

@@ -316,6 +316,28 @@ def test_sizes_that_the_kernels_do_not_take_are_named_with_the_nearest(sizes: di
         run(op, case, make_tensors(case, device="cpu"))
 
 
+def test_more_rows_than_a_descriptor_numbers_are_refused() -> None:
+    """Of a batch that takes no memory; one row may be as long as it likes, as it goes in blocks."""
+    module = pytest.importorskip("megacpp_mcore.ops.mamba3.triton")
+    case = Case(5, B=1, H=2, G=1, P=16, N=16, R=2)
+    tensors = make_tensors(case, device="cpu")
+    tensors["u"] = tensors["u"].expand(5, 5_000_000, -1)
+    with pytest.raises(
+        ModelError, match="5000000 rows of 5 tokens .* 2 heads and rank 2, .* 32 bits; the nearest .* 4194303"
+    ):
+        run(module.mamba3, replace(case, B=5_000_000), tensors)
+    long = module.Plan(10_000_000, 1, 112, 64, 8, 4, 64, 16, True, True, False, False, 1e-4, 1e-5)
+    assert long.block == 9344
+    assert (
+        module.Plan(32_768, *[getattr(long, name) for name in "BHPGRNA"], *[True] * 2, False, False, 1e-4, 1e-5).block
+        == 8192
+    )
+    assert (
+        module.Plan(8192, *[getattr(long, name) for name in "BHPGRNA"], *[True] * 2, False, False, 1e-4, 1e-5).block
+        == 8192
+    )
+
+
 @pytest.mark.parametrize(("pairing", "message"), [("pairs", "pairing .pairs."), ("half", "The state is 5.*half")])
 def test_bad_pairing_is_named(pairing: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.slices import empty_gradients, split
+from megacpp_mcore.ops.slices import empty_gradients, split, split_rows
 
 SIZES = (4, 6, 2)
 
@@ -69,3 +69,21 @@ def test_parts_that_are_not_the_whole_are_contiguous() -> None:
         for tensor, made in zip(tensors, empty_gradients(*tensors), strict=True):
             assert made.shape == tensor.shape
             assert made.is_contiguous()
+
+
+def test_blocks_of_rows_lead_back_to_one_whole() -> None:
+    """Where not all blocks are used, too."""
+    leaf, storages = torch.randn(7, 2, 12, requires_grad=True), []
+    a, b, c = split(leaf, SIZES)
+    blocks = split_rows((a, b.unflatten(-1, (2, 3)), c), 3)
+    assert [[tuple(part.shape[:2]) for part in block] for block in blocks] == [[(rows, 2)] * 3 for rows in (3, 3, 1)]
+    a.register_hook(lambda gradient: storages.append(gradient.untyped_storage().data_ptr()))
+    factors = torch.randn(7, 2, 12)
+    used = [*blocks[0], blocks[2][1], blocks[1][0]]
+    slices = [factors[:3, :, :4], factors[:3, :, 4:10].unflatten(-1, (2, 3)), factors[:3, :, 10:]]
+    slices += [factors[6:, :, 4:10].unflatten(-1, (2, 3)), factors[3:6, :, :4]]
+    (gradient,) = torch.autograd.grad(sum((one * by).sum() for one, by in zip(used, slices, strict=True)), leaf)
+    expected = factors.clone()
+    expected[3:6, :, 4:] = expected[6:, :, :4] = expected[6:, :, 10:] = 0
+    assert torch.equal(gradient, expected)
+    assert storages == [gradient.untyped_storage().data_ptr()]

@@ -6,14 +6,15 @@ The sequence is cut into segments. A first pass rotates B and C and computes eve
 second one carries the state from segment to segment, and a third computes all segments in parallel from the states before
 them. Backward does the same in reverse for the gradient of the state. Saved for it: the inputs, the states and, at rank 1, the
 tables and the gate's input; the rest is recomputed, per head, in the dtype of ``x``. :func:`mamba3_keep_scan` also saves those
-two at other ranks, :func:`mamba3_keep_all` keys and queries as well. No sum depends on the order in which programs run: the
+two at other ranks, :func:`mamba3_keep_all` keys and queries as well. Long rows (:data:`BLOCK_BYTES`) go through all of
+this in blocks of time, whose borders add roundings of float32. No sum depends on the order in which programs run: the
 same inputs give the same bits, whatever is saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 from typing import Any, Literal, NamedTuple
@@ -35,7 +36,7 @@ from megacpp_mcore.ops.mamba3.reference import (
     mamba3_rotate,
 )
 from megacpp_mcore.ops.packed.documents import check_seq_idx
-from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
+from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients, split_rows
 from megacpp_mcore.ops.triton_launch import DIRECT, launch, options
 from megacpp_mcore.util.nearest import nearest_number
 
@@ -54,6 +55,9 @@ SEGMENT = 128
 
 SCRATCH_BYTES = 2**29
 """Most bytes of the keys in the backward pass, and of three more tensors each, unless one batch row needs more."""
+
+BLOCK_BYTES = 2**29
+"""Most bytes of one batch row's keys: longer rows are computed in blocks of time, between which the state is passed."""
 
 COLUMNS = 32
 """Most columns of the state per program of ``rotate_bwd``, whose sums over heads stay in registers."""
@@ -151,6 +155,12 @@ class Plan:
         """The batch rows that the backward pass processes at a time."""
         rows = max(1, SCRATCH_BYTES // (2 * self.H * self.padded * self.R * max(self.N, self.P)))
         return [slice(first, min(first + rows, self.B)) for first in range(0, self.B, rows)]
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of time: all of them, or equally many, in whole segments."""
+        most = BLOCK_BYTES // (2 * self.H * self.R * max(self.N, self.P) * self.segment)
+        return -(-self.segments // -(-self.segments // max(1, most))) * self.segment
 
     @cached_property
     def part_sizes(self) -> list[int]:
@@ -289,7 +299,15 @@ def mamba3(
         S, B, H, P, G, R, N, A, mimo_x is not None, out_norm_weight is not None, seq_idx is not None,
         activation == "heavy_tail", A_floor, eps, keep,
     )  # fmt: skip
-    _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
+    rows = (x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
+    _check_kernels(plan, activation, *rows)
+    if plan.block < S:
+        how: dict[str, Any] = {
+            "dt_bias": dt_bias, "D": D, "b_bias": b_bias, "c_bias": c_bias, "b_norm_weight": b_norm_weight,
+            "c_norm_weight": c_norm_weight, "mimo_x": mimo_x, "mimo_z": mimo_z, "mimo_o": mimo_o,
+            "out_norm_weight": out_norm_weight, "A_floor": A_floor, "eps": eps, "activation": activation, "keep": keep,
+        }  # fmt: skip
+        return _in_blocks(plan.block, rows, seq_idx, initial_state, return_final_state, how)
     starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if initial_state is not None:
         starts = _initial_state(
@@ -309,6 +327,29 @@ def mamba3(
     pairing: Pairing = "half" if plan.mimo else "interleaved"
     rotated = mamba3_rotate(keys_BRHN.unsqueeze(1), theta_BHA.unsqueeze(1), pairing=pairing).squeeze(1)
     return out_SBHP, Mamba3State(_to_model(h_BHPN, plan), rotated, x_SBHP[-1].float(), theta_BHA)
+
+
+def _in_blocks(
+    block: int,
+    rows: Sequence[torch.Tensor],
+    seq_idx_BS: torch.Tensor | None,
+    state: Mamba3State | None,
+    final: bool,
+    how: Mapping[str, Any],
+) -> tuple[torch.Tensor, Mamba3State | None]:
+    """Compute :func:`mamba3` of rows of time ``block`` tokens at a time, forward and, by autograd, backward."""
+    count, found = len(rows[0]), []
+    for first, parts in zip(range(0, count, block), split_rows(rows, block), strict=True):
+        end = min(first + block, count)
+        seq_idx = None if seq_idx_BS is None else seq_idx_BS[:, first:end]
+        if seq_idx_BS is not None and first and state is not None:
+            is_new = seq_idx_BS[:, first] != seq_idx_BS[:, first - 1]
+            state = Mamba3State(*(t.masked_fill(is_new.view(-1, *[1] * (t.dim() - 1)), 0) for t in state))
+        is_passed = final or end < count
+        options = {"seq_idx": seq_idx, "initial_state": state, "return_final_state": is_passed, "chunk_size": 0}
+        out_SBHP, state = mamba3(*parts, **options, **how)
+        found.append(out_SBHP)
+    return torch.cat(found), state
 
 
 mamba3_keep_scan = partial(mamba3, keep="scan")
@@ -345,6 +386,12 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
             raise ModelError(
                 f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {fitting}."
             )
+    most = (2**31 - 1) // (plan.H * plan.R * min(plan.padded, plan.block))
+    if most < plan.B:
+        raise ModelError(
+            f"{plan.B} rows of {S} tokens have more than 2^31 rows of {plan.H} heads and rank {plan.R}, which the kernels' "
+            f"descriptors number in 32 bits; the nearest micro-batch is {most}."
+        )
     dtype = one_dtype("Mamba-3", **dict(zip(("x", "z", "b", "c", *shapes), inputs, strict=True)))
     if dtype not in DTYPES:
         raise ModelError(

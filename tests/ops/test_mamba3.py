@@ -323,7 +323,7 @@ def test_more_rows_than_a_descriptor_numbers_are_refused() -> None:
     tensors = make_tensors(case, device="cpu")
     tensors["u"] = tensors["u"].expand(5, 5_000_000, -1)
     with pytest.raises(
-        ModelError, match="5000000 rows of 5 tokens .* 2 heads and rank 2, .* 32 bits; the nearest .* 4194303"
+        ModelError, match=r"5000000 rows of 5 tokens .* 2 heads and rank 2, .* 32 bits; the nearest .* 4194303"
     ):
         run(module.mamba3, replace(case, B=5_000_000), tensors)
     for tokens, block in ((8192, 8192), (32_768, 8192), (10_000_000, 9344)):

@@ -346,13 +346,8 @@ def _in_blocks(
             is_new = seq_idx_BS[:, first] != seq_idx_BS[:, first - 1]
             state = Mamba3State(*(t.masked_fill(is_new.view(-1, *[1] * (t.dim() - 1)), 0) for t in state))
         is_passed = final or end < count
-        options: dict[str, Any] = {
-            "seq_idx": seq_idx,
-            "initial_state": state,
-            "return_final_state": is_passed,
-            "chunk_size": 0,
-        }
-        out_SBHP, state = mamba3(*parts, **options, **how)
+        of_block: Any = partial(mamba3, seq_idx=seq_idx, initial_state=state, return_final_state=is_passed, **how)
+        out_SBHP, state = of_block(*parts, chunk_size=0)
         found.append(out_SBHP)
     return torch.cat(found), state
 

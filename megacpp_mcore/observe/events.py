@@ -7,20 +7,17 @@ line torn. Every line but the first has ``at``, nanoseconds since the epoch; a l
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import io
 import itertools
 import json
 import logging
 import math
 import os
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
@@ -37,10 +34,6 @@ FINISHED, STOPPED = "finished", "stopped"
 """``how`` of a process whose training completed, or was ended in order before its last step (by SIGTERM, ``--exit-interval``
 and the like); otherwise it is the name of the error that ended it."""
 IN_ORDER = (FINISHED, STOPPED)
-_BATCH = 2**16
-"""Bytes of lines that are parsed at once."""
-_BEAT = re.compile(rb'\{"at": (\d+)\}\n')
-"""A heartbeat's line."""
 OVERLAP_NS = 1_000_000_000
 """How long two starts of a rank may overlap before it is reported: the clocks of two hosts differ by some milliseconds."""
 
@@ -256,10 +249,10 @@ def _check_kinds(line: Mapping[str, Any]) -> None:
             for name, each in value.items():
                 if type(each) not in inner:
                     raise ValueError(f"{key}: {name} is {each!r:.80}")
+        if key in ("time_s", "heartbeat_s") and not math.isfinite(value):
+            raise ValueError(f"{key} is {value}")
     if "metrics" in line and type(line["metrics"].get("step")) is not int:
         raise ValueError("metrics are of no step")
-    if not (math.isfinite(line.get("time_s", 0)) and math.isfinite(line.get("heartbeat_s", 0))):
-        raise ValueError("a time is not finite")
 
 
 class Span(NamedTuple):
@@ -318,9 +311,8 @@ class Start:
         """Add a line other than the first.
 
         Raises:
-            ValueError, LookupError: it is not what a run writes.
+            LookupError: it is not what a run writes.
         """
-        _check_kinds(line)
         if "phases" in line:
             self.spans.append(Span(line["at"], line["phases"], line.get("step")))
         if "step" in line:
@@ -356,19 +348,6 @@ def read(
     return found
 
 
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """Until the context ends, pause the garbage collector: it would search millions of records, none of them in a cycle."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
-
-
-@collection_paused()
 def read_any(
     run: str | os.PathLike[str],
     rank: int | None = None,
@@ -419,44 +398,28 @@ def _read_file(path: Path, number: int) -> Start | None:
     Raises:
         DataError: it cannot be read, or a line is not what a run writes. A torn last line is ignored.
     """
-    start: Start | None = None
-    place = 0
+    start, place = None, 0
     try:
         with path.open("rb") as stream:
-            while texts := [text for text in stream.readlines(_BATCH) if text.endswith(b"\n")]:
-                beats = [_BEAT.fullmatch(text) for text in texts]
-                lines = _parsed([text for text, beat in zip(texts, beats, strict=True) if beat is None])
-                for beat in beats:
-                    place += 1
-                    if beat is not None and start is not None:  # as most lines of a long run
-                        if start.how is None:
-                            start.ended_ns = max(start.ended_ns, int(beat[1]))
-                        continue
-                    line = next(lines) if beat is None else json.loads(beat[0])
-                    if start is not None:
-                        start.add(line)
-                        continue
-                    _check_kinds(line)
-                    if line["rank"] != int(path.stem.removeprefix("rank_")) or line["world_size"] <= line["rank"]:
-                        raise ValueError(f"rank {line['rank']} of {line['world_size']} in the file of another")
-                    start = Start(
-                        number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"], line["began"]
-                    )
+            for text in stream:
+                place += 1
+                if not text.endswith(b"\n"):
+                    break
+                line = json.loads(text)
+                _check_kinds(line)
+                if start is not None:
+                    start.add(line)
+                    continue
+                rank, world_size, began = line["rank"], line["world_size"], line["began"]
+                if rank != int(path.stem.removeprefix("rank_")) or world_size <= rank:
+                    raise ValueError(f"rank {rank} of {world_size} in the file of another")
+                start = Start(number, rank, world_size, began, line["heartbeat_s"], began)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected a file of JSON lines") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         what = f"no line that a run writes ({type(error).__name__}: {error})"
         raise DataError(f"{path}, line {place}: {what}; restore the file, or delete it") from error
     return start
-
-
-def _parsed(texts: Sequence[bytes]) -> Iterator[Any]:
-    """Parse lines of JSON, all at once, which takes half the time, unless one is damaged."""
-    try:
-        values = json.loads(b"[" + b",".join(texts) + b"]")
-    except (ValueError, RecursionError):
-        values = []
-    return iter(values) if len(values) == len(texts) else map(json.loads, texts)
 
 
 def _files(run: Path) -> list[tuple[int, int, Path]]:

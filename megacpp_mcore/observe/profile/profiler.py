@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
-from megacpp_mcore.observe.events import Listener, collection_paused, replace
+from megacpp_mcore.observe.events import Listener, replace
 from megacpp_mcore.observe.profile import table as tables
 from megacpp_mcore.observe.profile import trace as traces
 
@@ -100,10 +100,9 @@ class Profiler(Listener):
         if self._rank:
             folder /= f"rank_{self._rank:05d}"
         began = time.monotonic()
-        with collection_paused():
-            events: Sequence[Any] = window.profiler.kineto_results.events()
-            trace = traces.read(events)
-            found = tables.table(trace)
+        events: Sequence[Any] = window.profiler.kineto_results.events()
+        trace = traces.read(events)
+        found = tables.table(trace)
         phase, why = "steady", f"nothing was compiled, {self._steps_before} steps of this process came before"
         if not self._steps_before:
             phase, why = "warm-up", f"step {window.first} is the first of this process"

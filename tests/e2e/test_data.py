@@ -120,28 +120,33 @@ def test_the_stock_script_trains_on_packed_documents(megatron_lm: Path, tmp_path
     assert "verified against its manifest" in line
 
 
+SPLIT: tuple[str, ...] = ("--split", "80,20,0")
+EVALUATED = ("--eval-iters", "1")
+
+
 @pytest.fixture(scope="module")
-def wheel(corpora: tuple[str, str]) -> list[str]:
-    """What the wheel's own loop trains."""
-    losses, *_ = launch("--data-path", corpora[0], "--split", "100,0,0")
+def wheel(corpora: tuple[str, str]) -> tuple[list[str], list[str]]:
+    """What the wheel's own loop trains, and what it finds of its validation data."""
+    losses, validated, _ = launch("--data-path", corpora[0], *SPLIT, extra=EVALUATED)
     assert len(losses) == STEPS
+    assert validated
     assert "mtp_1 loss" in losses[0]
     assert "indexer loss" in losses[0]
-    return losses
+    return losses, validated
 
 
 @pytest.mark.slow
 def test_the_one_word_on_the_stock_script_trains_what_two_on_the_wheel_do(
-    corpora: tuple[str, str], wheel: list[str], megatron_lm: Path
+    corpora: tuple[str, str], wheel: tuple[list[str], list[str]], megatron_lm: Path
 ) -> None:
-    data, script = ("--data-path", corpora[0], "--split", "100,0,0"), [str(megatron_lm / "pretrain_gpt.py")]
-    assert launch(*data, script=script, spec=("megacpp_mcore.nam56r_tiny",))[0] == wheel
+    data, script = ("--data-path", corpora[0], *SPLIT), [str(megatron_lm / "pretrain_gpt.py")]
+    assert launch(*data, script=script, spec=("megacpp_mcore.nam56r_tiny",), extra=EVALUATED)[:2] == wheel
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
-    corpora: tuple[str, str], wheel: list[str], megatron_lm: Path, tmp_path: Path
+    corpora: tuple[str, str], wheel: tuple[list[str], list[str]], megatron_lm: Path, tmp_path: Path
 ) -> None:
     """``patch apply --checkout``, then the checkout's own script without the launcher, then ``patch revert``."""
     checkout = link_copy(copy_sources(megatron_lm, tmp_path / "original"), tmp_path / "Megatron-LM")
@@ -152,12 +157,12 @@ def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
     assert cli.main(["patch", "apply", "--checkout", str(checkout), "spec-import", "dataset-helpers"]) == 0
     assert git(checkout, "status", "--porcelain").splitlines() == [f" M {HOOKED}"]
 
-    arguments = words("--data-path", corpora[0], "--split", "100,0,0", spec=["megacpp_mcore.nam56r_tiny"])
+    arguments = words("--data-path", corpora[0], *SPLIT, extra=EVALUATED, spec=["megacpp_mcore.nam56r_tiny"])
     done = python("-c", BARE, str(checkout / "pretrain_gpt.py"), *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "patch spec-import applied" in done.stdout + done.stderr
     assert done.stdout.count("megacpp-mcore: launch policy of a script that `megacpp-mcore launch` did not start") == 1
-    assert LOSSES.findall(done.stdout) == wheel
+    assert (LOSSES.findall(done.stdout), _VALIDATION.findall(done.stdout)) == wheel
 
     assert cli.main(["patch", "revert", "--checkout", str(checkout)]) == 0
     assert git(checkout, "status", "--porcelain") == ""

@@ -103,6 +103,7 @@ def corpus(tmp_path: Path) -> str:
     return str(prefix)
 
 
+@pytest.mark.exhaustive  # the default lane compares the two on a model of this package, in tests/e2e/test_data.py
 def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, megatron_lm: Path) -> None:
     data = ["--data-path", corpus, "--split", "8,1,1"]
     ours = train(*data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,10 +19,10 @@ from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
 from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
 from megacpp_mcore.patches.machinery.import_hook import process_tree
-from megacpp_mcore.patches.machinery.record import Edit, Problem
+from megacpp_mcore.patches.machinery.record import Edit
 from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
-from megacpp_mcore.patches.machinery.symbols import digest
+from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.util.files import TEMPORARY, replace
 from megacpp_mcore.versions import CHECKOUT_TAG, MEGATRON_CORE
 
@@ -84,15 +83,13 @@ class Checkout:
         Raises:
             CheckoutError: none is found.
         """
+        tree = process_tree()
         try:
-            spec = importlib.util.find_spec("megatron.core")
-        except ModuleNotFoundError:
-            spec = None
-        if spec is None or spec.origin is None:
+            return cls(tree.file("megatron.core").parents[2], registry, tree)
+        except Refusal as refusal:
             raise CheckoutError(
                 f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
-            )
-        return cls(Path(spec.origin).parents[2], registry, process_tree())
+            ) from refusal
 
     def content(self) -> Content:
         """Return the hooked file, split into the hook line and the rest.
@@ -102,26 +99,22 @@ class Checkout:
         """
         try:
             return hook_line.take_apart(self.file.read_bytes())
-        except OSError as error:
+        except (OSError, PatchError) as error:
             raise PatchError(f"{self.file} cannot be read: {error}") from error
-        except PatchError as error:
-            raise PatchError(f"{self.file}: {error}") from error
 
     def apply(self, names: Iterable[str], *, allow_dirty: bool = False) -> Outcome:
         """Add the named patches to the hook line: all of them, or none.
 
-        Modified files below ``megatron/`` are refused, as a patch may concern their content. Files modified elsewhere, and a
-        Python that cannot import this package from there, are reported in ``notices``.
+        Modified files below ``megatron/`` are refused, as a patch may concern their content. A Python that cannot import this
+        package from there is reported in ``notices``.
 
         Raises:
             PatchError: lists every problem found; nothing was changed.
         """
         wanted = [patch.name for patch in self.registry.select(names)]
         if not wanted:
-            raise PatchError(
-                f"no patch was named; available: {', '.join(patch.name for patch in self.registry.patches)}",
-                code="unnamed",
-            )
+            available = ", ".join(patch.name for patch in self.registry.patches)
+            raise PatchError(f"no patch was named; available: {available}", code="unnamed")
         self._refuse_wheel()
         with self._locked():
             content = self.content()
@@ -131,7 +124,7 @@ class Checkout:
             notices: tuple[str, ...] = ()
             if fresh:
                 notices = self._refuse_dirty(content, allow_dirty)
-                self._write(self._with_line(content.without, (*before, *fresh)))
+                replace(self.file, self._with_line(content.without, (*before, *fresh)), like=self.file.stat())
         notices += tuple(f"importing megatron.core takes this package now: {it}" for it in self._import_problems())
         return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
 
@@ -151,11 +144,12 @@ class Checkout:
             gone = before if names is None else tuple(name for name in names if name in before)
             rest = tuple(name for name in before if name not in gone)
             unchanged = tuple(name for name in names or () if name not in gone)
+            new = content.without
             if gone and rest and content.hook:  # rewriting the line needs the patch records of the copy that wrote it
                 self._refuse(self._copy_problems(content.hook))
-                self._write(self._with_line(content.without, rest, content.hook.sha256))
-            elif gone:
-                self._write(content.without)
+                new = self._with_line(new, rest, content.hook.sha256)
+            if gone:
+                replace(self.file, new, like=self.file.stat())
         notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
         return Outcome(gone, unchanged, rest, (notice,) if gone and _edited(content) else ())
 
@@ -175,15 +169,15 @@ class Checkout:
         foreign = () if names is not None else (name for name in hooked if name not in patches)
         rows = []
         for name in (*patches, *foreign):
-            problems = patches[name].problems(self.tree, self.version) if name in patches else []
+            problems = patches[name].problems(self.tree, self.version) if name in patches else {}
+            states = [refusal.state for refusal in problems.values()] or [
+                "applied" if name in hooked else "not applied"
+            ]
+            state, reason = states[0], "; ".join(map(str, problems.values()))
             if name in hooked and other_copy:
                 state, reason = OTHER_COPY, other_copy
-            else:
-                states = [problem.state for problem in problems]
-                state = (states or ["applied" if name in hooked else "not applied"])[0]
-                reason = "; ".join(problem.message for problem in problems)
             row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}
-            targets = [self._target_row(problem.edit, problem) for problem in problems]
+            targets = [self._target_row(*problem) for problem in problems.items()]
             rows.append(row | {"state": state, "reason": reason, "targets": targets})
         return rows
 
@@ -210,11 +204,7 @@ class Checkout:
 
     def unfit(self, names: Iterable[str] | None = None) -> list[str]:
         """Return what keeps the named patches (by default all) from being applied here."""
-        return [
-            f"{patch.name}: {problem.message}"
-            for patch in self.registry.select(names)
-            for problem in patch.problems(self.tree, self.version)
-        ]
+        return [text for patch in self.registry.select(names) for text in patch.unfit(self.tree, self.version)]
 
     def export(self, names: Iterable[str] | None = None) -> bytes:
         """Make a patch for ``git apply`` with byte-identical result to :meth:`apply`; for None, of what is applied now.
@@ -225,9 +215,7 @@ class Checkout:
         content = self.content()
         wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
         if not wanted:
-            raise PatchError(
-                "there is nothing to export: name patches (none is applied to this checkout)", code="nothing-to-export"
-            )
+            raise PatchError("name the patches to export (none is applied to this checkout)", code="nothing-to-export")
         self._refuse(self.unfit(wanted), "nothing was exported")
         return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
 
@@ -257,10 +245,10 @@ class Checkout:
             return [f"{start} cannot import megacpp_mcore ({last}): install it there with pip"]
         return [f"{start} imports megacpp-mcore {found}, expected {here}"] if found != here else []
 
-    def _target_row(self, edit: Edit, problem: Problem) -> dict[str, Any]:
-        row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None}
-        if problem.text is not None:
-            row |= {"sha256": digest(problem.text), "expected": list(edit.fingerprints)}
+    def _target_row(self, edit: Edit, refusal: Refusal) -> dict[str, Any]:
+        row: dict[str, Any] = {"target": edit.target, "state": refusal.state, "diff": None}
+        if refusal.text is not None:
+            row |= {"sha256": digest(refusal.text), "expected": list(edit.fingerprints)}
             with contextlib.suppress(git.GitUnavailable):
                 row["diff"] = git.difference(self.root, self.tree.file(edit.module)) or None
         return row
@@ -273,13 +261,10 @@ class Checkout:
             )
 
     def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
-        """Refuse foreign changes below ``megatron/``, unless allowed; returns notices on others."""
+        """Refuse foreign changes below ``megatron/``, unless allowed; returns what could not be checked."""
         notices: list[str] = []
         try:
-            modified = git.modified(self.root, HOOKED_FILE)
-            changed = [name for name in modified if name.startswith("megatron/")]
-            if elsewhere := [name for name in modified if name not in changed]:
-                notices.append(f"modified outside of megatron/, where no patch acts: {_shown(elsewhere)}")
+            changed = [name for name in git.modified(self.root, HOOKED_FILE) if name.startswith("megatron/")]
             if HOOKED_FILE in changed and content.hook and not _edited(content):
                 changed.remove(HOOKED_FILE)
         except git.GitUnavailable as error:  # fingerprints still check what the patches replace
@@ -298,33 +283,23 @@ class Checkout:
 
     def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
         if not without.endswith(b"\n"):
-            raise PatchError(
-                f"{self.file} does not end in a newline; nothing was changed: restore it first", code="no-newline"
-            )
+            raise PatchError(f"{self.file} does not end in a newline: restore it first", code="no-newline")
         sha256 = sha256 or hashlib.sha256(without).hexdigest()
         return hook_line.add(without, HookLine(tuple(names), megacpp_mcore.__version__, sha256))
 
-    def _write(self, content: bytes) -> None:
-        with self._writing():
-            replace(self.file, content, like=self.file.stat())
-
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
+        """Allow one change of this checkout at a time, and remove leftovers of a killed one."""
         try:
-            yield
+            with filelock.FileLock(git.lock_file(self.root)):
+                for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
+                    leftover.unlink()
+                yield
         except OSError as error:
             raise PatchError(
                 f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
                 "or take a copy of it that is"
             ) from error
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Allow one change of this checkout at a time, and remove leftovers of a killed one."""
-        with self._writing(), filelock.FileLock(git.lock_file(self.root)):
-            for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
-                leftover.unlink()
-            yield
 
 
 def _require_megatron(root: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import megacpp_mcore
 from megacpp_mcore.errors import CheckoutError, PatchError
+from megacpp_mcore.patches import watched
 from megacpp_mcore.patches.machinery import git
 from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
 from megacpp_mcore.patches.machinery.record import Edit
@@ -31,35 +32,6 @@ VERDICTS = ("fits", "fingerprints to add", "code to review", "broken")
 # CHANGED: it cannot be said how, as no source with a known fingerprint is at hand.
 EQUAL, COMMENTS, CODE, CHANGED, GONE = "equal", "comments only", "code", "changed", "gone"
 _STATUS = {EQUAL: 0, COMMENTS: 1, CODE: 2, CHANGED: 2, GONE: 3}
-_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
-WATCHED = {
-    # What an input norm may return, and how mixers and experts are called.
-    f"{_LAYER}._forward_attention": (
-        "257c7c162bd0e11d97baeedcaae09375a7787c942cfd6fb50093d8ca248f92e4",
-        "cd954b04f33b9ab8cf1f3750da002779e841f7dfe3ee929ec031b24716f197cc",
-    ),
-    f"{_LAYER}._forward_mlp": (
-        "04ae2df5a64af9d6878cf8b2b090863d0664b2303e71047b00b82426e6b3de8e",
-        "c3fba511c02adfa2254de89bb115294316267f5a0d10c046a0b38cd53ca164b5",
-    ),
-    # How a hybrid model builds its stack, and the stack its layers and MTP.
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": (
-        "e7cf7dec1dc7a10d0b969820ea3f93d7a6a7452c136db28f5d9b90d6220eb19f",
-        "c7b4e92511b7eebe7eecd45f79cd4068c62f7a3bdfad7a8ddb9706f61a178c0a",
-    ),
-    "megatron.core.models.hybrid.hybrid_block:HybridStack.forward": (
-        "debd25cfb08e553de2d3b056a8034e3f455eb800df518ab4fb93059cfddb10f5",
-    ),
-    # The layer that RepeatedLayer is.
-    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__": (
-        "2c81012ef48203c3733fe4c03da9971eb133bd3eeb6cae451ac19f6859bc6d93",
-        "f6e6af68979108ede246c0053f4a1530b83a2a6227b1f3ba84191f7416158455",
-    ),
-    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward": (
-        "09140b455726abb5531e8c7d16468bb6b285166806017adaa86383818779139c",
-    ),
-}
-"""Functions whose contract our layers rely on, with the sources of 0.19 and of main that were read for it."""
 _OPTIONAL = "=…"
 """Ends a parameter that came and need not be passed."""
 
@@ -92,9 +64,9 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
         rows = [(patch.name, patch.edits, patch.upstream) for patch in checkout.registry.patches]
-        watched = tuple(Edit.of(name, known, lambda original: original) for name, known in WATCHED.items())
+        contracts = tuple(Edit.of(name, known, lambda original: original) for name, known in watched.SOURCES.items())
         patches: list[dict[str, Any]] = []
-        for name, edits, upstream in (*rows, ("not patched", watched, ())):
+        for name, edits, upstream in (*rows, ("not patched", contracts, ())):
             targets = [_target(edit, checkout.tree, trees, history) for edit in edits]
             merged = {f"#{number}": history and history.merged(number) for number in upstream}
             verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
@@ -279,14 +251,13 @@ def _definition(tree: SourceTree, module: str, name: str) -> str | None:
         return found[0]
     with contextlib.suppress(Refusal):
         for node in nodes(tree.parse(module)[1]):
-            match node:
-                case ast.Name(id=stored, ctx=ast.Store()) if stored == name:
-                    return ""
-                case ast.ImportFrom(names=names, level=level, module=below):
-                    for one in (one for one in names if (one.asname or one.name) == name):
-                        package = module if tree.file(module).name == "__init__.py" else module.rpartition(".")[0]
-                        source = importlib.util.resolve_name("." * level + (below or ""), package)
-                        return (_definition(tree, source, one.name) if source != module else None) or ""
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+                return ""
+            names = {it.asname or it.name: it.name for it in node.names} if isinstance(node, ast.ImportFrom) else {}
+            if isinstance(node, ast.ImportFrom) and name in names:
+                package = module if tree.file(module).name == "__init__.py" else module.rpartition(".")[0]
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                return (_definition(tree, source, names[name]) if source != module else None) or ""
         tree.file(f"{module}.{name}")
         return ""
     return None

@@ -31,11 +31,6 @@ def install(file: str, names: Sequence[str], *, version: str, seal: str = "") ->
     _hook(registry_module.default()).install(file, names, version=version)
 
 
-@functools.cache
-def _hook(registry: Registry) -> Hook:
-    return Hook(registry)
-
-
 class Hook:
     """Applies the armed patches of one registry as imports complete.
 
@@ -71,7 +66,7 @@ class Hook:
         known = {row["name"] for row in self._registry.status() if row["state"] != "not applied"}
         fresh = [patch for patch in self._registry.select(names) if patch.name not in known]
         tree, core_version = process_tree(), self._registry.version()
-        problems = [f"{p.name}: {problem.message}" for p in fresh for problem in p.problems(tree, core_version)]
+        problems = [problem for patch in fresh for problem in patch.unfit(tree, core_version)]
         problems += [
             f"{patch.name}: {module} is still being imported, and it was what imported megatron.core; "
             "put `import megatron.core` before that import"
@@ -148,6 +143,10 @@ class Hook:
             if row["state"] == "armed":
                 missing = ", ".join(row["waits_for"])
                 announce(f"patch {row['name']} was NOT applied; never imported in this process: {missing}")
+
+
+_hook = functools.cache(Hook)
+"""The one hook of a registry."""
 
 
 def process_tree() -> SourceTree:

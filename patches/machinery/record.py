@@ -10,6 +10,7 @@ from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.versions import MEGATRON_CORE
 
+Accepted = str | tuple[str, ...]
 NOT_MEASURED = "not measured"
 WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
 
@@ -33,9 +34,7 @@ class Edit:
     until: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, target: str, sha256: str | tuple[str, ...], make: Callable[[Any], Any], until: tuple[str, ...] = ()
-    ) -> Edit:
+    def of(cls, target: str, sha256: Accepted, make: Callable[[Any], Any], until: tuple[str, ...] = ()) -> Edit:
         """Make an edit of a target with one accepted source, or several."""
         accepted = (sha256,) if isinstance(sha256, str) else sha256
         return cls(target=target, fingerprints=accepted, make=make, until=until)
@@ -62,25 +61,19 @@ class Edit:
                 f"{' or '.join(self.fingerprints)}: it is not the code this patch was written for (a local edit, or a "
                 "version that was not tested); leave the patch out, or review the target (`megacpp-mcore compat`) and add "
                 "its fingerprint",
+                text,
             )
         return found
 
-
-@dataclass(frozen=True)
-class Problem:
-    """Why one patch does not fit one tree.
-
-    Attributes:
-        state: ``target not found`` or ``target changed``.
-        message: the same, human-readable.
-        edit: the edit concerned.
-        text: the source that was found instead, if any.
-    """
-
-    state: str
-    message: str
-    edit: Edit
-    text: str | None = None
+    def refusal(self, tree: SourceTree, version: str) -> Refusal | None:
+        """Why the edit does not fit ``tree``, if so; of several definitions (under ``if`` or ``try``) one has to match."""
+        try:
+            texts = tree.texts(self.target)
+            if not any(self.accepts(digest(text)) for text in texts):
+                self.check(texts[0], version)
+        except Refusal as refusal:
+            return refusal
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,23 +109,15 @@ class Patch:
         """The modules that define its targets, each once."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits))
 
-    def problems(self, tree: SourceTree, version: str) -> list[Problem]:
+    def problems(self, tree: SourceTree, version: str) -> dict[Edit, Refusal]:
         """Everything that prevents applying this patch to Megatron ``version`` with the files ``tree``."""
-        return [problem for edit in self.edits if (problem := _edit_problem(edit, tree, version))]
+        return {edit: refusal for edit in self.edits if (refusal := edit.refusal(tree, version))}
+
+    def unfit(self, tree: SourceTree, version: str) -> list[str]:
+        """Say the same in words, with the patch's name."""
+        return [f"{self.name}: {refusal}" for refusal in self.problems(tree, version).values()]
 
     def describe(self) -> dict[str, Any]:
         """Return the record without its code, ready for JSON."""
         words = {name: getattr(self, name) for name in ("name", *WORDS)} | {"megatron_versions": MEGATRON_CORE}
         return words | {"upstream": list(self.upstream), "targets": [edit.target for edit in self.edits]}
-
-
-def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:
-    """Return the problem with one target, if any; of several definitions (under ``if`` or ``try``) one has to match."""
-    text = None
-    try:
-        texts = tree.texts(edit.target)
-        if not any(edit.accepts(digest(text)) for text in texts):
-            edit.check(text := texts[0], version)
-    except Refusal as refusal:
-        return Problem(refusal.state, str(refusal), edit, text)
-    return None

@@ -34,18 +34,9 @@ from typing import Any
 from packaging.version import Version
 
 from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.machinery import symbols
 from megacpp_mcore.patches.machinery.record import Edit, Patch
-from megacpp_mcore.patches.machinery.symbols import (
-    Change,
-    Refusal,
-    build,
-    digest,
-    exchange,
-    holders,
-    refuse_wrapped,
-    resolve,
-    source_text,
-)
+from megacpp_mcore.patches.machinery.symbols import Change, Refusal
 from megacpp_mcore.util.nearest import nearest
 from megacpp_mcore.versions import MEGATRON_CORE
 
@@ -53,14 +44,8 @@ logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
 """Held while Megatron's modules are being changed, by any registry."""
-
-
-def _renew_lock() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()  # a thread that held it is not in the child; what it was changing is whole
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+# A thread that held it is not in the child; what it was changing is whole.
+os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.RLock()))
 
 
 def fingerprint(target: str) -> str:
@@ -70,7 +55,7 @@ def fingerprint(target: str) -> str:
         PatchError: the symbol does not exist, or its source cannot be read.
     """
     try:
-        return digest(source_text(resolve(target)))
+        return symbols.digest(symbols.source_text(symbols.resolve(target)))
     except Refusal as refusal:
         raise PatchError(str(refusal)) from refusal
 
@@ -98,14 +83,11 @@ class Registry:
 
     def __init__(self, patches: Iterable[Patch], version: Callable[[], str] = megatron_core_version) -> None:
         self._patches = {patch.name: patch for patch in patches}
+        self.patches = tuple(self._patches.values())
+        """All patches, in the order in which they were passed."""
         self._changes: dict[str, dict[str, Change]] = {}  # by patch, then by target
         self._armed: dict[str, str] = {}  # patch to the file whose hook line named it
         self.version = version
-
-    @property
-    def patches(self) -> tuple[Patch, ...]:
-        """All patches, in the order in which they were passed."""
-        return tuple(self._patches.values())
 
     def select(self, names: Iterable[str] | None) -> list[Patch]:
         """Return the records of ``names``, each once; of all patches for None.
@@ -143,7 +125,7 @@ class Registry:
         wanted = self.select(names)
         # Before the lock: an import may wait for another thread that waits for the lock, or may apply patches itself.
         for module in (module for patch in wanted for module in patch.modules if imported is None):
-            with contextlib.suppress(Exception):  # resolve() hits the same error and names the target
+            with contextlib.suppress(Exception):  # symbols.resolve() hits the same error and names the target
                 importlib.import_module(module)
         with _LOCK:
             fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}
@@ -153,7 +135,7 @@ class Registry:
             after = {name: dict(there) for name, there in self._changes.items()}
             for change in changes:
                 after.setdefault(change.patch, {})[change.slot.target] = change
-            exchange(changes, self, {"_changes": after})
+            symbols.exchange(changes, self, {"_changes": after})
             for name in fresh:  # after all are recorded: a log handler may raise
                 replaced = [change.slot.target for change in changes if change.patch == name and change.is_replaced]
                 targets = ", ".join(replaced) or "no target, as upstream has the fix"
@@ -182,8 +164,7 @@ class Registry:
     def pending(self) -> dict[str, tuple[Edit, ...]]:
         """The edits of armed patches that are not yet in place, by patch."""
         with _LOCK:
-            found = {name: self._missing(self._patches[name]) for name in self._armed}
-            return {name: edits for name, edits in found.items() if edits}
+            return {name: edits for name in self._armed if (edits := self._missing(self._patches[name]))}
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Revert the named patches (``None``: all applied ones), in any order; all of them, or none.
@@ -206,7 +187,7 @@ class Registry:
                 field: {name: value for name, value in getattr(self, field).items() if name not in wanted}
                 for field in ("_changes", "_armed")
             }
-            exchange(changes, self, left, back=True)
+            symbols.exchange(changes, self, left, back=True)
             for name in applied:
                 announce(f"patch {name} reverted")
             return tuple(applied)
@@ -221,10 +202,8 @@ class Registry:
             problems = [problem for name in self._changes for problem in self._drift(name)]
             places = [(change, name) for name, changes in self._changes.items() for change in changes.values()]
             owners = {id(change.slot.value): name for change, name in places if change.is_replaced}
-            problems += [
-                f"{owners[key]}: {module.__name__}.{attribute} holds the original"
-                for module, attribute, key in holders(owners)
-            ]
+            held = symbols.holders(owners)
+            problems += [f"{owners[key]}: {module.__name__}.{name} holds the original" for module, name, key in held]
             if problems:
                 raise PatchError(listing("the patches are not in place", problems), code="not-in-place")
 
@@ -252,12 +231,12 @@ class Registry:
         for name, edits in fresh.items():
             for edit in edits:
                 try:
-                    slot = resolve(edit.target)
-                    text = source_text(slot)
-                    refuse_wrapped(slot, text)
+                    slot = symbols.resolve(edit.target)
+                    text = symbols.source_text(slot)
+                    symbols.refuse_wrapped(slot, text)
                     found = edit.check(text, version)
                     make = edit.make if found in edit.fingerprints else None
-                    changes.append(build(name, slot, make, found, version))
+                    changes.append(symbols.build(name, slot, make, found, version))
                 except Refusal as refusal:
                     problems.append(f"{name}: {refusal}")
         return changes, problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,17 +80,12 @@ class SourceTree:
         The file is parsed, not run, since running it starts git.
         """
         try:
-            _, tree = self.parse(PACKAGE_INFO)
+            text = "".join(self.parse(PACKAGE_INFO)[0])
         except Refusal:
             return None
-        values: dict[str, object] = {}
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                values |= {name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)}
-        numbers = [values.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-        if not all(isinstance(number, int) for number in numbers):
-            return None
-        return ".".join(str(number) for number in numbers) + str(values.get("PRE_RELEASE") or "")
+        found = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", text, re.MULTILINE))
+        numbers = [found.get(name, "") for name in ("MAJOR", "MINOR", "PATCH")]
+        return ".".join(numbers) + found.get("PRE_RELEASE", "") if all(map(str.isdecimal, numbers)) else None
 
     def parse(self, module: str) -> tuple[list[str], ast.Module]:
         """Return the lines and the syntax tree of ``module``.

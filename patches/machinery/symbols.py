@@ -22,11 +22,11 @@ MARK = "__megacpp_patch__"
 
 
 class Refusal(Exception):
-    """Why one target cannot be patched: ``state`` is machine-readable, the message human-readable."""
+    """Why one target cannot be patched: ``state`` is machine-readable, ``text`` the source that was found instead, if any."""
 
-    def __init__(self, state: str, message: str) -> None:
+    def __init__(self, state: str, message: str, text: str | None = None) -> None:
         super().__init__(message)
-        self.state = state
+        self.state, self.text = state, text
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,8 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
             old_raw, new_raw = new_raw, old_raw
         writes.append(_put(change.slot.owners[-1], change.slot.attribute, new_raw))
         new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
-    for _ in range(
-        min(2, threading.active_count())
-    ):  # again for what another thread has imported since the first search
+    # Again for what another thread has imported since the first search.
+    for _ in range(min(2, threading.active_count())):
         writes += [_put(module, attribute, new[key][1]) for module, attribute, key in holders(new)]
         collections.deque(itertools.starmap(operator.call, writes), maxlen=0)
         writes = []

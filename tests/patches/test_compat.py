@@ -17,6 +17,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.commands import compat as command
 from megacpp_mcore.errors import CheckoutError
 from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.patches import watched
 from megacpp_mcore.patches.machinery import checkout as checkout_module
 from megacpp_mcore.patches.machinery import compat
 from megacpp_mcore.patches.machinery.checkout import Checkout
@@ -87,7 +88,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(package / "__init__.py"))
     registry = Registry([patch_of(root, "one", FORWARD, upstream=(7, 8)), patch_of(root, "two", SCALE)])
     monkeypatch.setattr(checkout_module, "default", lambda: registry)
-    monkeypatch.setattr(compat, "WATCHED", {CALLED: patch_of(root, "watched", CALLED).edits[0].fingerprints})
+    monkeypatch.setattr(watched, "SOURCES", {CALLED: patch_of(root, "watched", CALLED).edits[0].fingerprints})
 
     def none(registry: Any = None) -> Checkout:
         raise CheckoutError("none")

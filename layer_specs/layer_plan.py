@@ -27,7 +27,7 @@ from megatron.training import global_vars
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.families import ATTENTION, FAMILIES
-from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.model.training import MTP_MLP, Recompute
 from megacpp_mcore.patches.non_finite_origin import hold
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te import linear as te_linear
@@ -75,6 +75,26 @@ def recompute(module: torch.nn.Module, *, by_engine: bool = False) -> None:
     module.forward = types.MethodType(recomputed(method.__func__, by_engine=by_engine), module)
 
 
+CHUNK = 8192
+"""Tokens of this rank that the MTP block's feed-forward part processes at a time where it is recomputed."""
+
+
+def recompute_in_chunks(mlp: torch.nn.Module) -> None:
+    """Have ``mlp``, ``[S, B, D] -> ([S, B, D], None)``, compute chunks of rows one by one, each recomputed in backward.
+
+    Its modules are called once a chunk, which Megatron's marks of a first call have to allow (:class:`RepeatedLayer`).
+    """
+    method: Any = mlp.forward
+    run = recomputed(method.__func__)
+
+    def forward(module: torch.nn.Module, hidden_SBD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        rows = max(1, CHUNK // hidden_SBD.shape[1])
+        outputs, biases = zip(*(run(module, part, *args, **kwargs) for part in hidden_SBD.split(rows)), strict=True)
+        return torch.cat(outputs), biases[0]
+
+    mlp.forward = types.MethodType(forward, mlp)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """What is changed in a run's layers.
@@ -83,11 +103,13 @@ class LayerPlan:
         recompute: what the backward pass recomputes.
         fp8: the FP8 scopes of trunk layers, if any.
         linear: whether Transformer Engine's linear layers replace the dense ones.
+        is_mtp: whether the layer is the MTP block's.
     """
 
     recompute: Recompute = field(default_factory=Recompute)
     fp8: Scopes | None = None
     linear: bool = False
+    is_mtp: bool = False
 
     def spec(self, layer: ModuleSpec, letter: str) -> ModuleSpec:
         """Return the spec of a layer of family ``letter`` under this plan.
@@ -101,7 +123,7 @@ class LayerPlan:
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer, of family A, under this plan."""
-        outside = dataclasses.replace(self, fp8=None)  # MTP, an auxiliary head, has no FP8 scope
+        outside = dataclasses.replace(self, fp8=None, is_mtp=True)  # MTP, an auxiliary head, has no FP8 scope
         return with_inner_layer(block, lambda layer: outside.spec(layer, ATTENTION.letter))
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
@@ -114,6 +136,8 @@ class LayerPlan:
         if family.recompute in self.recompute.on:
             in_scope = scopes is not None and family.is_mixer and not scopes.in_zone(layer.layer_number)
             recompute(layer.self_attention if family.is_mixer else layer.mlp.experts, by_engine=in_scope)
+        if self.is_mtp and MTP_MLP in self.recompute.on:
+            recompute_in_chunks(layer.mlp)
         if scopes is not None:
             scopes.install(layer.self_attention if family.is_mixer else layer.mlp.shared_experts, layer.layer_number)
             if family is ATTENTION and not scopes.in_zone(layer.layer_number):

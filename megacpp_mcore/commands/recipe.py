@@ -1,4 +1,4 @@
-"""``megacpp-mcore recipe list|show|flops|emit``: describes models and recipes, and prints a recipe's stock command."""
+"""``megacpp-mcore recipe list|show|flops|memory|emit``: describes models and recipes, and prints a recipe's stock command."""
 
 from __future__ import annotations
 
@@ -86,6 +86,16 @@ def add_parser(subparsers: Any) -> None:
     flops_parser.add_argument("name")
     _add_set(flops_parser, "values of the model to count")
     add_flops_arguments(flops_parser)
+    memory_parser = actions.add_parser("memory", help="the estimated memory of a GPU by part, and what to recompute")
+    memory_parser.add_argument("name")
+    _add_set(memory_parser, "values of the model")
+    memory_parser.add_argument(
+        "--gpu-gb", type=flags.not_negative, default=H200_GB, help="of the GPU, in 10^9 bytes (default: an H200)"
+    )
+    for wanted, what in (("gpus", "GPUs"), ("context", "context parallelism"), ("micro-batch-size", "rows of one")):
+        memory_parser.add_argument(
+            f"--{wanted}", type=flags.positive, metavar="N", help=f"{what}; default: 1, or the recipe's"
+        )
     usage = "megacpp-mcore recipe emit NAME [OPTIONS] [-- ARGUMENTS of Megatron]"
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model", usage=usage)
     emit.add_argument("name", help="the model or recipe")
@@ -125,9 +135,60 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_shown(args.name, args.values), indent=2))
     elif args.action == "flops":
         print(counted(_changed_model(args.name, args.values), args))
+    elif args.action == "memory":
+        print(estimated(args))
     else:
         print(emit(args))
     return 0
+
+
+H200_GB = 150.1
+"""Memory of an H200, as torch has it."""
+
+
+def estimated(args: argparse.Namespace) -> str:
+    """Return the text that ``recipe memory`` prints.
+
+    Raises:
+        ModelError: no such run is possible, or its memory is not known.
+    """
+    recipe, model = _recipe(args.name), _changed_model(args.name, args.values)
+    run = recipe.run if recipe else Run(model)
+    layout = dataclasses.replace(run.layout, context=args.context or run.layout.context)
+    model.check_layout(layout)
+    given = {"processes": args.gpus, "micro_batch_size": args.micro_batch_size}
+    training = dataclasses.replace(run.training, **{name: value for name, value in given.items() if value is not None})
+    run = dataclasses.replace(run, model=model, layout=layout, training=training)
+    held, ways = memory.states(run), memory.choices(run)
+    if held is None or not ways:
+        raise ModelError(f"the memory of {args.name} is not estimated: pipeline stages hold several micro-batches")
+    fitting = [one for one in ways if one.total <= memory.usable(round(args.gpu_gb * 1e9))]
+    best = fitting[0] if fitting else ways[-1]
+    parts = {"states": held.total} | (memory.activations(run, best.how) or {})
+    rows = training.micro_batch_size * model.seq_length // layout.context
+    lines = [
+        f"{args.name}: {rows} tokens a GPU and micro-batch, {run.processes} GPU{'s' * (run.processes > 1)}, estimated",
+        "",
+    ]
+    lines += [f"{'recompute':40}{'GB':>8}{'more µs a token':>18}"]
+    for way in ways:
+        note = "" if way in fitting else "   does not fit"
+        lines.append(f"{way.how!s:40}{way.total / 1e9:8.1f}{way.seconds * 1e6:18.1f}{note}")
+    lines += ["", f"{f'by part, recompute {best.how}':40}{'GB':>8}"]
+    lines += [f"{name:40}{size / 1e9:8.1f}" for name, size in parts.items()]
+    if not fitting:
+        return "\n".join([*lines, "", f"no way fits {args.gpu_gb} GB: use more GPUs, --context, or shorter rows"])
+    return "\n".join([*lines, "", f"the quickest that fits {args.gpu_gb} GB: {_recompute_words(best.how)}"])
+
+
+def _recompute_words(how: Recomputation) -> str:
+    """Return what to write for ``how``: in the settings file, and Megatron's arguments."""
+    words = [f"recompute: [{', '.join(how.own.on)}] in the file of MEGACPP_CONFIG"] if how.own.on else []
+    if how.granularity == "full":
+        words.append(
+            f"--recompute-granularity full --recompute-method {how.method} --recompute-num-layers {how.num_layers}"
+        )
+    return "; ".join(words) or "nothing"
 
 
 def described(model: Model) -> dict[str, Any]:
@@ -426,6 +487,6 @@ def _plan(recipe: Recipe) -> str:
     )
     return (
         f"{recipe.model.name} on {recipe.processes} × {training.device}, "
-        f"{training.precision}{' and FP8' * bool(recipe.settings)}, {cut or 'not cut'}, "
+        f"{training.precision}{' and FP8' * recipe.name.endswith('_fp8')}, {cut or 'not cut'}, "
         f"batch {training.global_batch_size} by {training.micro_batch_size}{', CUDA graphs' * training.cuda_graphs}"
     )

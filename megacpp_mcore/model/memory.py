@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.definition import Layout
+from megacpp_mcore.model.families import ATTENTION, FAMILIES, MAMBA, Family
+from megacpp_mcore.model.flops import count as flops
+from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.model.parameters import by_stage
 from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import MTP_MLP, Recompute
 
 ROOM = 16
 """1/ROOM of a GPU is reserved for activations, workspaces and CUDA itself. On an 80 GB GPU that is 5.3 GB: a step of ``nam56r``
@@ -82,7 +87,12 @@ def states(run: Run) -> States | None:
 
 def fits(held: States, gpu_bytes: int) -> bool:
     """Whether ``held`` leaves room for a step on a GPU of ``gpu_bytes``."""
-    return held.total <= gpu_bytes - gpu_bytes // ROOM
+    return held.total <= usable(gpu_bytes)
+
+
+def usable(gpu_bytes: int) -> int:
+    """Return the bytes of a GPU without what is reserved."""
+    return gpu_bytes - gpu_bytes // ROOM
 
 
 def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
@@ -105,7 +115,7 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     in_fp8 = run.training.plan.kernel_fp8 != "none" or (
         run.settings is not None and run.settings.fp8.recipe is not None
     )
-    free = gpu_bytes - gpu_bytes // ROOM - held.total - step - held.weights * in_fp8
+    free = usable(gpu_bytes) - held.total - step - held.weights * in_fp8
     rows = 2 * model.mamba_heads * ssm.mimo_rank  # bytes of a column, 16 bits each
     tables = model.mamba_heads * (12 + 4 * ssm.angles) + 4 * ssm.groups * ssm.mimo_rank * ssm.state
     scan = rows * ssm.head_dim + tables
@@ -113,6 +123,102 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
         if size * tokens * model.layers.count("M") <= free:
             return kept
     return None
+
+
+WORKSPACE = 4_000_000_000
+"""Bytes beside tensors that are counted: a chunk of logits and its gradient, cuBLAS, what the allocator cannot use again."""
+_MLP_CHUNK = 8192
+"""Tokens of a chunk of the MTP block's feed-forward part, where it is recomputed (``layer_specs/layer_plan.py``)."""
+_SCRATCH, _BLOCK_BYTES = 5.5, 2**29
+"""Tensors as large as a row's keys that M's backward pass holds, and the most bytes of each (``ops/mamba3/triton.py``)."""
+_RATE, _SCAN_S = 6.6e14, {"m": 9e-8, "r": 1.2e-7}
+"""FLOPs a second of repeated products, and seconds a token and layer of scans, which are bound by bytes and by their chain: of
+``nam56r`` on an H200."""
+
+
+def activations(run: Run, how: Recomputation) -> dict[str, int] | None:
+    """Return the bytes that a rank holds in the backward pass besides its states, by part; None with pipeline stages, which
+    hold several micro-batches, and where the model is not known.
+
+    What layers keep follows from the widths of their tensors; within 12 % of the rows of ``nam56r`` on H100s and H200s with
+    their states (``examples/receipts``), which are in CUDA graphs, and not measured under recompute.
+    """
+    model, layout = run.model, run.layout
+    if model is None or layout.pipeline > 1:
+        return None
+    tokens = run.training.micro_batch_size * model.seq_length // layout.context // layout.tensor
+    hidden, is_full = 2 * model.hidden_size, how.granularity == "full"
+    found: dict[str, int] = {}
+    largest = 0
+
+    def add(part: str, family: Family, role: str | None, *more: int) -> None:
+        nonlocal largest
+        dropped, rest = family.kept(model.shape, role, *model.sizes(family))
+        whole = 2 * hidden + dropped + rest + sum(more)
+        repeats = dropped if family.recompute in how.own.on else 0
+        kept = hidden if is_full else whole - repeats
+        found[part] = found.get(part, 0) + kept * tokens
+        # Gradients of what a layer keeps, and what was not kept.
+        largest = max(largest, 2 * whole - kept)
+
+    for letter, role in zip(model.layers, model.roles, strict=True):
+        add(FAMILIES[letter].part, FAMILIES[letter], role)
+    in_chunks = MTP_MLP in how.own.on
+    for _ in range(model.mtp.depth):
+        # Both inputs, their norms and the projection's output; the second norm; the last norm; what is around GELU.
+        add("MTP", ATTENTION, model.mtp.attention, 7 * hidden, 0 if in_chunks else 4 * model.ffn_hidden_size)
+    losses = 1 + model.mtp.depth
+    found["losses"] = losses * (2 * hidden * tokens + hidden * model.vocab_size // layout.tensor)
+    scratch: float = 8 * model.ffn_hidden_size * min(tokens, _MLP_CHUNK) if in_chunks else 0
+    if MAMBA.letter in model.layers:
+        ssm = model.mamba3
+        keys = 2 * model.mamba_heads * ssm.mimo_rank * max(ssm.state, ssm.head_dim) * tokens
+        scratch += _SCRATCH * min(keys, _BLOCK_BYTES)
+    return found | {"workspace": round(largest * tokens + scratch) + WORKSPACE}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to recompute: its bytes on a rank, states included, and the seconds that it adds to each token."""
+
+    how: Recomputation
+    total: int
+    seconds: float
+
+
+def choices(run: Run) -> list[Choice]:
+    """Return the ways to recompute families, and whole layers, that need less memory than every quicker one, quickest first."""
+    model, held = run.model, states(run)
+    if model is None or held is None:
+        return []
+    names = [one.recompute for one in FAMILIES.values() if one in model.families and one.recompute]
+    names += [MTP_MLP] if model.mtp.depth else []
+    ways = [
+        Recomputation(own=Recompute(**dict.fromkeys(chosen, True)))
+        for count in range(len(names) + 1)
+        for chosen in itertools.combinations(names, count)
+    ]
+    for own in (Recompute(), *([Recompute(mtp=True)] if model.mtp.depth else [])):
+        ways.append(Recomputation(granularity="full", method="uniform", num_layers=1, own=own))
+    step, found = flops.step(model), []
+    for how in ways:
+        of_parts = activations(run, how)
+        if of_parts is None:
+            return []
+        on = names if how.granularity == "full" else how.own.on
+        scans = sum(
+            _SCAN_S.get(one.recompute, 0) * model.layers.count(one.letter)
+            for one in FAMILIES.values()
+            if one.recompute in on
+        )
+        seconds = recomputed(model, step, how).total.training / step.tokens / _RATE + scans
+        found.append(Choice(how, held.total + sum(of_parts.values()), seconds))
+    least, front = math.inf, []
+    for choice in sorted(found, key=lambda one: (one.seconds, one.total)):
+        if choice.total < least:
+            least = choice.total
+            front.append(choice)
+    return front
 
 
 def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:

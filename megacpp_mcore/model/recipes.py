@@ -71,11 +71,20 @@ def _on_gpus(model: str, gpus: int, machine: str, micro_batch: int, batch: int, 
     return Recipe(name=name, run=Run(preset(model), Layout(), training), settings=settings)
 
 
+def _of_long_rows(gpus: int) -> Recipe:
+    """One row a GPU, recomputed as ``recipe memory`` estimates; not in CUDA graphs, which refuse recompute."""
+    training = Training(micro_batch_size=1, global_batch_size=gpus, processes=gpus)
+    settings = Path(__file__).resolve().with_name(f"nam56r_long{'_1gpu' if gpus == 1 else ''}.yaml")
+    name = f"nam56r_long_pretrain_{gpus}gpu_h200_bf16"
+    return Recipe(name=name, run=Run(preset("nam56r_long"), Layout(), training), settings=settings)
+
+
 _ALL = (
     *(_on_gpus("nam56r", gpus, "h200", 2, 8) for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r", gpus, "h100", 1, 8) for gpus in (2, 4, 8)),  # one does not hold all states
     *(_on_gpus("nam56r", gpus, "h200", 2, 8, "fp8") for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r_quarter", 1, machine, 1, 2) for machine in ("h200", "h100")),
+    *(_of_long_rows(gpus) for gpus in (1, 4, 8)),
     Recipe(
         name="nam56r_tiny_pretrain_1cpu_fp32",
         run=Run(

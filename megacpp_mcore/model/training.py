@@ -19,8 +19,10 @@ DEFAULT_HOST = HYBRID
 """Of runs that name none; upstream mends GPTModel in critical cases only."""
 
 
-RECOMPUTED = tuple(family.recompute for family in mixers_first() if family.recompute)
-"""What ``recompute`` of the settings file may name."""
+MTP_MLP = "mtp"
+"""Recompute of the MTP block's feed-forward part, in chunks of tokens; whole layers may be recomputed around it."""
+RECOMPUTED = (*(family.recompute for family in mixers_first() if family.recompute), MTP_MLP)
+"""What ``recompute`` of the settings file may name: families, by what is recomputed of them, and :data:`MTP_MLP`."""
 
 
 class _Recompute:
@@ -35,15 +37,17 @@ class _Recompute:
         Raises:
             ModelError: names both.
         """
-        if self.on and granularity == "full":
+        twice = [name for name in self.on if name != MTP_MLP]
+        if twice and granularity == "full":
             raise ModelError(
-                f"recompute asks for {', '.join(self.on)}, and --recompute-granularity full recomputes whole layers; leave "
+                f"recompute asks for {', '.join(twice)}, and --recompute-granularity full recomputes whole layers; leave "
                 "one of them out"
             )
-        for family in FAMILIES.values() if granularity == "selective" else ():
-            if family.recompute in self.on and (twice := sorted(family.repeated_by & set(modules))):
+        repeated = {family.recompute: family.repeated_by for family in FAMILIES.values()} | {MTP_MLP: {"mlp"}}
+        for name in self.on if granularity == "selective" else ():
+            if twice := sorted(repeated[name] & set(modules)):
                 raise ModelError(
-                    f"recompute asks for {family.recompute}, and --recompute-modules {' '.join(twice)} for a part of it; leave "
+                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; leave "
                     "one of them out"
                 )
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import layer_plan
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
@@ -27,7 +28,7 @@ from tests.ops.saved_tensors import saved_bytes
 S, B = 32, 2
 TINY = preset("nam56r_tiny")
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
-FAMILIES = ["a", "m", "experts", "r"]
+FAMILIES = ["a", "m", "experts", "r", "mtp"]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,24 @@ def plain(build: Callable[..., Any]) -> dict[str, Any]:
     return {**found, "losses": train(model)}
 
 
+@pytest.mark.parametrize("words", [(), stock.full_recompute()], ids=["alone", "in whole layers"])
+def test_the_mlp_of_mtp_in_chunks(
+    plain: dict[str, Any], process: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Of 5 rows each, the last of 2; one of the two depths is in a chunk's memory at a time."""
+    monkeypatch.setattr(layer_plan, "CHUNK", 5 * B)
+    model = stock.stirred(stock.build(OVERRIDES, TINY, process, *words, recompute=["mtp"]))
+    rows: list[int] = []
+    fc1 = model.mtp.layers[0].mtp_model_layer.mlp.linear_fc1
+    fc1.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    found = two_micro_batches(model)
+    check_gradients(found, plain["gradients"])
+    assert set(rows) == {5, 2}
+    assert len(rows) == 7 * 2 * 2 * (
+        3 if words else 2
+    )  # for each micro-batch and depth, forward and again; in layers twice
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recompute_of_a_family_keeps_gradients_and_saves_memory(
@@ -105,6 +124,7 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
     ("recompute", "granularity", "modules", "values"),
     [
         ("m", "full", [], ["full"]),
+        ("mtp", "selective", ["mlp"], ["asks for mtp", "--recompute-modules mlp"]),
         ("experts", "selective", ["moe"], ["experts", "--recompute-modules moe"]),
         ("experts", "selective", ["moe_act"], ["experts", "--recompute-modules moe_act"]),
         ("a", "selective", ["mla_up_proj"], ["asks for a", "--recompute-modules mla_up_proj"]),
@@ -114,11 +134,9 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
 def test_what_megatron_recomputes_already_is_refused(
     recompute: str, granularity: str, modules: list[str], values: list[str]
 ) -> None:
-    from megacpp_mcore.layer_specs.layer_plan import layer_plan
-
     config: Any = SimpleNamespace(recompute_granularity=granularity, recompute_modules=modules, quant_recipe=None)
     settings = PluginConfig(Path("run.yaml"), "nam56r_tiny", TINY, recompute=Recompute(**{recompute: True}))
     with raises(ModelError, *values):
-        layer_plan(settings, config)
+        layer_plan.layer_plan(settings, config)
     if granularity == "selective":
-        assert layer_plan(dataclasses.replace(settings, recompute=Recompute(r=True)), config).recompute.r
+        assert layer_plan.layer_plan(dataclasses.replace(settings, recompute=Recompute(r=True)), config).recompute.r

@@ -78,11 +78,13 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "core_attn and mlp": (stock.selective_recompute("core_attn", "mlp"), ()),
     "nested": (stock.selective_recompute("moe", "shared_experts"), ()),
     "a, m and r": ((), ("a", "m", "r")),
+    "full, and mtp again": (stock.full_recompute(), ("mtp",)),
+    "mtp": ((), ("mtp",)),
     "experts beside stock's": (stock.selective_recompute("shared_experts", "mla_up_proj"), ("experts",)),
 }
 
 
-@pytest.mark.parametrize("case", exhaustive_but(CASES, "full", "a, m and r", "core_attn and mlp"))
+@pytest.mark.parametrize("case", exhaustive_but(CASES, "full, and mtp again", "a, m and r", "core_attn and mlp"))
 def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> None:
     words, own = CASES[case]
     arguments = stock.parse(stock.words(SMALL, *words))

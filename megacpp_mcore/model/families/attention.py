@@ -214,6 +214,17 @@ def _work(shape: Shape, role: str | None, rows: Batch, mla: MLA, dsa: DSA) -> di
     return found
 
 
+def _kept(shape: Shape, role: str | None, mla: MLA, dsa: DSA) -> tuple[int, int]:
+    """Count projections before and after their rotation; what flash pads to the width of keys; the selection and its target."""
+    query, latents = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.q_lora_rank + mla.kv_lora_rank
+    if role in SPARSE:
+        absorbed = 2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+        indexer = dsa.indexer_heads * (dsa.indexer_head_dim + 1) + dsa.indexer_head_dim if role == FULL_INDEX else 0
+        return 2 * shape.heads * (query + absorbed + mla.v_head_dim) + 8 * dsa.topk + 2 * indexer + 4 * latents, 0
+    values = 2 * query + mla.v_head_dim if role == WINDOWED else 2 * mla.v_head_dim
+    return 2 * shape.heads * (2 * query + values) + 4 * latents, 0
+
+
 def _check(shape: Shape, mla: MLA, dsa: DSA) -> None:
     if dsa.indexer_head_dim < mla.qk_pos_emb_head_dim:
         raise ModelError(
@@ -360,6 +371,7 @@ ATTENTION = Family(
     ),
     parameters=_parameters,
     works=("attention_projections", "attention_core", "indexer"),
+    kept=_kept,
     work=_work,
     check=_check,
     arguments=_arguments,

@@ -215,6 +215,10 @@ def _no_arguments(*_: Any) -> Sequence[Argument]:
     return ()
 
 
+def _usual_kept(shape: Shape, *_: Any) -> tuple[int, int]:
+    return 16 * shape.hidden_size, 0
+
+
 def _no_rows(*_: Any) -> Mapping[str, str]:
     return {}
 
@@ -242,6 +246,8 @@ class Family:
         without: those of a model without.
         in_fp32: what it computes in fp32, whatever the precision of the run.
         without_tf32: what it computes in fp32 without products that TF32 reaches.
+        kept: ``(shape, role, *sizes)`` to the bytes a token, in 16 bits, that a layer keeps for its backward pass besides its
+            input and that normed: those that its recompute leaves out, and the others.
         recompute: its name under ``recompute`` in the settings file; empty without.
         recomputed: the names of the work which that repeats.
         repeated_by: Megatron's ``--recompute-modules`` that repeat it, or a part of it, too.
@@ -268,6 +274,7 @@ class Family:
     without: Sequence[Argument] = ()
     in_fp32: str = ""
     without_tf32: str = ""
+    kept: Callable[..., tuple[int, int]] = _usual_kept
     recompute: str = ""
     recomputed: tuple[str, ...] = ()
     repeated_by: frozenset[str] = frozenset()

@@ -68,6 +68,11 @@ def _work(shape: Shape, _: str | None, rows: Batch, moe: MoE) -> dict[str, Work]
     }
 
 
+def _kept(_: Shape, __: str | None, moe: MoE) -> tuple[int, int]:
+    """Count the inner rows of routed experts, in 16 bits before GELU; and those of the shared one before and after."""
+    return 2 * moe.topk * moe.ffn_hidden_size, 4 * moe.shared_ffn_hidden_size
+
+
 def _check_layout(shape: Shape, tensor: int, expert: int, moe: MoE) -> None:
     divides(f"{shape.name}: experts", moe.experts, "expert parallelism", expert)
     divides(f"{shape.name}: shared expert width", moe.shared_ffn_hidden_size, "tensor parallelism", tensor)
@@ -141,6 +146,7 @@ EXPERTS = Family(
     arguments=_arguments,
     without=(absent("--num-experts", "num_moe_experts", None),),
     in_fp32="router",
+    kept=_kept,
     recompute="experts",  # the expert GEMMs and their activation, not routing, communication or the shared expert
     recomputed=("routed_experts",),
     repeated_by=frozenset({"moe", "moe_act"}),

@@ -71,9 +71,7 @@ def heads_of(hidden_size: int, ssm: Mamba3) -> int:
 
 def mamba_projections(tokens: int, hidden: int, heads: int, ssm: Mamba3) -> Work:
     """Mamba-3's input projections (z, x, B, C, step, decay, trapezoid, angles) and its output projection."""
-    inner = heads * ssm.head_dim
-    width = 2 * inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
-    return product(tokens * hidden * (width + inner))
+    return product(tokens * hidden * (projected(hidden, ssm) + heads * ssm.head_dim))
 
 
 def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:
@@ -107,6 +105,18 @@ def _work(shape: Shape, _: str | None, rows: Batch, ssm: Mamba3) -> dict[str, Wo
         "mamba_projections": mamba_projections(rows.tokens, shape.hidden_size, heads, ssm),
         "mamba_scan": mamba_scan(rows.rows, rows.length, heads, ssm),
     }
+
+
+def projected(hidden_size: int, ssm: Mamba3) -> int:
+    """Return the width of the input projections: z, x, B, C, step, decay, trapezoid, angles."""
+    inner, heads = inner_width(hidden_size, ssm), heads_of(hidden_size, ssm)
+    return 2 * inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
+
+
+def _kept(shape: Shape, _: str | None, ssm: Mamba3) -> tuple[int, int]:
+    """Count the projections, the output, and a state every 128 tokens."""
+    inner = inner_width(shape.hidden_size, ssm)
+    return 2 * (projected(shape.hidden_size, ssm) + inner + inner * ssm.state // 128), 0
 
 
 def _check(shape: Shape, ssm: Mamba3) -> None:
@@ -158,6 +168,7 @@ MAMBA = Family(
     ),
     parameters=_parameters,
     works=("mamba_projections", "mamba_scan"),
+    kept=_kept,
     work=_work,
     check=_check,
     check_layout=_check_layout,

@@ -79,6 +79,13 @@ def _work(shape: Shape, _: str | None, rows: Batch, rnn: M2RNN) -> dict[str, Wor
     }
 
 
+def _kept(shape: Shape, _: str | None, rnn: M2RNN) -> tuple[int, int]:
+    """Count the projections, the convolved rows, two outputs, and a state in 32 bits every 64 tokens."""
+    heads = heads_of(shape.hidden_size, rnn)
+    values, shared = heads * rnn.value_dim, 2 * rnn.key_dim
+    return 2 * (2 * shared + 5 * values + heads) + values * rnn.key_dim // 16, 0
+
+
 def _check(shape: Shape, rnn: M2RNN) -> None:
     if heads_of(shape.hidden_size, rnn) < 1:
         raise ModelError(
@@ -123,6 +130,7 @@ RECURRENT = Family(
     no_context=_no_context,
     in_fp32="states of M²RNN",
     without_tf32="M²RNN's recurrence",
+    kept=_kept,
     recompute="r",
     recomputed=("recurrent_projections", "convolution", "recurrence"),
     card=_card,

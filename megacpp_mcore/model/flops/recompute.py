@@ -21,7 +21,7 @@ from megacpp_mcore.model.families import FAMILIES, attention
 from megacpp_mcore.model.families.base import Work
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.count import NAMES, Families, Step
-from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.model.training import MTP_MLP, Recompute
 
 MODULES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
 """The ``--recompute-modules`` that apply to an A/M/E/R model; the last two repeat element-wise work, which counts 0."""
@@ -111,12 +111,18 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
     Raises:
         ModelError: MTP under ``uniform`` with more than one layer per unit, which Megatron refuses.
     """
+
+    def again(part: Families) -> Families:
+        return _forward(model, counted.tokens, part, ("dense_ffn",) if MTP_MLP in how.own.on else ())
+
     if how.granularity != "full":
         layers = tuple(
             _repeated_work(model, part, counted.tokens, role, how)
             for part, role in zip(counted.layers, model.roles, strict=True)
         )
-        mtp = tuple(_repeated_work(model, part, counted.tokens, model.mtp.attention, how) for part in counted.mtp)
+        mtp = tuple(
+            _repeated_work(model, part, counted.tokens, model.mtp.attention, how) + again(part) for part in counted.mtp
+        )
         return Step(counted.tokens, layers, Families(), mtp)
     repeated = set(range(1, model.depth + 1))
     if how.method == "block":
@@ -131,7 +137,9 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
         for number, part in enumerate(counted.layers, start=1)
     )
     depth = _BUT_HEAD if how.method == "uniform" else ()
-    return Step(tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) for part in counted.mtp))
+    return Step(
+        tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) + again(part) for part in counted.mtp)
+    )
 
 
 _BUT_HEAD = tuple(name for name in NAMES if name != "head")

@@ -25,7 +25,15 @@ TESTS = {
     "tensor-parallel-sums": ["tests/distributed/test_tensor_parallel_sums.py"],
     "sp-norm-gradients": [SMALL, "tests/distributed/test_sp_norm_gradients.py"],
 } | {
-    name: [SMALL] for name in ("dataset-helpers", "exit-signal", "expert-counts", "output-layer-fusion", "spec-import")
+    name: [SMALL]
+    for name in (
+        "dataset-helpers",
+        "exit-signal",
+        "expert-counts",
+        "moe-recompute-memory",
+        "output-layer-fusion",
+        "spec-import",
+    )
 }
 """Where they are not in the file of the patch's name."""
 THROUGH = """

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,15 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import LaunchError, SpecImportError
-from megacpp_mcore.patches import dataset_helpers, expert_counts, output_layer_fusion, sp_norm_gradients, spec_import
-from tests import forks, stock
+from megacpp_mcore.patches import (
+    dataset_helpers,
+    expert_counts,
+    moe_recompute_memory,
+    output_layer_fusion,
+    sp_norm_gradients,
+    spec_import,
+)
+from tests import forks, micro_batch, stock
 from tests.dsa_layer import dsa_config
 from tests.errors import raises
 
@@ -393,3 +401,38 @@ def test_the_global_loss_divides_by_all_micro_batches(process: Path) -> None:
         routed_E = count(router)
         assert router.ga_steps == MICRO_BATCHES
         assert router.global_tokens_per_expert.sum() == routed_E.sum()
+
+
+def left_behind(dispatcher: str) -> int:
+    """How many inputs of a model's two layers are alive, of which one has experts, after a recomputed backward pass."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    off = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion")
+    config = TransformerConfig(
+        num_layers=2, moe_layer_freq=[0, 1], hidden_size=D, num_attention_heads=2, num_moe_experts=E, moe_router_topk=2,
+        moe_token_dispatcher_type=dispatcher, add_bias_linear=False, use_cpu_initialization=True, hidden_dropout=0.0,
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **dict.fromkeys(off, False),
+    )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    model = GPTModel(config, spec, 256, S, position_embedding_type="rope")
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, given: inputs.append(weakref.ref(given["hidden_states"])), with_kwargs=True
+        )
+    losses = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S), attention_mask=micro_batch.causal_mask(S))
+    micro_batch.backward(losses.mean())
+    del losses
+    assert len(inputs) == 4
+    return sum(one() is not None for one in inputs)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_recompute_leaves_no_inputs_behind(process: Path, dispatcher: str) -> None:
+    assert left_behind(dispatcher) == 1
+    with stock.patched(moe_recompute_memory.PATCH):
+        assert left_behind(dispatcher) == 0

@@ -266,8 +266,14 @@ def test_dirty(lm: Checkout) -> None:
 
 
 @pytest.mark.parametrize("traps", ["filter textconv fsmonitor hooks", "process external command", "promisor"])
-def test_no_command_of_a_checkouts_own_configuration_runs(traps: str, lm: Checkout, tmp_path: Path) -> None:
+def test_no_command_of_a_checkouts_own_configuration_runs(
+    traps: str, lm: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a checkout from a stranger; the same commands by git alone spring each trap."""
+    # What `compat` looks for in the checkout: little, as it is not what is tried here.
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("from megatron.core import timers\n")
+    monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(tmp_path / "package/__init__.py"))
     timers, sprung = lm.root / "megatron/core/timers.py", tmp_path / "sprung"
     sprung.mkdir()
     ways = {

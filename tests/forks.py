@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +56,18 @@ class Program:
         self.returncode: int | None = None
         self._status, self._ended = status, os.pidfd_open(pid)
 
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it, with all that it started."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
     def poll(self) -> int | None:
         """The status, negative where a signal ended it; None: it runs."""
         try:
@@ -72,6 +85,16 @@ class Program:
             self.returncode = int(self._status.read_text())
             os.close(self._ended)
         return self.returncode
+
+
+def trial() -> SimpleNamespace:
+    """What :mod:`megacpp_mcore.commands.trial` has of ``subprocess``, for its Python programs."""
+
+    def begin(command: Sequence[str], *, cwd: str, env: Mapping[str, str], stderr: Any, **_: Any) -> Any:
+        files = {"output": Path(os.devnull), "error": Path(stderr.name)}
+        return start(command[1:], cwd=Path(cwd), env=env, **files)
+
+    return SimpleNamespace(Popen=begin, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 def start(

@@ -23,6 +23,7 @@ from megacpp_mcore.patches.machinery import compat
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.machinery.symbols import digest
+from tests import forks
 from tests.errors import raises
 from tests.trees import commit, git, patch_of, snapshot, wheel_root
 
@@ -275,7 +276,10 @@ def test_trees_that_cannot_be_compared(
         compat.examine(Checkout(tree))
 
 
-def test_a_run_that_does_not_end_well_is_broken(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_end_well_is_broken(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.trial, "subprocess", forks.trial())
     found = report(tree, capsys, 3, "--run")
     assert [patch["verdict"] for patch in found["patches"]] == ["fits"] * 3
     for host in (GPT, HYBRID):

@@ -198,7 +198,8 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         obstacle = _of_call(self, arguments)
         if obstacle is None:
-            arguments["runtime_gather_output"] = False  # the loss is that of each rank's part
+            if self.tp_group.size() > 1:
+                arguments["runtime_gather_output"] = False  # stock's loss is that of each rank's part
             obstacle = _of_settings(self.config) or _of_layer(self.output_layer) or _of_weight(self)
         if obstacle is not None:
             _note(self, "megatron", obstacle)

@@ -405,7 +405,7 @@ def _read_file(path: Path, number: int) -> Start | None:
                 place += 1
                 if not text.endswith(b"\n"):
                     break
-                line = json.loads(text)
+                line = json.loads(text.decode())
                 _check_kinds(line)
                 if start is not None:
                     start.add(line)

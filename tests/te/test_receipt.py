@@ -11,12 +11,14 @@ import torch
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.layer_plan import layer_plan
+from megacpp_mcore.model import preset
 from megacpp_mcore.observe.receipts import assemble, claims
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.settings import load
 from megacpp_mcore.te import quantized
 from megacpp_mcore.te.fp8_scopes import FP8
+from tests import stock
 from tests.errors import raises
 
 CONFIG = SimpleNamespace(params_dtype="torch.bfloat16", fp8=None, fp8_recipe=None, quant_recipe=None)
@@ -72,6 +74,22 @@ def test_experts_in_fp8_are_watched_without_a_file_of_ours(monkeypatch: pytest.M
     for recipe in (None, object()):
         layer_plan(None, SimpleNamespace(quant_recipe=recipe))  # type: ignore[arg-type]
     assert len(watched) == 1
+
+
+def test_layers_without_the_engine_that_was_asked_for_say_so(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole model, as tests/gpu/test_backends.py has it of a run."""
+    monkeypatch.setenv("MEGACPP_DISABLE_TE", "1")
+    model = stock.build({"seq_length": 32}, preset("nam56r_tiny"), process)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.transformer_impl = "transformer_engine"
+    facts = of_run.Facts()
+    of_run.of_objects(facts, [model], None)
+    for op in ("linear", "norm"):
+        found = [one for one in facts.values["backends"] if one["op"] == op and one["requested"] != "auto"]
+        assert {(one["requested"], one["observed"]) for one in found} == {("transformer_engine", "local")}
+        assert {one["layer"] for one in found} == {None, *range(1, preset("nam56r_tiny").depth + 1)}
+        assert all(one["reason"].endswith("MEGACPP_DISABLE_TE=1 disables Transformer Engine") for one in found)
 
 
 class QuantizedTensorStorage(torch.Tensor):

@@ -1,0 +1,148 @@
+"""Rows of tens of thousands of tokens on a GPU: windows, Mamba-3 in blocks of time, and what they need of its memory.
+
+Shape legend: S queries and keys, B batch, H heads, K query-key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from megacpp_mcore.ops.mamba3 import triton as fused
+from megacpp_mcore.ops.mla import sdpa
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens
+from megacpp_mcore.ops.testing import assert_parity
+from tests.gpu.device import assert_same_bits, peak, replayed, without_waiting
+from tests.ops.mamba3_case import Case, make_tensors, run, with_gradients
+
+SCALE = 128**-0.5
+
+
+def draw(S: int, B: int = 2, H: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Queries, keys, values, and a gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    shapes = ((S, B, H, 128), (S, B, H, 128), (S, B, H, 64), (S, B, H, 64))
+    tensors = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+    return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
+
+
+def outcome(op: object, inputs: Sequence[torch.Tensor], **options: object) -> list[torch.Tensor]:
+    output = op(*inputs[:3], softmax_scale=SCALE, **options)  # type: ignore[operator]
+    return [output.detach(), *torch.autograd.grad(output, inputs[:3], inputs[3])]
+
+
+DOCUMENTS = (1000, 1, 346)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("S", "window", "lengths"),
+    [(1347, 255, None), (1347, 255, DOCUMENTS), (1347, 5000, DOCUMENTS), (1347, 0, None), (4096, 1023, None)],
+)
+def test_a_window_is_the_references(S: int, window: int, lengths: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+    inputs = draw(S, dtype=dtype)
+    double = [tensor.detach().double() for tensor in inputs]
+    exact = [*(tensor.requires_grad_() for tensor in double[:3]), double[3]]
+    options: dict[str, object] = {"window": window}
+    if lengths is not None:
+        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+        options["seq_idx"] = seq_idx_from_cu_seqlens(bounds, S).expand(2, S).contiguous()
+    assert sdpa.fused_backend(*inputs[:3], **options) == SDPBackend.FLASH_ATTENTION  # type: ignore[arg-type]
+    found, expected = outcome(sdpa.sdpa_attention, inputs, **options), outcome(mla_attention, exact, **options)
+    few = slice(16, None)  # of the first rows dq is next to nothing: see test_mla_core_attention.py
+    for name, have, want in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+        if window == 0 and name in ("dq", "dk"):  # a softmax over one key
+            assert float(have.abs().max()) < 1e-2
+            continue
+        rows = few if name == "dq" else slice(None)
+        error = (have[rows].double() - want[rows]).norm() / want[rows].norm()
+        assert float(error) < 1e-2, name
+        if name in ("o", "dv"):
+            assert_parity(have, want, rms=1.5e-2, name=name)
+
+
+def test_a_window_makes_nobody_wait_and_is_captured() -> None:
+    inputs, others = draw(512), draw(512)
+    for tensor in others:
+        tensor.detach().mul_(0.5)
+
+    def both() -> list[torch.Tensor]:
+        return outcome(sdpa.sdpa_attention, inputs, window=99)
+
+    both()
+    with without_waiting():
+        both()
+    expected = outcome(sdpa.sdpa_attention, others, window=99)
+    for have, want in zip(replayed(both, inputs, others), expected, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+def test_a_window_costs_a_part_of_the_row() -> None:
+    """NAM56R's heads at 32,768 tokens: a window of 4096 keys takes less than half of the time of all, and no square of memory."""
+    inputs = draw(32_768, B=1, H=56)
+    times = {}
+    for window in (None, 4095):
+        options = {} if window is None else {"window": window}
+        outcome(sdpa.sdpa_attention, inputs, **options)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outcome(sdpa.sdpa_attention, inputs, **options)
+        end.record()
+        torch.cuda.synchronize()
+        times[window] = begin.elapsed_time(end)
+    assert times[4095] < times[None] / 2, times
+    assert peak(lambda: outcome(sdpa.sdpa_attention, inputs, window=4095)) < 6 * 2**30
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1000, B=1),
+        Case(1000, documents=(256, 400, 344), states=True),  # one begins where a block does
+        Case(1000, N=128, B=1, states=True),
+        Case(1000, R=1, mimo=False, documents=(256, 400, 344), states=True),
+    ],
+    ids=["odd", "documents", "state_128", "siso"],
+)
+def test_mamba_3_in_blocks_of_time_is_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_tensors(case)
+    whole = with_gradients(fused.mamba3, case, tensors)
+    monkeypatch.setattr(fused.Plan, "block", 256)
+    for name, have in with_gradients(fused.mamba3, case, tensors).items():
+        error = (have.double() - whole[name].double()).norm() / whole[name].double().norm()
+        assert float(error) < 1e-2, name
+    assert_same_bits(lambda: with_gradients(fused.mamba3, case, tensors), 3)
+
+
+def test_what_is_kept_changes_no_bit_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(700, B=1)
+    tensors = make_tensors(case)
+    monkeypatch.setattr(fused.Plan, "block", 256)
+    expected = with_gradients(fused.mamba3, case, tensors)
+    for op in (fused.mamba3_keep_scan, fused.mamba3_keep_all):
+        for name, have in with_gradients(op, case, tensors).items():
+            assert torch.equal(have, expected[name]), name
+
+
+def test_the_scratch_of_mamba_3_does_not_grow_with_the_row() -> None:
+    """Above the inputs and their gradient: 8 GiB at 32,768 tokens of NAM56R, where the whole row at once takes more than 10."""
+
+    def needed(tokens: int) -> int:
+        case = Case(tokens, B=1, H=112, G=8)
+        tensors = make_tensors(case)
+        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+
+        def both() -> None:
+            (out,) = run(fused.mamba3, case, leaves)
+            torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+
+        both()
+        return peak(both)
+
+    short, long = needed(8192), needed(32_768)
+    assert long < 8 * 2**30, (short, long)
+    assert long < 3 * short, (short, long)

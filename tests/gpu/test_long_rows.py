@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megacpp_mcore.ops.indexer import reference as indexer_reference
+from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.mamba3 import triton as fused
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import assert_parity
 from tests.gpu.device import assert_same_bits, peak, replayed, without_waiting
+from tests.ops import indexer_case
 from tests.ops.mamba3_case import Case, make_tensors, run, with_gradients
 
 SCALE = 128**-0.5
@@ -82,7 +85,7 @@ def test_a_window_makes_nobody_wait_and_is_captured() -> None:
 
 
 def test_a_window_costs_a_part_of_the_row() -> None:
-    """NAM56R's heads at 32,768 tokens: a window of 4096 keys takes less than half of the time of all, and no square of memory."""
+    """NAM56R's heads at 32,768 tokens: a window of 4096 keys takes less than half of the time of all keys."""
     inputs = draw(32_768, B=1, H=56)
     times = {}
     for window in (None, 4095):
@@ -146,3 +149,26 @@ def test_the_scratch_of_mamba_3_does_not_grow_with_the_row() -> None:
     short, long = needed(8192), needed(32_768)
     assert long < 8 * 2**30, (short, long)
     assert long < 3 * short, (short, long)
+
+
+@pytest.mark.parametrize("topk", [1, 64, 300])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_selection_by_near_scores_is_the_references(
+    topk: int, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores without rounding, many of them equal; and few enough near the threshold that they fit at once, or late."""
+    inputs = indexer_case.draw_exact(1000, H=3, device="cuda")
+    seq_idx = indexer_case.draw_documents(1000, device="cuda", each=300) if documents else None
+    expected = indexer_reference.select(*inputs, topk, seq_idx)
+    for near in (16, 128, 4096):
+        monkeypatch.setattr(indexer, "LONG_ROW", 0)
+        monkeypatch.setattr(indexer, "TAKE_BEST", indexer.TAKE_BEST | {"NEAR": near})
+        assert torch.equal(indexer.select(*inputs, topk, seq_idx), expected), near
+
+
+@pytest.mark.parametrize("topk", [256, 2048])
+def test_a_selection_of_long_rows_is_that_of_short_ones(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = indexer_case.draw(40_000, B=1, device="cuda")
+    found = indexer.select(*inputs, topk)
+    monkeypatch.setattr(indexer, "LONG_ROW", 10**9)
+    assert torch.equal(found, indexer.select(*inputs, topk))

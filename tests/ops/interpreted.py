@@ -215,6 +215,12 @@ def indexer_pieces() -> None:
             assert torch.equal(indexer.select(q, k, w, topk, documents, first_row=first), expected[:, first:])
 
 
+def indexer_long_rows() -> None:
+    """Rows of which only the scores between the bounds are read on: these, ties, zeros alone, and NaN, as in short ones."""
+    indexer.LONG_ROW, indexer.TAKE_BEST = 0, indexer.TAKE_BEST | {"BLOCK": 64, "NEAR": 16}
+    indexer_rows()
+
+
 def indexer_all_keys(D: int = 64) -> None:
     """Scores of more and of fewer keys than queries."""
     for S, T in ((70, 150), (150, 70), (1, 1), (64, 128)):
@@ -572,6 +578,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "grouped_mlp, FP8, one of four ranks": partial(experts_in_fp8, ranks=4),
     "indexer, rows": indexer_rows,
     "indexer, pieces": indexer_pieces,
+    "indexer, long rows": indexer_long_rows,
     "indexer, gradient": indexer_gradient,
     "indexer, all keys": indexer_all_keys,
     "indexer, chunks": indexer_by_chunks,

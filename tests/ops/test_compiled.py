@@ -181,7 +181,7 @@ def small_variants() -> Iterator[Variant]:
 
 
 def indexer_variants(dtype: str) -> Iterator[Variant]:
-    given = types(fp32="score_BRW target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
+    given = types(fp32="score_BRW near_BRC target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
     given |= types(**{dtype: "q_SBHD k_SBD k_TBD w_SBH dq_SBHD dw_SBH"})
     one_document, lone = {"w_h": 1, "seq_BS": None}, {"w_h": 1, "score_b": None}
     yield "selection, documents", indexer.score_keys, given, indexer_launch.SCORE_KEYS | lone
@@ -190,7 +190,8 @@ def indexer_variants(dtype: str) -> Iterator[Variant]:
         launch = indexer_launch.SCORE_ALL[width] | one_document  # the number of heads is no constant
         yield f"all keys, {width}, {keys}", indexer.score_keys, given, launch
         yield f"all keys, {width}, {keys}, fp32", indexer.score_keys, given | types(fp32="w_SBH"), launch
-    yield "take_best", indexer.take_best, given, indexer_launch.TAKE_BEST
+    yield "take_best", indexer.take_best, given, indexer_launch.TAKE_BEST | {"near_BRC": None}
+    yield "take_best of long rows", indexer.take_best, given, indexer_launch.TAKE_BEST
     for heads, selected in ((32, 256), (32, 64), (32, 2048), (5, 300), (64, 256)):
         for units in ({}, {"units": None}):
             launch = indexer_launch.learn(heads, selected, not units) | {"w_h": 1} | units

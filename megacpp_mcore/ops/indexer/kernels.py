@@ -127,9 +127,29 @@ def _scores(row, start, end, BLOCK: tl.constexpr):
     return tl.load(row + j, mask=j < end, other=_HIDDEN)
 
 
+@triton.jit
+def _narrowed(row, end, n_others, lower, n_lower, upper, n_upper, step, N, BLOCK: tl.constexpr):
+    """One step of the search in :func:`take_best`, by ``end`` scores from ``row`` on; ``n_others`` more reach every bound."""
+    low, high = _value(lower), _value(upper)
+    part = (n_lower - N + 0.5) / (n_lower - n_upper + 1)
+    between = _rank(low + (high - low) * tl.where(step % 3 == 0, 0.5, part))
+    between = tl.where(step < _BY_VALUE, between, lower + (upper - lower) // 2)
+    between = tl.minimum(tl.maximum(between, lower + 1), upper - 1)
+    at_least, count = _value(between), tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, end, BLOCK):
+        count += _negative(_scores(row, start, end, BLOCK) - at_least)
+    n_between = n_others + tl.cdiv(end, BLOCK) * BLOCK + tl.sum(count, 0)
+    if n_between > N:
+        lower, n_lower = between, n_between
+    else:
+        upper, n_upper = between, n_between
+    return lower, n_lower, upper, n_upper
+
+
 @triton.jit(do_not_specialize=["S", "first", "rows", "N", "before"])
 def take_best(
     score_BRW,
+    near_BRC,
     index_BSN,
     S,
     first,
@@ -139,6 +159,7 @@ def take_best(
     before,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     """Select each row's N best keys, ascending, then -1; ties go to the lower key. Program (query, batch).
 
@@ -148,6 +169,8 @@ def take_best(
     upper one. It ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys that
     equal the lower one are ties, of which the first are taken. Zero, the score of every key that no head responds to, is tried
     first. Each step reads the row, BLOCK scores at a time, and the final pass KEYS at a time; the row stays in the L1 cache.
+    With ``near_BRC``, for rows that do not, the scores between the bounds are copied there once they are NEAR at most, and
+    the other steps read only these.
     """
     r, b = rows - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = first + r
@@ -175,21 +198,25 @@ def take_best(
         elif n_natural < N:
             lower, n_lower, upper, n_upper = _LOWEST_RANK, n_seen, 0, n_natural
     step = 0
-    while (n_upper < N) & (upper - lower > 1):
-        low, high = _value(lower), _value(upper)
-        part = (n_lower - N + 0.5) / (n_lower - n_upper + 1)
-        between = _rank(low + (high - low) * tl.where(step % 3 == 0, 0.5, part))
-        between = tl.where(step < _BY_VALUE, between, lower + (upper - lower) // 2)
-        between = tl.minimum(tl.maximum(between, lower + 1), upper - 1)
-        at_least, count = _value(between), tl.zeros([BLOCK], tl.int32)
-        for start in tl.range(0, end, BLOCK):
-            count += _negative(_scores(row, start, end, BLOCK) - at_least)
-        n_between = read + tl.sum(count, 0)
-        if n_between > N:
-            lower, n_lower = between, n_between
-        else:
-            upper, n_upper = between, n_between
+    few: tl.constexpr = 0 if near_BRC is None else NEAR
+    while (n_upper < N) & (upper - lower > 1) & (n_lower - n_upper > few):
+        lower, n_lower, upper, n_upper = _narrowed(row, end, 0, lower, n_lower, upper, n_upper, step, N, BLOCK)
         step += 1
+    if near_BRC is not None:
+        if (n_upper < N) & (upper - lower > 1):
+            near, n_near, n_others = near_BRC + (b * rows + r) * NEAR, 0, n_upper
+            low, high = _value(lower), _value(upper)
+            for start in tl.range(0, end, BLOCK):
+                x = _scores(row, start, end, BLOCK)
+                inside = ((x >= low) & (x < high)).to(tl.int32)
+                tl.store(near + n_near + tl.cumsum(inside, 0) - inside, x, mask=inside > 0)
+                n_near += tl.sum(inside, 0)
+            tl.debug_barrier()  # for the other threads of this program
+            while (n_upper < N) & (upper - lower > 1):
+                lower, n_lower, upper, n_upper = _narrowed(
+                    near, n_near, n_others, lower, n_lower, upper, n_upper, step, N, BLOCK
+                )
+                step += 1
     wanted, take, equal_to = N - n_upper, _value(upper), _value(lower)
     index = index_BSN + (b * S + i - before) * N
     # One path, with or without ties: with two branches, ptxas 12.8 (Triton 3.6) placed some ties one position too low.

@@ -37,8 +37,11 @@ SCRATCH = 2**24
 SCORE_KEYS = {
     "D": HEAD_DIM, "QUERIES": QUERIES, "KEYS": KEYS, "STAGES": 3, "CAUSAL": True, "num_warps": 4, "num_stages": 3
 }  # fmt: skip
-TAKE_BEST = {"KEYS": KEYS, "BLOCK": 1024, "num_warps": 1, "num_stages": 1}
+TAKE_BEST = {"KEYS": KEYS, "BLOCK": 1024, "NEAR": 4096, "num_warps": 1, "num_stages": 1}
 """Launch options of the selection. One warp per row of scores, so that none waits for another."""
+
+LONG_ROW = 2**14
+"""Most scores of a row that every step of the search reads: those of a multiprocessor's programs have to fit its L1."""
 
 ALL_KEYS = SCORE_KEYS | options("score_keys", {"CAUSAL": False, "maxnreg": 168})
 SCORE_ALL = {HEAD_DIM: ALL_KEYS, 128: ALL_KEYS | {"D": 128, "STAGES": 2, "num_stages": 2}}
@@ -105,6 +108,8 @@ def select(
     N, cut = min(topk, T), list(chunks(T, B, first_row))
     index_BSN = q.new_empty(B, S, N, dtype=torch.int32)
     scratch = q.new_empty(max((c.batch.stop - c.batch.start) * c.rows * c.width for c in cut), dtype=torch.float32)
+    most = max((c.batch.stop - c.batch.start) * c.rows for c in cut if c.width > LONG_ROW) if T > LONG_ROW else 0
+    near = q.new_empty(most * TAKE_BEST["NEAR"], dtype=torch.float32)
     for part in cut:
         q_part, k_part, w_part = (tensor[:, part.batch] for tensor in (q, k, w_SBH))
         size = part.batch.stop - part.batch.start
@@ -114,8 +119,8 @@ def select(
             part.rows, part.width, H, None, first_row, **SCORE_KEYS,
         )  # fmt: skip
         launch(
-            kernels.take_best, (part.rows, size), scratch, index_BSN[part.batch], S, part.first, part.rows, part.width, N,
-            first_row, **TAKE_BEST,
+            kernels.take_best, (part.rows, size), scratch, near if part.width > LONG_ROW else None, index_BSN[part.batch], S,
+            part.first, part.rows, part.width, N, first_row, **TAKE_BEST,
         )  # fmt: skip
     return index_BSN
 

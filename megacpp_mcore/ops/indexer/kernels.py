@@ -202,7 +202,7 @@ def take_best(
     while (n_upper < N) & (upper - lower > 1) & (n_lower - n_upper > few):
         lower, n_lower, upper, n_upper = _narrowed(row, end, 0, lower, n_lower, upper, n_upper, step, N, BLOCK)
         step += 1
-    if near_BRC is not None:
+    if near_BRC is not None:  # noqa: SIM102 - the compiler decides this one
         if (n_upper < N) & (upper - lower > 1):
             near, n_near, n_others = near_BRC + (b * rows + r) * NEAR, 0, n_upper
             low, high = _value(lower), _value(upper)

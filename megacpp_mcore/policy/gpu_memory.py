@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import os
 
 from megacpp_mcore.arguments.lowering import check_sizes
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Layout, memory
+from megacpp_mcore.model.flops.recompute import Recomputation
 from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.training import Recompute
+
+logger = logging.getLogger(__name__)
 
 
 def check_memory(run: Run) -> None:
@@ -25,6 +31,7 @@ def check_memory(run: Run) -> None:
 
     gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
     if memory.fits(held, gpu.total_memory):
+        _warn_of_activations(run, gpu.total_memory)
         return
     origin = "" if run.settings is None else f" of {run.settings.path} (MEGACPP_CONFIG)"
     check_sizes(run.model, run.training.extra, origin, run.host)
@@ -39,6 +46,33 @@ def check_memory(run: Run) -> None:
         f"has {gpu.total_memory / 1e9:.1f} GB, of which 1/{memory.ROOM} must stay free for activations; "
         + (f"it fits on {fitting}" if fitting else "no layout of it fits on such GPUs: change the model")
     )
+
+
+def _warn_of_activations(run: Run, gpu_bytes: int) -> None:
+    """Log, on the first rank, that a step is estimated to need more than the GPU has, and the recompute that fits."""
+    how, chosen = run.execution, run.settings.recompute if run.settings is not None else Recompute()
+    if how.recompute_granularity == "selective" or os.environ.get("RANK", "0") != "0":
+        return  # Megatron's modules are not in the estimate
+    layers = Recomputation(own=chosen)
+    if how.recompute_granularity is not None:
+        layers = Recomputation(granularity="full", method="uniform", num_layers=1, own=chosen)
+    parts = memory.activations(run, layers)
+    held = memory.states(run)
+    if held is None or parts is None or (total := held.total + sum(parts.values())) <= gpu_bytes:
+        return
+    fitting = next((one for one in memory.choices(run) if one.total <= memory.usable(gpu_bytes)), None)
+    advice = (
+        "more GPUs or shorter rows" if fitting is None else f"recompute {fitting.how} ({fitting.total / 1e9:.1f} GB)"
+    )
+    _warn_once(
+        f"a step is estimated to need {total / 1e9:.1f} GB of the GPU's {gpu_bytes / 1e9:.1f}; what fits: {advice}, see "
+        f"`megacpp-mcore recipe memory`"
+    )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def mamba_keeps(run: Run | None) -> str | None:

@@ -160,6 +160,24 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
     policy.check_memory(dataclasses.replace(run, training=on_cpu))  # whose memory is another
 
 
+def test_a_step_that_is_estimated_too_large_is_warned_of(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with what fits; not where it is recomputed, or Megatron's modules are, of which nothing is known."""
+    gpu("NVIDIA H200", H200)
+    for _ in range(2):
+        policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1))
+    (record,) = caplog.records
+    assert "need 192.5 GB of the GPU's 150.1; what fits: recompute ours a, m, mtp (136.6 GB)" in record.message
+    caplog.clear()
+    policy.check_memory(run_of(preset("nam56r"), Layout(), 1))
+    policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1, *stock.full_recompute()))
+    policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1, *stock.selective_recompute("moe")))
+    policy.check_memory(run_of(preset("nam56r_long"), Layout(context=4), 4))
+    chosen = settings.load(RECIPES["nam56r_long_pretrain_1gpu_h200_bf16"].settings)
+    words = lower(Run(preset("nam56r_long")))
+    policy.check_memory(read(words, device="cuda", processes=1, settings=chosen))
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("host", [GPT, HYBRID])
 @pytest.mark.parametrize("name", sorted({*PRESETS} - {"nam56r"}))
 def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(

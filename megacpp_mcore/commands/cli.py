@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import megacpp_mcore
-from megacpp_mcore.commands import bench, checkpoint, compat, data, doctor, patch, recipe, report, trained
+from megacpp_mcore.commands import bench, checkpoint, compat, data, doctor, kernels, patch, recipe, report, trained
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_launch(subparsers)
-    for command in (doctor, recipe, data, patch, compat, report, bench, checkpoint):
+    for command in (doctor, recipe, data, patch, compat, report, bench, checkpoint, kernels):
         command.add_parser(subparsers)
         name = command.__name__.rpartition(".")[2]  # a sub-command is named after its module
         subparsers.choices[name].set_defaults(run=command.run)

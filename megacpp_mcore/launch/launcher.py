@@ -38,6 +38,7 @@ from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.policy.values import FSDP_CONNECTIONS
+from megacpp_mcore.util import host
 from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.stand_in import environment, process_environment
 
@@ -113,7 +114,7 @@ def launch(
     recording.choose(command)  # refuses what the words alone show to be wrong, before torch is imported
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
-        process.end_with_the_parent()
+        host.end_with_the_parent()
     if chosen.nproc > 1:
         options = ["--device", chosen.device, *recording.words(), *["--verbose"] * verbose]
         options += [word for prefix in allowed_spec_prefixes for word in ("--allow-spec-from", prefix)]
@@ -202,6 +203,8 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         observed = recording.choose(chosen.arguments, settings)
         for line in observed.describe():
             say(line)
+        if on_gpus and observed.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            stack.enter_context(process.kernels_built(observed.folder))
         quiet = (
             not verbose and observed.details.console != "stock" and not {"-h", "--help"}.intersection(chosen.arguments)
         )

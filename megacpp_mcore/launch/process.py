@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.ops import builds
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import say
@@ -110,15 +111,6 @@ def leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def end_with_the_parent() -> None:
-    """Have Linux end this process when its parent is gone; a parent that gets SIGKILL has no time to do so."""
-    parent = os.getppid()
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it was already gone
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def children_end_with_it() -> contextlib.AbstractContextManager[Any]:
     """For the duration, all processes started by ``multiprocessing`` here end with this process, even after a SIGKILL.
 
@@ -149,3 +141,22 @@ def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) 
     # A scheduler sends SIGTERM to all processes of a job: the save before the end still needs those that write.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def kernels_built(folder: Path) -> Iterator[None]:
+    """Compile what earlier starts of the run in ``folder`` have launched, in other processes, while this one starts.
+
+    They fill Triton's cache (:mod:`megacpp_mcore.ops.builds`); what fails there is compiled at its launch. They end with this
+    process, even after a SIGKILL.
+    """
+    if not (described := builds.lines(folder)):
+        yield
+        return
+    say(f"kernels: {len(described)} of earlier starts are compiled beside, where the cache lacks them")
+    command, none = [sys.executable, "-m", builds.__name__, str(folder)], subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=none, stdout=none, stderr=none) as building:
+        try:
+            yield
+        finally:
+            building.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import FamilyRanges, Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
+from megacpp_mcore.ops import builds
 from megacpp_mcore.policy import LaunchPolicy
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 from megacpp_mcore.util import flags
@@ -126,5 +128,9 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
             facts, console = receipt.facts, details.console
             listeners.append(Live(recorder, loop, facts=facts, routes=routes, indices=indices, console=console))
         listeners.append(receipt)  # last, as it reads what the others have written
-        with loop.observing(clock, listeners), clocks.compilation_timed(clock):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(loop.observing(clock, listeners))
+            stack.enter_context(clocks.compilation_timed(clock))
+            if rank == 0 and importlib.util.find_spec("triton") is not None:
+                stack.enter_context(builds.recorded(log.path.with_name(builds.FILE)))
             yield

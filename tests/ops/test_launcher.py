@@ -12,48 +12,15 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import BaseBackend, GPUTarget  # noqa: E402
+from triton.backends.compiler import BaseBackend  # noqa: E402
 from triton.runtime.jit import native_specialize_impl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from megacpp_mcore.ops import triton_launch  # noqa: E402
 from megacpp_mcore.ops.triton_launch import launch  # noqa: E402
+from tests.ops.launching import Driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not triton_launch.DIRECT, reason="Triton launches in this version")
-
-
-class Driver:
-    """A GPU's, as far as launches need one: device -1, which PyTorch has tensors of a CPU on."""
-
-    def __init__(self) -> None:
-        self.device, self.stream = -1, 7
-        self.launches: list[tuple[Any, ...]] = []
-        self.utils = self
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """What a compiled kernel calls for a launch."""
-        return lambda *launched: self.launches.append((source, *launched))
-
-    def get_current_target(self) -> GPUTarget:
-        """The GPU to compile for."""
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        """The number of the current device."""
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        """The current stream."""
-        assert device == self.device
-        return self.stream
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """What a kernel's size is compared with."""
-        return {"max_shared_mem": 2**17}
-
-    def load_binary(self, *kernel: Any) -> tuple[int, ...]:
-        """Module, function, registers, spills, and most threads."""
-        return (1, 2, 32, 0, 1024)
 
 
 @triton.jit(do_not_specialize=["fixed"])

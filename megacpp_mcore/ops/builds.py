@@ -1,0 +1,141 @@
+"""Kernels compiled ahead: a run records what its Triton kernels are compiled for; processes compile that again, without a GPU.
+
+A kernel is compiled when it is first launched, one after another: half a minute of a cold start of ``nam56r``. What a kernel is
+compiled for (Triton's own description, ``JITFunction.preload``) is known from an earlier start. With that, many processes fill
+Triton's cache at once, for an image, or while the model is built; a launch then finds its kernels there.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.util.host import end_with_the_parent
+
+FILE = "kernels.jsonl"
+"""In the folder of a start: a line for each kernel, as it was compiled."""
+_PACKAGE = "megacpp_mcore."
+
+
+class Built(NamedTuple):
+    """What became of one kernel: its name, whether the cache had it, and the error, empty without one."""
+
+    kernel: str
+    was_cached: bool
+    error: str
+
+
+@contextlib.contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """Until the context ends, write a line to ``path`` for each kernel of this package that Triton compiles, or finds compiled.
+
+    Recording ends if it cannot be written; no launch fails for it.
+    """
+    import triton
+    from triton import knobs
+
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(OSError, LookupError):  # a version of Triton may describe kernels otherwise
+            described = kwargs["compile"]["specialization_data"]
+            if json.loads(described)["name"].startswith(_PACKAGE):
+                target = triton.runtime.driver.active.get_current_target()
+                known = {"triton": triton.__version__, "target": [target.backend, target.arch, target.warp_size]}
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**known, "kernel": described}) + "\n")
+        return before(*args, **kwargs) if before is not None else None
+
+    with mock.patch.object(knobs.runtime, "jit_post_compile_hook", note):
+        yield
+
+
+def lines(run: str | os.PathLike[str]) -> list[str]:
+    """Return each kernel of that start of a recorded run which has the most; a torn last line is left out."""
+    found: list[str] = []
+    for path in Path(run).glob(f"start_*/{FILE}"):
+        with contextlib.suppress(OSError):
+            found = max(found, [*dict.fromkeys(path.read_text(encoding="utf-8").split("\n")[:-1])], key=len)
+    return found
+
+
+def build(described: Sequence[str], jobs: int) -> list[Built]:
+    """Compile kernels into Triton's cache in ``jobs`` processes; nothing touches a GPU.
+
+    Args:
+        described: of :func:`lines`.
+
+    Raises:
+        DataError: they are of another version of Triton, not of this package, or no such lines.
+    """
+    import triton
+
+    try:
+        found = [json.loads(line) for line in described]
+        versions, names = {one["triton"] for one in found}, {json.loads(one["kernel"])["name"] for one in found}
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"a line of {FILE} is none that a run has written ({type(error).__name__}: {error}); remove it"
+        ) from error
+    if foreign := {*versions} - {triton.__version__} or {name for name in names if not name.startswith(_PACKAGE)}:
+        raise DataError(
+            f"kernels were recorded of {', '.join(sorted(foreign))}; expected those of {_PACKAGE}* by Triton "
+            f"{triton.__version__}: record them again, by a run with --observe"
+        )
+    for module in {name.rpartition(".")[0] for name in names}:
+        with contextlib.suppress(ImportError):  # which its kernels report
+            importlib.import_module(module)
+    context = multiprocessing.get_context("fork")  # of what has been imported
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, end_with_the_parent) as pool:
+        return list(pool.map(_build, described))
+
+
+class _Target:
+    """What Triton asks a driver when it compiles for a GPU."""
+
+    def __init__(self, target: Any) -> None:
+        self.get_current_target = lambda: target
+
+    def get_current_device(self) -> int:
+        """Return the number of the device that compiled kernels belong to."""
+        return 0
+
+
+def _build(line: str) -> Built:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    content: Mapping[str, Any] = json.loads(line)
+    name = json.loads(content["kernel"])["name"]
+    module, _, attribute = name.rpartition(".")
+    hits: list[bool] = []
+    driver = triton.runtime.driver
+    driver.set_active(_Target(GPUTarget(*content["target"])))
+    try:
+        with mock.patch.object(triton.knobs.compilation, "listener", functools.partial(_listen, hits)):
+            getattr(importlib.import_module(module), attribute).preload(content["kernel"])
+    except Exception as error:  # a kernel that has changed since compiles when it is launched
+        return Built(name, False, f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Built(name, all(hits), "")
+
+
+def _listen(hits: list[bool], *, cache_hit: bool, **_: Any) -> None:
+    hits.append(cache_hit)
+
+
+if __name__ == "__main__":
+    end_with_the_parent()
+    build(lines(sys.argv[1]), len(os.sched_getaffinity(0)))

@@ -1,0 +1,104 @@
+"""Kernels that a run has recorded are compiled ahead, into the cache in which a launch finds them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from megacpp_mcore.commands import cli, kernels
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.launch import process
+from megacpp_mcore.ops import builds, triton_launch
+from tests.errors import raises
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not triton_launch.DIRECT, reason="the driver of Triton 3.6"),
+]
+
+
+def launched(cache: Path, *record: Path) -> list[bool]:
+    """For each kernel that a process launches, whether the cache had it."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.ops.launching", *map(str, record)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[bool] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two starts, of which the second was killed after one kernel."""
+    folder = tmp_path_factory.mktemp("run")
+    whole, killed = (folder / f"start_{number}" / builds.FILE for number in (1, 2))
+    whole.parent.mkdir()
+    killed.parent.mkdir()
+    assert launched(folder / "cache", whole) == [False, False]
+    killed.write_text(whole.read_text()[:-9])
+    return folder
+
+
+def test_a_launch_finds_what_was_built(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(builds.lines(run)) == 2
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-m", "megacpp_mcore", "kernels", "build", str(run), "--jobs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    assert done.stdout.startswith("2 kernels compiled, 0 were in the cache, 0 failed; ")
+    assert launched(tmp_path) == [True, True]
+
+
+def test_a_start_builds_what_earlier_ones_recorded(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In other processes, which end with the run's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen.__init__
+
+    def noted(self: subprocess.Popen[bytes], *args: object, **how: object) -> None:
+        popen(self, *args, **how)  # type: ignore[arg-type]
+        started.append(self)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", noted)
+    with process.kernels_built(run):
+        assert started[0].wait(timeout=120) == 0
+    assert [one.was_cached for one in builds.build(builds.lines(run), 1)] == [True, True]
+    started.clear()
+    with process.kernels_built(run):
+        (building,) = started
+    assert building.returncode == -9
+    with process.kernels_built(tmp_path):  # nothing was recorded there
+        assert len(started) == 1
+
+
+def test_what_cannot_be_built_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel that is gone, a version that is another, and a folder without a record."""
+    first = json.loads(builds.lines(run)[0])
+    start = tmp_path / "start_1"
+    start.mkdir()
+    gone = first | {"kernel": first["kernel"].replace("ops.adam.adam", "ops.adam.gone")}
+    (start / builds.FILE).write_text(json.dumps(gone) + "\n")
+    assert cli.main(["kernels", "build", str(tmp_path), "--jobs", "1"]) == 1
+    assert "megacpp_mcore.ops.adam.gone: AttributeError" in capsys.readouterr().out
+    with raises(DataError, "of 3.5.0", "--observe"):
+        builds.build([json.dumps(first | {"triton": "3.5.0"})], 1)
+    with raises(DataError, "of os.system", "megacpp_mcore.*"):
+        builds.build(
+            [json.dumps(first | {"kernel": first["kernel"].replace("megacpp_mcore.ops.adam.adam", "os.system")})], 1
+        )
+    for line in ("{}", "[1]", "torn"):
+        with raises(DataError, builds.FILE):
+            builds.build([line], 1)
+    with raises(DataError, str(run / "start_1"), builds.FILE):
+        kernels.run(argparse.Namespace(folder=str(run / "start_1"), jobs=1))

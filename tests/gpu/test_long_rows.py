@@ -5,12 +5,16 @@ Shape legend: S queries and keys, B batch, H heads, K query-key width, V value w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megacpp_mcore.model import preset
+from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.ops.indexer import reference as indexer_reference
 from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.mamba3 import triton as fused
@@ -18,6 +22,8 @@ from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import assert_parity
+from tests import stock
+from tests.gpu import runs
 from tests.gpu.device import assert_same_bits, peak, replayed, without_waiting
 from tests.ops import indexer_case
 from tests.ops.mamba3_case import Case, make_tensors, run, with_gradients
@@ -172,3 +178,22 @@ def test_a_selection_of_long_rows_is_that_of_short_ones(topk: int, monkeypatch: 
     found = indexer.select(*inputs, topk)
     monkeypatch.setattr(indexer, "LONG_ROW", 10**9)
     assert torch.equal(found, indexer.select(*inputs, topk))
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_trains_alike(tmp_path: Path) -> None:
+    """By Transformer Engine, whose linear layers add to the gradients themselves; MTP's feed-forward part in two chunks."""
+    losses = {}
+    for name, families, words in (
+        ("nothing", [], ()),
+        ("families", ["a", "m", "r", "experts", "mtp"], ()),
+        ("whole layers", ["mtp"], stock.full_recompute()),
+    ):
+        file, record = tmp_path / f"{name}.json", tmp_path / name
+        file.write_text(json.dumps({"model": "nam56r_tiny_long", "recompute": families}))
+        sizes = {"micro_batch_size": 16, "global_batch_size": 16, "train_iters": 4}
+        runs.train(runs.words_of(preset("nam56r_tiny_long"), *words, **sizes), record, MEGACPP_CONFIG=str(file))
+        losses[name] = [step.losses["lm loss"] for step in read_steps(record)]
+    assert len(losses["nothing"]) == 4
+    for name in ("families", "whole layers"):
+        assert losses[name] == pytest.approx(losses["nothing"], rel=2e-3), losses

@@ -137,6 +137,14 @@ def test_recompute_and_documents(make: Make) -> None:
     assert torch.allclose(row[:, 5:35], alone, atol=1e-4)
 
 
+def test_advice_leaves_windows_as_they_are(make: Make) -> None:
+    from megacpp_mcore.launch.schedule_search import Schedules
+
+    for schedule in ("WFS", "FW-"):
+        schedules = Schedules(make({**LONG, "dsa": {"schedule": schedule}}))
+        assert schedules.text(frozenset(schedules.full)) == schedule
+
+
 def test_a_checkpoint_says_what_no_argument_does() -> None:
     long, short = (layout.recorded(preset(name)) for name in ("nam56r_tiny_long", "nam56r_tiny"))
     added = {"mtp.attention": "W", "mla.yarn.original_max_position_embeddings": 256}

@@ -208,6 +208,7 @@ def of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
     def make(*spec: str, **overrides: Any) -> tuple[Any, Namespace]:
         overrides = {"seq_length": SEQUENCE, "mtp": {"depth": 2}, **overrides}
+        overrides["mtp"] = {"depth": 2, **overrides["mtp"]}
         (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
         monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "model.yaml"))
         model = with_overrides(TINY, overrides)
@@ -241,6 +242,7 @@ def test_our_model_is_counted_whole(
 ROWS = ((48, 16), (16, 32, 16))
 """Documents of two packed rows; each a whole number of chunks of the Mamba-3 scan, which runs on over them."""
 TOPK = 24
+WINDOW = {"window_size": 19}
 
 
 @pytest.fixture
@@ -264,7 +266,10 @@ def packed(counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch) -> Iter
     training.consume_seqlen_stats_in_iteration()  # an iteration without documents forgets those of the last
 
 
+@pytest.mark.parametrize(("schedule", "mtp"), [("-FS", "-"), ("WFS", "W"), ("-FS", "W")])
 def test_packed_documents_of_our_model_count_by_their_lengths(
+    schedule: str,
+    mtp: str,
     counts: tuple[Count, Count],
     packed: Callable[..., dict[str, float]],
     of_file: Callable[..., tuple[Any, Namespace]],
@@ -272,7 +277,9 @@ def test_packed_documents_of_our_model_count_by_their_lengths(
 ) -> None:
     """The truth: each document a batch of its own."""
     _, ours = counts
-    model, args = of_file("megacpp_mcore", "nam56r", dsa={"topk": TOPK})
+    model, args = of_file(
+        "megacpp_mcore", "nam56r", dsa={"topk": TOPK, "schedule": schedule}, mla=WINDOW, mtp={"attention": mtp}
+    )
     assert all(length % model.mamba3.chunk == 0 for row in ROWS for length in row)
     alone = sum(flops.step(model, seq_length=n, vocab_size=384).total.training for row in ROWS for n in row)
     whole = flops.step(model, len(ROWS), vocab_size=384).total.training

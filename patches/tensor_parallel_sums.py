@@ -3,10 +3,11 @@
 Activate: ``megacpp_mcore.patches.apply(["tensor-parallel-sums"])`` before the model is built.
 Scope: learned attention sinks (``--softmax-type learnable``); gated delta nets without sequence parallelism; label smoothing in
     ``vocab_parallel_cross_entropy``; each on several tensor-parallel ranks.
-Provenance: megatron-core 0.19.2 ``core/transformer/attention.py``, ``core/ssm/gated_delta_net/common.py`` and
-    ``core/tensor_parallel/cross_entropy.py``; findings 8, 11 and 1 of NVIDIA/Megatron-LM#7452.
+Provenance: megatron-core 0.19.2 ``core/transformer/attention.py`` and ``multi_latent_attention.py``,
+    ``core/ssm/gated_delta_net/common.py`` and ``core/tensor_parallel/cross_entropy.py``; findings 8, 11 and 1 of
+    NVIDIA/Megatron-LM#7452.
 
-Shape legend: S sequence, B batch, V vocabulary of this rank.
+Shape legend: S sequence, B batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def _marked_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``Attention.__init__``: sinks of a rank's heads are sharded, not copies of which the first rank's counts."""
+    """Replace an attention's ``__init__``: sinks of a rank's heads are sharded, not copies of which the first rank's counts.
+
+    MLA's builds a second core attention, after the one of the class that it extends.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,10 +76,11 @@ def _smoothed_over_all(original: Callable[..., Any]) -> Callable[..., Any]:
         total = own * group.size()
         column_SB = target - own * group.rank()
         is_own_SB = (column_SB >= 0) & (column_SB < own)
-        weight_SBV = torch.full_like(vocab_parallel_logits, -1 / total, dtype=torch.float32, requires_grad=False)
-        weight_SBV.scatter_add_(-1, column_SB.clamp(0, own - 1)[..., None], is_own_SB[..., None].float())
-        # Before stock, which subtracts the largest logit in place.
-        above_mean_SB = reduce_from_tensor_model_parallel_region((vocab_parallel_logits * weight_SBV).sum(-1), group)
+        # Before stock, which subtracts the largest logit in place: neither keeps the logits for its gradient, as gather would.
+        first_SB = torch.arange(column_SB.numel(), device=column_SB.device).view_as(column_SB) * own
+        label_SB = vocab_parallel_logits.flatten()[first_SB + column_SB.clamp(0, own - 1)].float() * is_own_SB
+        mean_SB = vocab_parallel_logits.sum(-1, dtype=torch.float32) / total
+        above_mean_SB = reduce_from_tensor_model_parallel_region(label_SB - mean_SB, group)
         loss_SB = original(vocab_parallel_logits, target, tp_group=tp_group)
         return loss_SB + label_smoothing * total / (total - 1) * above_mean_SB
 
@@ -90,8 +95,9 @@ PATCH = Patch(
         "copies drift apart; labels are smoothed over each rank's part of the vocabulary"
     ),
     source=(
-        "NVIDIA/Megatron-LM#7452, findings 1, 8 and 11; megatron-core 0.19.2, megatron/core/transformer/attention.py, "
-        "megatron/core/ssm/gated_delta_net/common.py and megatron/core/tensor_parallel/cross_entropy.py"
+        "NVIDIA/Megatron-LM#7452, findings 1, 8 and 11; megatron-core 0.19.2, megatron/core/transformer/attention.py and "
+        "multi_latent_attention.py, megatron/core/ssm/gated_delta_net/common.py and "
+        "megatron/core/tensor_parallel/cross_entropy.py"
     ),
     edits=(
         Edit.of(
@@ -100,6 +106,11 @@ PATCH = Patch(
                 "e92961c44464124f352cb0895e03902f8015b92535d9b5d23bd0d815503527ff",
                 "2f932e1177b758e562298fa7107ca60f9e7bd4ccda025ca8b175851bd8987701",
             ),
+            _marked_sinks,
+        ),
+        Edit.of(
+            "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
+            "015b80c06519a01c9fe9def71a06b48ffa23c6da07b6da0e22657d16dd399989",
             _marked_sinks,
         ),
         Edit.of(
@@ -117,14 +128,14 @@ PATCH = Patch(
         ),
     ),
     seam=(
-        "Attention.__init__ makes the core attention, Megatron's or Transformer Engine's; marks of parameters are all that the "
-        "norm and the reduction of gradients read"
+        "the __init__ of Attention and of MLA makes the core attention, Megatron's or Transformer Engine's; marks of "
+        "parameters are all that the norm and the reduction of gradients read"
     ),
     leaves_alone=(
         "one tensor-parallel rank; the gradients of sinks, which are right; Megatron-FSDP; the other findings: gathered logits "
         "(linear-cross-entropy), losses of MTP by token (mtp-shared-block, among context-parallel ranks)"
     ),
-    cost="nothing",
+    cost="an all-reduce of a number a token where labels are smoothed",
     retire_when="upstream marks both parameters, and smooths over the whole vocabulary",
     upstream=(7530,),
 )

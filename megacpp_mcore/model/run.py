@@ -74,7 +74,7 @@ class Execution:
         fp16: weights in fp16, which no plan of this package has.
         fp8: Megatron's own FP8 format, for every layer.
         precision_file: the file of ``--te-precision-config-file``, if it is not this package's.
-        recompute_granularity, recompute_modules: Megatron's own recompute.
+        recompute_granularity, recompute_method, recompute_modules: Megatron's own recompute.
         grad_bytes: bytes of a gradient element in the buckets.
         experts: there are routed experts; of a model of this package its layers say so.
         own_states: the optimizer's states are others than :func:`megacpp_mcore.model.memory.states` counts.
@@ -103,6 +103,7 @@ class Execution:
     fp8: str | None = _option("--fp8-format")
     precision_file: str | None = _option("--te-precision-config-file")
     recompute_granularity: str | None = _option("--recompute-granularity")
+    recompute_method: str | None = _option("--recompute-method")
     recompute_modules: tuple[str, ...] = _option("--recompute-modules", default=(), kind=tuple)
     grad_bytes: int = 4
     experts: bool = False

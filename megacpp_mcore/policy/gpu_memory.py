@@ -51,8 +51,9 @@ def check_memory(run: Run) -> None:
 def _warn_of_activations(run: Run, gpu_bytes: int) -> None:
     """Log, on the first rank, that a step is estimated to need more than the GPU has, and the recompute that fits."""
     how, chosen = run.execution, run.settings.recompute if run.settings is not None else Recompute()
-    if how.recompute_granularity == "selective" or os.environ.get("RANK", "0") != "0":
-        return  # Megatron's modules are not in the estimate
+    partial = how.recompute_granularity == "selective" or how.recompute_method == "block"
+    if partial or os.environ.get("RANK", "0") != "0":
+        return  # Megatron's modules, and some of the layers, are not in the estimate
     layers = Recomputation(own=chosen)
     if how.recompute_granularity is not None:
         layers = Recomputation(granularity="full", method="uniform", num_layers=1, own=chosen)

@@ -100,7 +100,8 @@ class Checkout:
         try:
             return hook_line.take_apart(self.file.read_bytes())
         except (OSError, PatchError) as error:
-            raise PatchError(f"{self.file} cannot be read: {error}") from error
+            unread = " cannot be read" if isinstance(error, OSError) else ""
+            raise PatchError(f"{self.file}{unread}: {error}") from error
 
     def apply(self, names: Iterable[str], *, allow_dirty: bool = False) -> Outcome:
         """Add the named patches to the hook line: all of them, or none.

@@ -23,7 +23,7 @@ from tests import stock
 pytestmark = pytest.mark.slow
 
 S, B, H, V, RANKS = 3, 2, 32, 8, 2
-CASES = ("sinks", "output norm", "label smoothing", "gathered logits")
+CASES = ("sinks", "sinks of MLA", "output norm", "label smoothing", "gathered logits")
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def test_the_figures_of_stock(found: dict[str, dict[str, list[float]]]) -> None:
     assert loss - right == pytest.approx(0.6931, abs=1e-3)
 
 
-def config_of(**settings: Any) -> Any:
+def config_of(kind: Any = None, **settings: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     off = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm")
     fixed = {**dict.fromkeys(off, False), "num_layers": 1, "hidden_size": H, "num_attention_heads": 4}
     fixed |= {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
-    return TransformerConfig(**{**fixed, "tensor_model_parallel_size": RANKS, **settings})
+    return (kind or TransformerConfig)(**{**fixed, "tensor_model_parallel_size": RANKS, **settings})
 
 
 def groups() -> Any:
@@ -71,17 +71,27 @@ def summed(part: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def sinks() -> list[float]:
+def sinks(*, mla: bool) -> list[float]:
     """The norm that stock's optimizer finds for gradients of 3 and 4, in 16 bits as models are."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    config = config_of(softmax_type="learnable", init_method=torch.nn.init.zeros_)
-    attention = build_module(
-        get_gpt_layer_local_spec().submodules.self_attention, config=config, layer_number=1, pg_collection=groups()
-    )
+    kind = MLATransformerConfig if mla else TransformerConfig
+    config = config_of(kind, softmax_type="learnable", init_method=torch.nn.init.zeros_)
+    spec = get_gpt_layer_local_spec(multi_latent_attention=mla).submodules.self_attention
+
+    class Core(DotProductAttention):
+        """Megatron's, which takes no widths; Transformer Engine's does."""
+
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    spec.submodules.core_attention = Core
+    attention = build_module(spec, config=config, layer_number=1, pg_collection=groups())
     offset = attention.bfloat16().core_attention.softmax_offset
     offset.grad = torch.tensor([0.0, 3.0 + groups().tp.rank()], dtype=torch.bfloat16)
     optimizer = FP32Optimizer(torch.optim.SGD([offset], 1.0), OptimizerConfig(), lambda *_: None)
@@ -155,11 +165,11 @@ def gathered_logits(right: list[float]) -> list[float]:
 def main(folder: Path) -> None:
     """Be one rank."""
     found: dict[str, Any] = {case: {"right": []} for case in CASES}
-    found["sinks"]["right"] = [5.0]
+    found["sinks"]["right"] = found["sinks of MLA"]["right"] = [5.0]
     with stock.one_process(folder / "store", tensor_model_parallel_size=RANKS):
         for arm, patches in {"stock": (), "patched": (tensor_parallel_sums.PATCH, linear_cross_entropy.PATCH)}.items():
             with stock.patched(*patches):
-                found["sinks"][arm] = sinks()
+                found["sinks"][arm], found["sinks of MLA"][arm] = sinks(mla=False), sinks(mla=True)
                 found["output norm"][arm] = output_norm(found["output norm"]["right"])
                 found["label smoothing"][arm] = label_smoothing(found["label smoothing"]["right"])
                 found["gathered logits"][arm] = gathered_logits(found["gathered logits"]["right"])

@@ -161,7 +161,7 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
 
 
 def test_a_step_that_is_estimated_too_large_is_warned_of(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, with what fits; not where it is recomputed, or Megatron's modules are, of which nothing is known."""
+    """Once, with what fits; not where it is recomputed, or Megatron's modules or some layers are, of which nothing is known."""
     gpu("NVIDIA H200", H200)
     for _ in range(2):
         policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1))
@@ -175,7 +175,11 @@ def test_a_step_that_is_estimated_too_large_is_warned_of(gpu: Any, caplog: pytes
     chosen = settings.load(RECIPES["nam56r_long_pretrain_1gpu_h200_bf16"].settings)
     words = lower(Run(preset("nam56r_long")))
     policy.check_memory(read(words, device="cuda", processes=1, settings=chosen))
+    gpu("smaller", 100 * 10**9)
+    policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1, *stock.full_recompute("block", 4)))
     assert caplog.records == []
+    policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1, *stock.full_recompute()))
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("host", [GPT, HYBRID])

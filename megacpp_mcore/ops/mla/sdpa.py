@@ -139,7 +139,8 @@ def sdpa_attention(
             raise BackendError(
                 f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
                 f"{q_SBHK.device}{masked}; "
-                "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere"
+                "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere; in a training, "
+                "backends: {mla: reference}"
             )
         _note(backend, q_SBHK, v_TBHV)
     if window is not None and backend != SDPBackend.FLASH_ATTENTION:

@@ -70,8 +70,8 @@ def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: A
     """``compute`` for one call per depth, with losses that become a mean over the tokens of all context-parallel ranks.
 
     Each rank divides by the tokens that it counts itself, and the ranks are averaged; but the last tokens of a sequence, which
-    no depth can predict, are all on one rank. The mask is rolled as a copy: linear-cross-entropy follows its own rolls. By token,
-    a rank whose own part of the mask is empty trains no depth, not even on a token that is rolled in: stock multiplies by 0.
+    no depth can predict, are all on one rank. The mask is rolled as a copy: linear-cross-entropy follows its own rolls. By
+    token, a rank whose part of the mask is empty trains no depth, not even on a token that is rolled in: stock multiplies by 0.
     """
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor

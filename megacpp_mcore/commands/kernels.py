@@ -28,6 +28,9 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(
             f"{args.folder} has no start_*/{builds.FILE}; expected the folder of a run that was recorded on a GPU (--observe)"
         )
+    import triton
+
+    described = builds.lines(args.folder, triton=triton.__version__) or described  # only others' are refused, by name
     began = time.monotonic()
     built = builds.build(described, args.jobs)
     failed = [one for one in built if one.error]

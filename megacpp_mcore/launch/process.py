@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -147,14 +148,17 @@ def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) 
 def kernels_built(folder: Path) -> Iterator[None]:
     """Compile what earlier starts of the run in ``folder`` have launched, in other processes, while this one starts.
 
-    They fill Triton's cache (:mod:`megacpp_mcore.ops.builds`); what fails there is compiled at its launch. They end with this
-    process, even after a SIGKILL.
+    They fill Triton's cache (:mod:`megacpp_mcore.ops.builds`), with those of this version of Triton and kind of GPU; what fails
+    there is compiled at its launch. They end with this process, even after a SIGKILL.
     """
-    if not (described := builds.lines(folder)):
+    described: list[str] = []
+    with contextlib.suppress(Exception):  # without Triton, or a driver for it, nothing is launched either
+        described = builds.lines(folder, **(here := builds.here()))
+    if not described:
         yield
         return
     say(f"kernels: {len(described)} of earlier starts are compiled beside, where the cache lacks them")
-    command, none = [sys.executable, "-m", builds.__name__, str(folder)], subprocess.DEVNULL
+    command, none = [sys.executable, "-m", builds.__name__, str(folder), json.dumps(here)], subprocess.DEVNULL
     with subprocess.Popen(command, stdin=none, stdout=none, stderr=none) as building:
         try:
             yield

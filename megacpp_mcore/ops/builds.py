@@ -38,38 +38,68 @@ class Built(NamedTuple):
     error: str
 
 
+def here() -> dict[str, Any]:
+    """Return what a kernel is compiled for beside its own description: the version of Triton, and this process's GPU."""
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    return {"triton": triton.__version__, "target": [target.backend, target.arch, target.warp_size]}
+
+
 @contextlib.contextmanager
 def recorded(path: Path) -> Iterator[None]:
     """Until the context ends, write a line to ``path`` for each kernel of this package that Triton compiles, or finds compiled.
 
-    Recording ends if it cannot be written; no launch fails for it.
+    A kernel that cannot be described or written is left out; no launch fails for it.
     """
-    import triton
-    from triton import knobs
+    from triton import JITFunction, knobs
 
-    before = knobs.runtime.jit_post_compile_hook
+    before, stock = knobs.runtime.jit_post_compile_hook, getattr(JITFunction, "_call_hook", None)
+    if stock is None:  # a version of Triton whose descriptions cannot be kept from failing launches
+        yield
+        return
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(OSError, LookupError):  # a version of Triton may describe kernels otherwise
+        with contextlib.suppress(Exception):  # a version of Triton may describe kernels otherwise
             described = kwargs["compile"]["specialization_data"]
             if json.loads(described)["name"].startswith(_PACKAGE):
-                target = triton.runtime.driver.active.get_current_target()
-                known = {"triton": triton.__version__, "target": [target.backend, target.arch, target.warp_size]}
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**known, "kernel": described}) + "\n")
+                    file.write(json.dumps({**here(), "kernel": described}) + "\n")
         return before(*args, **kwargs) if before is not None else None
 
-    with mock.patch.object(knobs.runtime, "jit_post_compile_hook", note):
+    def call(function: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(function, hook, *args, **kwargs)
+        except Exception:  # a hook has Triton write any package's kernel as JSON, which not every constexpr has
+            if hook is not note or before is not None:  # as without a recording
+                raise
+            return None
+
+    with (
+        mock.patch.object(JITFunction, "_call_hook", call),
+        mock.patch.object(knobs.runtime, "jit_post_compile_hook", note),
+    ):
         yield
 
 
-def lines(run: str | os.PathLike[str]) -> list[str]:
-    """Return each kernel of that start of a recorded run which has the most; a torn last line is left out."""
+def lines(run: str | os.PathLike[str], **known: object) -> list[str]:
+    """Return each kernel of that start of a recorded run which has the most, of those with ``known`` values of :func:`here`.
+
+    A torn last line is left out, and with ``known`` values one that cannot be read.
+    """
     found: list[str] = []
-    for path in Path(run).glob(f"start_*/{FILE}"):
+    for path in sorted(Path(run).glob(f"start_*/{FILE}")):
         with contextlib.suppress(OSError):
-            found = max(found, [*dict.fromkeys(path.read_text(encoding="utf-8").split("\n")[:-1])], key=len)
+            written = dict.fromkeys(path.read_text(encoding="utf-8").split("\n")[:-1])
+            found = max(found, [line for line in written if _has(line, known)], key=len)
     return found
+
+
+def _has(line: str, known: Mapping[str, object]) -> bool:
+    try:
+        return not known or {**json.loads(line), **known} == json.loads(line)
+    except (ValueError, TypeError):
+        return False
 
 
 def build(described: Sequence[str], jobs: int) -> list[Built]:
@@ -79,7 +109,7 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
         described: of :func:`lines`.
 
     Raises:
-        DataError: they are of another version of Triton, not of this package, or no such lines.
+        DataError: they are of another version of Triton, not of this package, or no such lines; or a process was killed.
     """
     import triton
 
@@ -99,8 +129,14 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
         with contextlib.suppress(ImportError):  # which its kernels report
             importlib.import_module(module)
     context = multiprocessing.get_context("fork")  # of what has been imported
-    with concurrent.futures.ProcessPoolExecutor(jobs, context, end_with_the_parent) as pool:
-        return list(pool.map(_build, described))
+    try:
+        with concurrent.futures.ProcessPoolExecutor(jobs, context, end_with_the_parent) as pool:
+            return list(pool.map(_build, described))
+    except concurrent.futures.BrokenExecutor as error:
+        raise DataError(
+            f"one of {jobs} compiling processes ended abruptly, usually out of memory, else by a crash of Triton's compiler; "
+            "run it again with fewer --jobs: what was compiled is in the cache"
+        ) from error
 
 
 class _Target:
@@ -138,4 +174,4 @@ def _listen(hits: list[bool], *, cache_hit: bool, **_: Any) -> None:
 
 if __name__ == "__main__":
     end_with_the_parent()
-    build(lines(sys.argv[1]), len(os.sched_getaffinity(0)))
+    build(lines(sys.argv[1], **json.loads(sys.argv[2])), len(os.sched_getaffinity(0)))

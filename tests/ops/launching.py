@@ -4,6 +4,8 @@ Launches kernels of :mod:`megacpp_mcore.ops.adam` as if on a GPU, recorded in RE
 Triton's cache had it.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import contextlib
@@ -53,8 +55,20 @@ class Driver:
         return (1, 2, 32, 0, 1024)
 
 
+@triton.jit
+def doubled(x):
+    """A constexpr of :func:`of_another_package`."""
+    return x * 2
+
+
+@triton.jit
+def of_another_package(x, function: triton.language.constexpr):
+    """A kernel that Triton cannot describe in JSON."""
+    triton.language.store(x, function(triton.language.load(x)))
+
+
 def main(*record: str) -> None:
-    """Launch two variants."""
+    """Launch two variants, and a kernel of another package."""
     triton.runtime.driver.set_active(Driver())
     found: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)  # type: ignore[assignment]
@@ -63,6 +77,7 @@ def main(*record: str) -> None:
     with builds.recorded(Path(record[0])) if record else contextlib.nullcontext():
         for scale in (None, torch.ones(1)):
             adam.step(table, **options, scale=scale)
+        of_another_package[(1,)](torch.zeros(64), doubled)
     print(json.dumps(found))
 
 

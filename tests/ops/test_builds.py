@@ -5,19 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+import triton
+from triton.backends.compiler import GPUTarget
+
 from megacpp_mcore.commands import cli, kernels
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.launch import process
 from megacpp_mcore.ops import builds, triton_launch
 from tests.errors import raises
+from tests.ops.launching import Driver
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -43,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole, killed = (folder / f"start_{number}" / builds.FILE for number in (1, 2))
     whole.parent.mkdir()
     killed.parent.mkdir()
-    assert launched(folder / "cache", whole) == [False, False]
+    assert launched(folder / "cache", whole) == [False, False, False]
     killed.write_text(whole.read_text()[:-9])
     return folder
 
@@ -54,7 +60,59 @@ def test_a_launch_finds_what_was_built(run: Path, tmp_path: Path, monkeypatch: p
     command = [sys.executable, "-m", "megacpp_mcore", "kernels", "build", str(run), "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     assert done.stdout.startswith("2 kernels compiled, 0 were in the cache, 0 failed; ")
-    assert launched(tmp_path) == [True, True]
+    assert launched(tmp_path, tmp_path / "gone" / builds.FILE) == [True, True, False]  # the record cannot be written
+
+
+def test_a_triton_without_the_method_that_describes_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(triton.JITFunction, "_call_hook")
+    with builds.recorded(tmp_path / builds.FILE):
+        assert triton.knobs.runtime.jit_post_compile_hook is None
+
+
+def test_what_other_hooks_raise_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that was there before gets its kernels, and what it raises passes, as without a recording."""
+
+    def described(function: object, hook: Callable[[], None]) -> None:
+        hook()
+
+    def refused() -> None:
+        raise TypeError("by the hook")
+
+    monkeypatch.setattr(triton.JITFunction, "_call_hook", described)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", refused)
+    with builds.recorded(tmp_path / builds.FILE), pytest.raises(TypeError, match="by the hook"):
+        triton.JITFunction._call_hook(None, triton.knobs.runtime.jit_post_compile_hook)
+
+
+def test_the_start_with_the_most_of_what_is_known_is_taken(run: Path, tmp_path: Path) -> None:
+    """Not one of an earlier Triton that has more, whose lines are refused only if there are no others."""
+    own = builds.lines(run)
+    others = [line.replace(triton.__version__, "3.5.0", 1) for line in [*own, own[0].replace("90", "91")]]
+    for number, written in enumerate([others, own[:1], own], 1):
+        (tmp_path / f"start_{number}").mkdir()
+        (tmp_path / f"start_{number}" / builds.FILE).write_text("".join(f"{line}\n" for line in ["{torn", *written]))
+    assert builds.lines(tmp_path) == ["{torn", *others]
+    assert builds.lines(tmp_path, triton=triton.__version__) == own
+    assert builds.lines(tmp_path, triton=triton.__version__, target=["cuda", 100, 32]) == []
+    assert kernels.run(argparse.Namespace(folder=str(tmp_path), jobs=1)) == 0
+    (tmp_path / "start_1" / builds.FILE).write_text(f"{others[0]}\n")
+    for number in (2, 3):
+        (tmp_path / f"start_{number}" / builds.FILE).unlink()
+    with raises(DataError, "3.5.0", triton.__version__):
+        kernels.run(argparse.Namespace(folder=str(tmp_path), jobs=1))
+
+
+def killed(line: str) -> None:
+    """As by the kernel that ran out of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "_build", killed)
+    with raises(DataError, "out of memory", "--jobs"):
+        builds.build(builds.lines(run), 1)
 
 
 def test_a_start_builds_what_earlier_ones_recorded(
@@ -71,6 +129,8 @@ def test_a_start_builds_what_earlier_ones_recorded(
         started.append(self)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", noted)
+    gpu = Driver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
     with process.kernels_built(run):
         assert started[0].wait(timeout=120) == 0
     assert [one.was_cached for one in builds.build(builds.lines(run), 1)] == [True, True]
@@ -79,6 +139,17 @@ def test_a_start_builds_what_earlier_ones_recorded(
         (building,) = started
     assert building.returncode == -9
     with process.kernels_built(tmp_path):  # nothing was recorded there
+        assert len(started) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "get_current_target", lambda: GPUTarget("cuda", 100, 32))
+        with process.kernels_built(run):
+            assert len(started) == 1
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    with process.kernels_built(run):
+        assert len(started) == 1
+    assert capsys.readouterr().out.count("are compiled beside") == 2
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)  # no GPU here: Triton has no driver
+    with process.kernels_built(run):
         assert len(started) == 1
 
 

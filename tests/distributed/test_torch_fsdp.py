@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megacpp_mcore.arguments.lowering import TORCH_FSDP_FORMAT
 from megacpp_mcore.model.run import TORCH_FSDP
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import LAYOUTS, MAIN, ONE, RESUMED, Laboratory, Run
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.exhaustive
 
 def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: str) -> Run:
     """Two replicas; ``words`` are known to lowering."""
-    laboratory.words = words
+    laboratory.words = (*words, *(("--ckpt-format", TORCH_FSDP_FORMAT) if TORCH_FSDP in words else ()))
     warm_up = ("--lr-warmup-iters", "1")
     return laboratory.run(
         " ".join((name, *words)), LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED

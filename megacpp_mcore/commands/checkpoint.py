@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ def add_parser(subparsers: Any) -> None:
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
     target = schedule.add_mutually_exclusive_group(required=True)
     target.add_argument("--schedule", help="one of - W F S for each A layer, tiled: -FSFF")
-    target.add_argument("--to", metavar="MODEL", help="a preset to go on with, such as nam56r_long")
+    target.add_argument(
+        "--to", metavar="MODEL", help="the model to go on with, such as nam56r_long, or that of the file"
+    )
     words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
     export = actions.add_parser("export", help=words, description=words)
     export.add_argument("old", metavar="CHECKPOINT", help=old)
@@ -41,19 +44,32 @@ def add_parser(subparsers: Any) -> None:
         one.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
 
 
-def _check_fits(old: Model, new: Model) -> None:
-    """Refuse to continue the training of ``old`` as ``new`` where a tensor, other than an indexer's, differs."""
-    from megacpp_mcore.errors import CheckpointError
-    from megacpp_mcore.huggingface.names import tensors
+_MAY_CHANGE = (
+    "name", "seq_length", "mla.window_size", "mla.yarn", "dsa.schedule", "dsa.topk", "dsa.warmup_steps", "mtp.attention",
+)  # fmt: skip
+"""Values of a definition that differ between a model and the one that it continues as."""
 
-    shapes = [{one.key: one.shape for one in tensors(model) if ".indexer." not in one.key} for model in (old, new)]
-    for key in shapes[0] | shapes[1]:
-        before, after = (found.get(key) for found in shapes)
-        if before != after:
+
+def _check_fits(old: Model, new: Model) -> None:
+    """Refuse to continue the training of ``old`` as ``new`` where it would be of another model, of the same tensors or not."""
+    from megacpp_mcore.errors import CheckpointError
+
+    before, after = (_values(dataclasses.asdict(model)) for model in (old, new))
+    for name in before | after:
+        if name not in _MAY_CHANGE and before.get(name) != after.get(name):
             raise CheckpointError(
-                f"{key} is {before} in {old.name}, and {after} in {new.name}; only the sequence length, the rotary embedding, "
-                "windows and DSA's schedule and top-k can change"
+                f"{name} is {before.get(name)} in {old.name}, and {after.get(name)} in {new.name}; expected the same (what may "
+                f"change: {', '.join(_MAY_CHANGE)}): set it in MEGACPP_CONFIG's file about {new.name}, or leave it out of "
+                f"{old.name}'s"
             )
+
+
+def _values(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a definition by name, those of its parts as ``part.name``."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        found |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,9 +89,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{load(old, new, model)}: for --load and --finetune; the run begins at step 0")
         return 0
     from megacpp_mcore.checkpoints.schedule import reschedule
-    from megacpp_mcore.model import preset
 
-    longer = args.to and preset(args.to)
+    longer = args.to and chosen_model(args.to)[0]
     if longer:
         _check_fits(model, longer)
     done = reschedule(old, new, model, longer.dsa.schedule if longer else args.schedule)

@@ -118,8 +118,17 @@ def test_a_model_of_longer_rows(
     assert set(tensors_in(tmp_path / "new" / "iter_0000030")) == set(tensors_in(tmp_path / "old" / "iter_0000030"))
     words[3] = str(tmp_path / "newer")
     assert cli.main([*words, "--to", "nam56r_long"]) == 2
-    assert "embedding.word_embeddings.weight is (260, 128) in nam56r_tiny, and (65536, 3584)" in capsys.readouterr().err
+    assert "depth is 12 in nam56r_tiny, and 52 in nam56r_long" in capsys.readouterr().err
+    file = tmp_path / "own.yaml"
+    for value, says in (("moe: {topk: 1}", "moe.topk is 1 "), ("dsa: {indexer_heads: 8}", "dsa.indexer_heads is 8 ")):
+        file.write_text(f"model: nam56r_tiny\noverrides: {{{value}}}\n")
+        monkeypatch.setenv("MEGACPP_CONFIG", str(file))
+        assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 2
+        assert says in capsys.readouterr().err
     assert not (tmp_path / "newer").exists()
+    file.write_text("model: nam56r_tiny_long\noverrides: {dsa: {schedule: WFF}}\n")
+    assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 0
+    assert "that became Full: 9 (as 5)" in capsys.readouterr().out
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -27,7 +27,7 @@ from megatron.training import global_vars
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.families import ATTENTION, FAMILIES
-from megacpp_mcore.model.training import MTP_MLP, Recompute
+from megacpp_mcore.model.training import MTP_MLP, MTP_MLP_TOKENS, Recompute
 from megacpp_mcore.patches.non_finite_origin import hold
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te import linear as te_linear
@@ -75,10 +75,6 @@ def recompute(module: torch.nn.Module, *, by_engine: bool = False) -> None:
     module.forward = types.MethodType(recomputed(method.__func__, by_engine=by_engine), module)
 
 
-CHUNK = 8192
-"""Tokens of this rank that the MTP block's feed-forward part processes at a time where it is recomputed."""
-
-
 def recompute_in_chunks(mlp: torch.nn.Module) -> None:
     """Have ``mlp``, ``[S, B, D] -> ([S, B, D], None)``, compute chunks of rows one by one, each recomputed in backward.
 
@@ -88,7 +84,7 @@ def recompute_in_chunks(mlp: torch.nn.Module) -> None:
     run = recomputed(method.__func__)
 
     def forward(module: torch.nn.Module, hidden_SBD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        rows = max(1, CHUNK // hidden_SBD.shape[1])
+        rows = max(1, MTP_MLP_TOKENS // hidden_SBD.shape[1])
         outputs, biases = zip(*(run(module, part, *args, **kwargs) for part in hidden_SBD.split(rows)), strict=True)
         return torch.cat(outputs), biases[0]
 

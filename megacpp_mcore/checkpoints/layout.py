@@ -84,7 +84,8 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         )
     other = metadata.get(MODEL_KEY, {})  # none before 0.2.0
     args = _arguments()
-    for name in ({**other, **model} if other else ()) if args is None or not args.finetune else ():
+    goes_on = args is None or not args.finetune
+    for name in {**other, **model} if other and goes_on else ():
         if other.get(name) != model.get(name):
             raise CheckpointError(
                 f"the checkpoint {folder} is of a model whose {name} is {other.get(name)}, and the run's is "

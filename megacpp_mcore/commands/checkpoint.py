@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     target = schedule.add_mutually_exclusive_group(required=True)
     target.add_argument("--schedule", help="one of - W F S for each A layer, tiled: -FSFF")
     target.add_argument(
-        "--to", metavar="MODEL", help="the model to go on with, such as nam56r_long, or that of the file"
+        "--to", metavar="MODEL", help="the model to go on with: a preset such as nam56r_long, or a settings file"
     )
     words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
     export = actions.add_parser("export", help=words, description=words)
@@ -59,8 +59,7 @@ def _check_fits(old: Model, new: Model) -> None:
         if name not in _MAY_CHANGE and before.get(name) != after.get(name):
             raise CheckpointError(
                 f"{name} is {before.get(name)} in {old.name}, and {after.get(name)} in {new.name}; expected the same (what may "
-                f"change: {', '.join(_MAY_CHANGE)}): set it in MEGACPP_CONFIG's file about {new.name}, or leave it out of "
-                f"{old.name}'s"
+                f"change: {', '.join(_MAY_CHANGE)}): give --to a settings file about {new.name} with it, or leave it out"
             )
 
 
@@ -88,9 +87,14 @@ def run(args: argparse.Namespace) -> int:
 
         print(f"{load(old, new, model)}: for --load and --finetune; the run begins at step 0")
         return 0
+    from megacpp_mcore import settings
     from megacpp_mcore.checkpoints.schedule import reschedule
 
-    longer = args.to and chosen_model(args.to)[0]
+    longer, file = None, ""
+    if args.to and Path(args.to).is_file():
+        longer, file = settings.load(args.to).model, f"{settings.VARIABLE}={args.to} "
+    elif args.to:
+        longer = chosen_model(args.to)[0]
     if longer:
         _check_fits(model, longer)
     done = reschedule(old, new, model, longer.dsa.schedule if longer else args.schedule)
@@ -99,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{done.folder}: layers that lost their indexer: {lost}; that became Full: {full}")
     if longer:
         print(
-            f"`megacpp-mcore recipe emit {longer.name} -- --load {new} --finetune` begins at step 0 with rows of "
+            f"`{file}megacpp-mcore recipe emit {longer.name} -- --load {new} --finetune` begins at step 0 with rows of "
             f"{longer.seq_length} tokens; with --set dsa.warmup_steps=N the indexers first learn from dense attention over them"
         )
         return 0

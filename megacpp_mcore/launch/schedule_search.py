@@ -142,13 +142,8 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 def main() -> None:
     """Run the search with the options in ``sys.argv``."""
-    from megacpp_mcore.launch.heldout import (
-        cut_windows,
-        load_model,
-        parsed,
-        read_heldout,
-        score_windows,
-    )  # imports numpy
+    # These import numpy.
+    from megacpp_mcore.launch.heldout import cut_windows, load_model, parsed, read_heldout, score_windows
 
     args = parsed(add_options)
     windows = cut_windows(read_heldout(args.heldout, args.tokens)[0], args.seq_length)

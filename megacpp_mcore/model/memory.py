@@ -20,7 +20,7 @@ from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.model.parameters import by_stage
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import MTP_MLP, Recompute
+from megacpp_mcore.model.training import MTP_MLP, MTP_MLP_TOKENS, Recompute
 
 ROOM = 16
 """1/ROOM of a GPU is reserved for activations, workspaces and CUDA itself. On an 80 GB GPU that is 5.3 GB: a step of ``nam56r``
@@ -127,8 +127,6 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
 
 WORKSPACE = 4_000_000_000
 """Bytes beside tensors that are counted: a chunk of logits and its gradient, cuBLAS, what the allocator cannot use again."""
-_MLP_CHUNK = 8192
-"""Tokens of a chunk of the MTP block's feed-forward part, where it is recomputed (``layer_specs/layer_plan.py``)."""
 _SCRATCH, _BLOCK_BYTES = 5.5, 2**29
 """Tensors as large as a row's keys that M's backward pass holds, and the most bytes of each (``ops/mamba3/triton.py``)."""
 _RATE, _SCAN_S = 6.6e14, {"m": 9e-8, "r": 1.2e-7}
@@ -169,7 +167,7 @@ def activations(run: Run, how: Recomputation) -> dict[str, int] | None:
         add("MTP", ATTENTION, model.mtp.attention, 7 * hidden, 0 if in_chunks else 4 * model.ffn_hidden_size)
     losses = 1 + model.mtp.depth
     found["losses"] = losses * (2 * hidden * tokens + hidden * model.vocab_size // layout.tensor)
-    scratch: float = 8 * model.ffn_hidden_size * min(tokens, _MLP_CHUNK) if in_chunks else 0
+    scratch: float = 8 * model.ffn_hidden_size * min(tokens, MTP_MLP_TOKENS) if in_chunks else 0
     if MAMBA.letter in model.layers:
         ssm = model.mamba3
         keys = 2 * model.mamba_heads * ssm.mimo_rank * max(ssm.state, ssm.head_dim) * tokens

@@ -21,6 +21,8 @@ DEFAULT_HOST = HYBRID
 
 MTP_MLP = "mtp"
 """Recompute of the MTP block's feed-forward part, in chunks of tokens; whole layers may be recomputed around it."""
+MTP_MLP_TOKENS = 8192
+"""Tokens of a rank in such a chunk."""
 RECOMPUTED = (*(family.recompute for family in mixers_first() if family.recompute), MTP_MLP)
 """What ``recompute`` of the settings file may name: families, by what is recomputed of them, and :data:`MTP_MLP`."""
 

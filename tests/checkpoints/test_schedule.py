@@ -120,15 +120,19 @@ def test_a_model_of_longer_rows(
     assert cli.main([*words, "--to", "nam56r_long"]) == 2
     assert "depth is 12 in nam56r_tiny, and 52 in nam56r_long" in capsys.readouterr().err
     file = tmp_path / "own.yaml"
-    for value, says in (("moe: {topk: 1}", "moe.topk is 1 "), ("dsa: {indexer_heads: 8}", "dsa.indexer_heads is 8 ")):
+    others = {"moe: {topk: 1}": "moe.topk is 1 ", "dsa: {indexer_heads: 8}": "dsa.indexer_heads is 8 "}
+    for value, says in (others | {"rope_theta: 1000": "rope_theta is 1000.0 "}).items():
         file.write_text(f"model: nam56r_tiny\noverrides: {{{value}}}\n")
         monkeypatch.setenv("MEGACPP_CONFIG", str(file))
         assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "newer").exists()
-    file.write_text("model: nam56r_tiny_long\noverrides: {dsa: {schedule: WFF}}\n")
-    assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 0
-    assert "that became Full: 9 (as 5)" in capsys.readouterr().out
+    longer = tmp_path / "long.yaml"  # as the last of the files for the shorter one has it, too
+    longer.write_text("model: nam56r_tiny_long\noverrides: {rope_theta: 1000, dsa: {schedule: WFF}}\n")
+    assert cli.main([*words, "--to", str(longer)]) == 0
+    said = capsys.readouterr().out
+    assert "that became Full: 9 (as 5)" in said
+    assert f"`MEGACPP_CONFIG={longer} megacpp-mcore recipe emit nam56r_tiny_long" in said
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

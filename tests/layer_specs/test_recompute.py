@@ -83,7 +83,7 @@ def test_the_mlp_of_mtp_in_chunks(
     plain: dict[str, Any], process: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     """Of 5 rows each, the last of 2; one of the two depths is in a chunk's memory at a time."""
-    monkeypatch.setattr(layer_plan, "CHUNK", 5 * B)
+    monkeypatch.setattr(layer_plan, "MTP_MLP_TOKENS", 5 * B)
     model = stock.stirred(stock.build(OVERRIDES, TINY, process, *words, recompute=["mtp"]))
     rows: list[int] = []
     fc1 = model.mtp.layers[0].mtp_model_layer.mlp.linear_fc1

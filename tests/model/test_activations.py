@@ -11,7 +11,6 @@ import pytest
 
 from megacpp_mcore import settings
 from megacpp_mcore.commands import cli
-from megacpp_mcore.layer_specs import layer_plan
 from megacpp_mcore.model import Layout, memory, preset, with_overrides
 from megacpp_mcore.model.flops.recompute import Recomputation
 from megacpp_mcore.model.recipes import RECIPES
@@ -96,9 +95,8 @@ def test_the_recipes_of_long_rows_recompute_what_is_chosen(name: str) -> None:
     assert not chosen.run.is_captured
 
 
-def test_the_chunk_is_the_layers() -> None:
+def test_the_block_of_time_is_the_kernels() -> None:
     triton = pytest.importorskip("megacpp_mcore.ops.mamba3.triton")
-    assert memory._MLP_CHUNK == layer_plan.CHUNK
     assert memory._BLOCK_BYTES == triton.BLOCK_BYTES
 
 

@@ -8,9 +8,10 @@ definition (``overrides``), the rest of the settings file (``settings``), the la
 runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via:
 stock`` a model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that
 is named twice trains every arm twice. ``apart`` is the largest difference in a step's loss from the first run of the same arm
-and seed, or, for that run itself, from the first arm with as many steps. ``probe: layers`` also records every layer's
-gradient norm and the load of its experts. ``--heldout`` is another dataset, on whose whole batches each run is evaluated at its
-end; ``--curves`` writes the main loss by tokens and seconds (:mod:`experiments.curves` draws it).
+and seed, or, for that run itself, from the first arm with as many steps. Column ``probe`` has the memory that was reserved, and
+estimated for an H200; of profiled steps, exposed communication by kind; and with ``probe: layers`` every layer's gradient norm
+and the load of its experts. ``--heldout`` is another dataset, on whose whole batches each run is evaluated at its end;
+``--curves`` writes the main loss by tokens and seconds (:mod:`experiments.curves` draws it).
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ import yaml
 
 from experiments import probe
 from megacpp_mcore.arguments.lowering import lower, model_flags
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.bench.csv_table import Table
 from megacpp_mcore.bench.measure import device_name, versions
+from megacpp_mcore.commands.recipe import H200_GB
 from megacpp_mcore.data.manifest import load_manifest
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import DEFAULT_HOST, Training
 from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.profile import table as profiles
+from megacpp_mcore.observe.receipts.fields import RESIDENT
 from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.settings import load as load_settings
 from megacpp_mcore.util import flags
 from megacpp_mcore.util.nearest import nearest
 
@@ -191,6 +197,7 @@ def _train(
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
         words = lower(Run(model, Layout(**arm.layout), training, arm.host))
         command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
+        (folder / "arguments.json").write_text(json.dumps(command[command.index("--") + 1 :]))
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if arm.via != "stock":
         environment["MEGACPP_CONFIG"] = str(folder / "megacpp.json")
@@ -263,9 +270,36 @@ def _row(
         "mfu": "" if throughput.get("mfu") is None else f"{throughput['mfu']:.4f}",
         "peak_bytes": (receipt["memory"] or {}).get("allocated_peak_bytes") or "",
         "disqualified": " ".join(one["name"] for one in receipt["disqualifiers"]),
-        "probe": probe.summary(folder),
+        "probe": " ".join(filter(None, (probe.summary(folder), _memory(folder, receipt), _exposed(folder)))),
         **versions(*PACKAGES[2:]),
     }
+
+
+def _memory(folder: Path, receipt: Mapping[str, Any]) -> str:
+    """Return what a rank's allocator reserved, and what it was estimated to need on an H200; nothing on a CPU."""
+    held, words = receipt["memory"] or {}, folder / "arguments.json"
+    if held.get("kind") in (None, RESIDENT) or not words.exists():
+        return ""
+    run = read(
+        json.loads(words.read_text()),
+        device="cuda",
+        processes=receipt["parallelism"]["world_size"],
+        settings=load_settings(folder / "megacpp.json"),
+    )
+    estimated = memory.estimate(run, round(H200_GB * 1e9))
+    sizes = {"reserved_gb": held["reserved_peak_bytes"], "estimated_gb": estimated}
+    return " ".join(f"{name}:{size / 1e9:.1f}" for name, size in sizes.items() if size is not None)
+
+
+def _exposed(folder: Path) -> str:
+    """Return milliseconds a step of each collective that no computation hid, of the rank with the most, in a profiled run."""
+    found: dict[str, float] = {}
+    for file in (folder / "run" / profiles.FOLDER).glob("**/table.json"):
+        table = profiles.read(file)
+        first, last = table["steps"]
+        for name, one in table["collectives"].items():
+            found[name] = max(found.get(name, 0.0), one["exposed_ns"] / 1e6 / (last - first + 1))
+    return " ".join(f"{name}_exposed_ms:{ms:.1f}" for name, ms in sorted(found.items()))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.definition import Layout
+from megacpp_mcore.model.definition import Layout, Model
 from megacpp_mcore.model.families import ATTENTION, FAMILIES, MAMBA, Family
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
@@ -104,7 +104,7 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     model, held = run.model, states(run)
     if model is None or held is None or run.layout.pipeline > 1 or model.mamba3.mimo_rank == 1:
         return None
-    ssm, tokens = model.mamba3, run.training.micro_batch_size * model.seq_length // run.layout.context
+    tokens = run.training.micro_batch_size * model.seq_length // run.layout.context
     step = ACTIVATIONS * model.hidden_size * (len(model.layers) + model.mtp.depth) * tokens
     # What nam56r does not have: experts wider than the hidden states, rows gathered from other ranks, logits.
     wider = 4 * max(0, model.moe.topk * model.moe.ffn_hidden_size - model.hidden_size)
@@ -116,13 +116,19 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
         run.settings is not None and run.settings.fp8.recipe is not None
     )
     free = usable(gpu_bytes) - held.total - step - held.weights * in_fp8
-    rows = 2 * model.mamba_heads * ssm.mimo_rank  # bytes of a column, 16 bits each
-    tables = model.mamba_heads * (12 + 4 * ssm.angles) + 4 * ssm.groups * ssm.mimo_rank * ssm.state
-    scan = rows * ssm.head_dim + tables
-    for kept, size in (("all", scan + 2 * rows * ssm.state), ("scan", scan)):
+    for kept, size in _mamba_kept(model).items():
         if size * tokens * model.layers.count("M") <= free:
             return kept
     return None
+
+
+def _mamba_kept(model: Model) -> dict[str, int]:
+    """Return the bytes a token and M layer that ``triton_keep_all`` and ``triton_keep_scan`` keep beside the rest."""
+    ssm = model.mamba3
+    rows = 2 * model.mamba_heads * ssm.mimo_rank  # bytes of a column, 16 bits each
+    tables = model.mamba_heads * (12 + 4 * ssm.angles) + 4 * ssm.groups * ssm.mimo_rank * ssm.state
+    scan = rows * ssm.head_dim + tables
+    return {"all": scan + 2 * rows * ssm.state, "scan": scan}
 
 
 WORKSPACE = 4_000_000_000
@@ -173,6 +179,24 @@ def activations(run: Run, how: Recomputation) -> dict[str, int] | None:
         keys = 2 * model.mamba_heads * ssm.mimo_rank * max(ssm.state, ssm.head_dim) * tokens
         scratch += _SCRATCH * min(keys, _BLOCK_BYTES)
     return found | {"workspace": round(largest * tokens + scratch) + WORKSPACE}
+
+
+def estimate(run: Run, gpu_bytes: int) -> int | None:
+    """Return the bytes that a rank holds at the peak of a step on a GPU of ``gpu_bytes``, with the run's recompute and what M
+    layers keep there; None where that is not known, as where Megatron's modules or some of the layers are recomputed."""
+    model, how, own = run.model, run.execution, run.settings.recompute if run.settings is not None else Recompute()
+    if model is None or how.recompute_granularity == "selective" or how.recompute_method == "block":
+        return None
+    layers = Recomputation(own=own)
+    if how.recompute_granularity is not None:
+        layers = Recomputation(granularity="full", method="uniform", num_layers=1, own=own)
+    held, parts = states(run), activations(run, layers)
+    if held is None or parts is None:
+        return None
+    keeps, repeated = mamba_keeps(run, gpu_bytes), layers.granularity == "full" or MAMBA.recompute in own.on
+    kept = 0 if keeps is None or repeated else _mamba_kept(model)[keeps] * model.layers.count(MAMBA.letter)
+    tokens = run.training.micro_batch_size * model.seq_length // run.layout.context // run.layout.tensor
+    return held.total + sum(parts.values()) + kept * tokens
 
 
 @dataclass(frozen=True)

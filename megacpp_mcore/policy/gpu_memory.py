@@ -10,9 +10,7 @@ import os
 from megacpp_mcore.arguments.lowering import check_sizes
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Layout, memory
-from megacpp_mcore.model.flops.recompute import Recomputation
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import Recompute
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +48,8 @@ def check_memory(run: Run) -> None:
 
 def _warn_of_activations(run: Run, gpu_bytes: int) -> None:
     """Log, on the first rank, that a step is estimated to need more than the GPU has, and the recompute that fits."""
-    how, chosen = run.execution, run.settings.recompute if run.settings is not None else Recompute()
-    partial = how.recompute_granularity == "selective" or how.recompute_method == "block"
-    if partial or os.environ.get("RANK", "0") != "0":
-        return  # Megatron's modules, and some of the layers, are not in the estimate
-    layers = Recomputation(own=chosen)
-    if how.recompute_granularity is not None:
-        layers = Recomputation(granularity="full", method="uniform", num_layers=1, own=chosen)
-    parts = memory.activations(run, layers)
-    held = memory.states(run)
-    if held is None or parts is None or (total := held.total + sum(parts.values())) <= gpu_bytes:
+    total = memory.estimate(run, gpu_bytes)
+    if os.environ.get("RANK", "0") != "0" or total is None or total <= gpu_bytes:
         return
     fitting = next((one for one in memory.choices(run) if one.total <= memory.usable(gpu_bytes)), None)
     advice = (

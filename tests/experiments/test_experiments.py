@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import threading
 import time
 from pathlib import Path
@@ -146,3 +147,30 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(word in drawn for word in ("no sharing", "tokens, millions", "seconds"))
     with pytest.raises(SystemExit):
         draw_curves([str(points), str(tmp_path / "none.svg")])
+
+
+def test_a_row_has_the_memory_of_a_gpu_and_its_exposed_communication(tmp_path: Path) -> None:
+    """Of a launch on two H200s: what its allocator reserved, with the estimate of its own recompute; the rank with the most."""
+    plan = Training(processes=2, data=("--mock-data",))
+    words = lower(Run(preset("nam56r_long"), Layout(context=2), plan))
+    (tmp_path / "arguments.json").write_text(json.dumps(words))
+    held = {"kind": "CUDA allocator", "reserved_peak_bytes": 120_060_000_000}
+    receipt = {"memory": held, "parallelism": {"world_size": 2}}
+    found = {}
+    for name, recompute in (("nothing", []), ("scans", ["m"])):
+        (tmp_path / "megacpp.json").write_text(json.dumps({"model": "nam56r_long", "recompute": recompute}))
+        cells = dict(word.split(":") for word in train._memory(tmp_path, receipt).split())
+        assert cells["reserved_gb"] == "120.1"
+        found[name] = float(cells["estimated_gb"])
+    run = Run(preset("nam56r_long"), Layout(context=2), plan)
+    by_way = {str(way.how): way.total / 1e9 for way in memory.choices(run)}
+    # M layers keep their scan's rows where there is room (docs/model.md), unless they are recomputed.
+    assert found["nothing"] == pytest.approx(by_way["none"] + 13 * 74e3 * 16384 / 1e9, rel=0.01)
+    assert found["scans"] < by_way["none"]
+    assert train._memory(tmp_path, {"memory": {"kind": "resident set", "reserved_peak_bytes": 1}}) == ""
+    for rank, exposed in (("", 4_000_000), ("rank_00001", 6_000_000)):
+        folder = tmp_path / "run" / "profile" / "16-17" / rank
+        folder.mkdir(parents=True)
+        gathered = {"calls": 4, "ns": 9_000_000, "exposed_ns": exposed}
+        (folder / "table.json").write_text(json.dumps({"steps": [16, 17], "collectives": {"AllGather": gathered}}))
+    assert train._exposed(tmp_path) == "AllGather_exposed_ms:3.0"

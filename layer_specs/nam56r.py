@@ -69,6 +69,7 @@ PATCHES = (
     "mixed-precision-optimizer",
     "optimizer-resharding",
     "torch-adam-resume",
+    "precision-aware-adam",
     "output-layer-fusion",
     "expert-counts",
     "moe-metrics",

@@ -39,6 +39,7 @@ from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import GC_INTERVAL, Run
 from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.nemo_recipes.provider import provider
+from megacpp_mcore.nemo_recipes.read_bridge import DTYPES
 from megacpp_mcore.util.nearest import nearest
 
 _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -200,7 +201,7 @@ def container(chosen: Recipe) -> ConfigContainer:
 
 def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None:
     """Set the schedule, the vocabulary's padding and what is usual for ``run``, except the keys ``given`` (section.field)."""
-    training, how = run.training, run.execution
+    training, how, moments = run.training, run.execution, ("exp_avg", "exp_avg_sq")
     fields = {
         "model.make_vocab_size_divisible_by": lowering.padding_of(run.layout.tensor),
         "scheduler.lr_warmup_iters": training.warm_up_steps,
@@ -209,6 +210,13 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
         "model.gradient_accumulation_fusion": how.gradient_accumulation_fusion,
         "ddp.use_distributed_optimizer": how.distributed_optimizer,
         "optimizer.use_distributed_optimizer": how.distributed_optimizer,
+        "optimizer.use_precision_aware_optimizer": how.precision_aware,
+        **{
+            f"optimizer.{name}_dtype": dtype
+            for dtype, kept in DTYPES.items()
+            for name in moments
+            if getattr(how, name) == kept
+        },
         "checkpoint.dist_ckpt_optim_fully_reshardable": how.distributed_optimizer,
         "ddp.overlap_grad_reduce": how.overlap_grad_reduce,
         "ddp.bucket_size": how.bucket_elements,

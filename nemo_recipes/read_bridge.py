@@ -9,6 +9,8 @@ import dataclasses
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from megacpp_mcore.arguments.read import layout_of
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.pattern import parse
@@ -48,10 +50,12 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
     run = Run(chosen.model, layout_of(model), training, chosen.host, settings=chosen.settings)
     found |= {
         "distributed_optimizer": config.ddp.use_distributed_optimizer or optimizer.use_distributed_optimizer,
+        "exp_avg": DTYPES.get(optimizer.exp_avg_dtype),
+        "exp_avg_sq": DTYPES.get(optimizer.exp_avg_sq_dtype),
         "cuda_graph_scope": _names(model.cuda_graph_modules) if model.cuda_graph_impl != "none" else (),
         "recompute_modules": tuple(model.recompute_modules or ()),
         "own_states": optimizer.optimizer != "adam"
-        or optimizer.use_precision_aware_optimizer
+        or DTYPES.get(optimizer.main_params_dtype) != "fp32"
         or optimizer.optimizer_cpu_offload
         or config.dist.use_megatron_fsdp,
         "fp16": dtypes.fp16,
@@ -70,6 +74,8 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
     return dataclasses.replace(run.carried_out(names), given=frozenset(name for name, is_so in said.items() if is_so))
 
 
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Megatron's names of what optimizer states may be kept in."""
 _TRAINED = {
     "transformer_impl": "model.transformer_impl", "micro_batch_size": "train.micro_batch_size",
     "global_batch_size": "train.global_batch_size", "train_iters": "train.train_iters", "learning_rate": "optimizer.lr",
@@ -85,7 +91,7 @@ _FOUND = {
     "recompute_granularity": "model.recompute_granularity", "overlap_grad_reduce": "ddp.overlap_grad_reduce",
     "overlap_param_gather": "ddp.overlap_param_gather", "bucket_elements": "ddp.bucket_size", "num_buckets": "ddp.num_buckets",
     "manual_gc": "train.manual_gc", "log_interval": "logger.log_interval", "torch_fsdp": "dist.use_torch_fsdp2",
-    "megatron_fsdp": "dist.use_megatron_fsdp",
+    "megatron_fsdp": "dist.use_megatron_fsdp", "precision_aware": "optimizer.use_precision_aware_optimizer",
 }  # fmt: skip
 """Fields of an execution to fields of Bridge's configuration."""
 

@@ -6,7 +6,7 @@ element. The kernel of :mod:`megacpp_mcore.ops.adam` moves 30.
 Activate: applied by our specs on GPUs, unless ``speed_defaults.adam_in_one_pass`` is false; or
 ``megacpp_mcore.patches.apply(["adam-in-one-pass"])``.
 Scope: Transformer Engine's Adam in float32, with the distributed optimizer or without, once moments exist (which the first
-step makes); all other optimizers are left to upstream.
+step makes), and of precision-aware-adam's the clipping; all other optimizers are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py``, ``distrib_optimizer.py`` and ``clip_grads.py``.
 
 The gradients in memory stay unclipped. Weights differ from upstream's in the last bits, as the compilers fuse products and sums
@@ -61,7 +61,7 @@ def _update(optimizer: Any) -> _Update | None:
         copies = dict(_copies(optimizer))
         groups = [_shards(optimizer.optimizer, group, copies) for group in optimizer.optimizer.param_groups]
         places = [] if None in groups else [adam.addresses(shards) for shards in groups]
-        if places and not any(place % 16 for of_group in places for place in of_group):
+        if places:
             found = known if known and places == known.places else _Update(groups)
             found.scale = None
     vars(optimizer)[UPDATE] = found
@@ -143,8 +143,12 @@ def _later(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grad_by_total_norm_fp32(
         parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
     ) -> None:
+        from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
+
         owner = _owners.get(id(parameters[0])) if isinstance(parameters, list) and parameters else None
-        found = _update(owner) if owner is not None and hasattr(total_norm, "clamp_max_") else None
+        found: Any = None
+        if owner is not None and hasattr(total_norm, "clamp_max_"):
+            found = owner.optimizer if isinstance(owner.optimizer, PrecisionAwareAdam) else _update(owner)
         if found is None or len(parameters) != found.count:
             original(parameters, max_norm, total_norm, use_decoupled_grad)
         else:

@@ -5,9 +5,6 @@ had one dtype: without ``--use-distributed-optimizer`` it counts only the 16-bit
 order it then uses. Training does not use these numbers; saving and loading do. In two formats it also loads in place, with
 grad enabled, into views of the model's fp32 parameters, which PyTorch does not allow.
 
-Mixed dtypes are refused if upstream leaves the main parameters to the inner optimizer (the precision-aware one, also on the
-CPU): Transformer Engine's saves fp32 parameters as they were before the first step; the CPU one cannot be built.
-
 Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
 ``megacpp_mcore.patches.apply(["mixed-precision-optimizer"])``.
 Scope: optimizers that hold both dtypes; all others are left to upstream.
@@ -21,7 +18,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.errors import ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 if TYPE_CHECKING:
@@ -105,30 +101,6 @@ def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_parameter_state
 
 
-def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``DistributedOptimizer._build_model_and_main_param_groups``: refuses mixed groups without main parameters.
-
-    Raises:
-        ModelError: the inner optimizer would own the main parameters.
-    """
-
-    @functools.wraps(original)
-    def _build_model_and_main_param_groups(
-        cls: Any, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
-    ) -> Any:
-        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            in_fp32 = [_is_fp32(each) for group in opt_group_ranges for each in group["params"]]
-            if any(in_fp32) and not all(in_fp32):
-                raise ModelError(
-                    f"of this rank's {len(in_fp32)} parameters in the distributed optimizer {sum(in_fp32)} are in fp32, which "
-                    "the precision-aware optimizer cannot save; expected one dtype: remove "
-                    "--use-precision-aware-optimizer (and --optimizer-cpu-offload)"
-                )
-        return original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
-
-    return _build_model_and_main_param_groups
-
-
 PATCH = Patch(
     name="mixed-precision-optimizer",
     fixes=(
@@ -150,11 +122,6 @@ PATCH = Patch(
             _fp32_first,
         ),
         Edit.of(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
-            "3fce9be2b6d1d143559761811d30afc63d63c6405dbead686f30996997096951",
-            _main_parameters_of_megatron,
-        ),
-        Edit.of(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
             "79cddb4c716f13c2706a4b1324e5c63071ca0e716ee940949d705f775526a221",
             _without_gradients,
@@ -168,13 +135,12 @@ PATCH = Patch(
     seam=(
         "sharded_state_dict is the one place that pairs numbers with the plain optimizer's model parameters; "
         "_build_optimizer_group_ranges makes the one map from parameters to numbers that every format of the distributed "
-        "optimizer saves and loads by; _build_model_and_main_param_groups is the first place that sees both the groups and the "
-        "kind of optimizer; the two load methods are those that upstream has not put under no_grad"
+        "optimizer saves and loads by; the two load methods are those that upstream has not put under no_grad"
     ),
     leaves_alone=(
         "optimizers whose parameters are of one kind; the training step, which goes by neither number; keys, shards and "
         "formats; Megatron-FSDP"
     ),
     retire_when="upstream numbers all parameters of a mixed optimizer in the order in which it keeps them, and loads them",
-    cost="mixed parameters are refused under --use-precision-aware-optimizer and --optimizer-cpu-offload",
+    cost="nothing",
 )

@@ -89,7 +89,9 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
                 is_other = name == _MAIN and metadata.get(UNSHARDED)
                 if name == _STEP or (is_other and parameter.dtype == torch.float32):
                     continue
-                prefix = f"optimizer.state.{'fp32_param' if is_other else name}."
+                # Whole main parameters are none of 16 bits: no run may take one for the other.
+                kept = "remainder" if flat.dtype == torch.int16 else "fp32_param" if is_other else name
+                prefix = f"optimizer.state.{kept}."
                 replica = self.distributed_optimizer_instance_id
                 found = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
                 state[index][name] = {at: _owned(box, replica, is_loading) for at, box in found}

@@ -31,8 +31,8 @@ RUN = "megacpp_run"
 
 _STAGES = "--pipeline-model-parallel-layout"
 _OWN_STATES = (
-    "--optimizer", "--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states",
-    "--fp8-param-gather", "--use-megatron-fsdp", "--num-distributed-optimizer-instances",
+    "--optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states", "--main-params-dtype", "--fp8-param-gather",
+    "--use-megatron-fsdp", "--num-distributed-optimizer-instances",
     "--skip-train", "--yaml-cfg", "--use-checkpoint-args",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
     "--num-layers-per-virtual-pipeline-stage", "--account-for-embedding-in-pipeline-split",

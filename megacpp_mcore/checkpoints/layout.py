@@ -112,13 +112,19 @@ def refuse_other_layout(state: Any, folder: str) -> None:
         folder: which was loaded; a teacher's and a pretrained model's are others than ``--load``.
 
     Raises:
-        CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step.
+        CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step;
+            or main parameters are whole in one and remainders in the other.
     """
     run, saved = _arguments(), (state or {}).get("args")
     if run is None or saved is None or run.finetune:
         return
     is_torch = getattr(saved, "ckpt_format", None) == "torch"
     has_optimizer = not (run.no_load_optim or getattr(saved, "no_save_optim", False))
+    if has_optimizer and (was := _keeps(saved)) != (are := _keeps(run)):
+        raise CheckpointError(
+            f"the checkpoint {folder} has main parameters {was}, and the run keeps them {are}; train as it was saved, or load "
+            "without the optimizer's state (--no-load-optim), from which main parameters begin as the weights"
+        )
     names = (*_SIZES, "use_distributed_optimizer") if has_optimizer else _SIZES
     pairs = [
         (name, getattr(saved, name), getattr(run, name))
@@ -142,6 +148,12 @@ def refuse_other_layout(state: Any, folder: str) -> None:
                 f"optimizer's state of the last step, {last}; write {run.ckpt_step} in its {TRACKER}, or load without the "
                 "optimizer's state (--no-load-optim)"
             )
+
+
+def _keeps(args: Any) -> str:
+    """Say in what form an optimizer keeps a bf16 model's main parameters, or that of a checkpoint did."""
+    as_rest = getattr(args, "use_precision_aware_optimizer", False) and getattr(args, "bf16", False)
+    return "as remainders (--use-precision-aware-optimizer)" if as_rest else "whole"
 
 
 def flat_folder(state: Any) -> str | None:

@@ -323,7 +323,8 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         )
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
-    run = Run(model, layout, training, args.host or DEFAULT_HOST, settings=loaded)
+    asked = recipe.run.asked if recipe else {}
+    run = Run(model, layout, training, args.host or DEFAULT_HOST, asked, loaded)
     script = SCRIPTS[run.host]
     arguments = _with_extra(model, run, tuple(args.stock_command), None if args.via == "wheel" else Path(script))
     if of_training.get("cuda_graphs") and not run.is_captured:

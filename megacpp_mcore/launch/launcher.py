@@ -221,6 +221,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
         needed["exit-signal"] = "--exit-signal-handler" in chosen.arguments
         needed["sample-indices"] = chosen.has_own_spec
+        needed["precision-aware-adam"] = chosen.has_own_spec and run.execution.precision_aware
         names = [name for name, is_needed in needed.items() if is_needed]
         applied = registry.default().apply([*names, *chosen.patches])
         say(f"patches: {', '.join(applied) or 'applied already'}")

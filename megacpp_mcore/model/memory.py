@@ -1,8 +1,8 @@
 """Persistent memory of a rank: weights, gradients, fp32 main weights and Adam's moments, in bytes. No torch.
 
-As in Megatron 0.19 with Adam's default dtypes. Gradient buffers are persistent; the distributed optimizer shards main weights
-and moments over the ranks with the same weights, FSDP2 shards everything. The fp32 parameters of M and R layers are counted as
-bf16 with a main weight, two bytes too many (4 MB in ``nam56r``).
+As in Megatron 0.19. Gradient buffers are persistent; the distributed optimizer shards main weights and moments over the ranks
+with the same weights, FSDP2 shards everything. The fp32 parameters of M and R layers are counted as bf16 with a main weight,
+two bytes too many (4 MB in ``nam56r``).
 """
 
 from __future__ import annotations
@@ -73,13 +73,16 @@ def states(run: Run) -> States | None:
     how = run.execution
     weight, main = (4, 0) if run.precision == "fp32" else (2, 4)
     gradient = weight if how.fsdp else how.grad_bytes  # FSDP2 has gradients of the dtype of the weights
+    if how.precision_aware and run.precision == "bf16":
+        main = 2
+    moments = sum(4 if kept == "fp32" else 2 for kept in (how.exp_avg, how.exp_avg_sq))
     sizes = [0, 0, 0, 0]
     ranks_of_a_stage = run.processes // run.layout.pipeline
     for count, cut in zip(held, (run.layout.tensor, run.layout.expert), strict=True):
         replicas = max(1, ranks_of_a_stage // cut)
         of_all, of_optimizer = (replicas if how.fsdp else 1, replicas if how.fsdp or how.distributed_optimizer else 1)
         for place, (each, over) in enumerate(
-            ((weight, of_all), (gradient, of_all), (main, of_optimizer), (8, of_optimizer))
+            ((weight, of_all), (gradient, of_all), (main, of_optimizer), (moments, of_optimizer))
         ):
             sizes[place] += each * count // over
     return States(weights=sizes[0], gradients=sizes[1], main_weights=sizes[2], moments=sizes[3])

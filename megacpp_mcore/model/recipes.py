@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, Model, preset
-from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.run import NARROW, Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.util.nearest import nearest
 
@@ -59,7 +59,10 @@ class Recipe:
             )
 
 
-def _on_gpus(model: str, gpus: int, machine: str, micro_batch: int, batch: int, precision: str = "bf16") -> Recipe:
+def _on_gpus(
+    model: str, gpus: int, machine: str, micro_batch: int, batch: int, precision: str = "bf16",
+    asked: Mapping[str, Any] = MappingProxyType({}),
+) -> Recipe:  # fmt: skip
     """Replicas, the fastest layout where a GPU holds one, in CUDA graphs (``experiments/results/gpus_h200.csv``).
 
     On one H200 micro-batches of two sequences are 8 % faster than of one, and 12 GB more are reserved. ``fp8``: bf16, and what
@@ -68,7 +71,7 @@ def _on_gpus(model: str, gpus: int, machine: str, micro_batch: int, batch: int, 
     training = Training(micro_batch_size=micro_batch, global_batch_size=batch * gpus, processes=gpus, cuda_graphs=True)
     settings = Path(__file__).resolve().with_name(f"{model}_fp8.yaml") if precision == "fp8" else None
     name = f"{model}_pretrain_{gpus}gpu_{machine}_{precision}"
-    return Recipe(name=name, run=Run(preset(model), Layout(), training), settings=settings)
+    return Recipe(name=name, run=Run(preset(model), Layout(), training, asked=asked), settings=settings)
 
 
 def _of_long_rows(gpus: int) -> Recipe:
@@ -81,7 +84,8 @@ def _of_long_rows(gpus: int) -> Recipe:
 
 _ALL = (
     *(_on_gpus("nam56r", gpus, "h200", 2, 8) for gpus in (1, 2, 4, 8)),
-    *(_on_gpus("nam56r", gpus, "h100", 1, 8) for gpus in (2, 4, 8)),  # one does not hold all states
+    _on_gpus("nam56r", 1, "h100", 1, 8, asked=NARROW),
+    *(_on_gpus("nam56r", gpus, "h100", 1, 8) for gpus in (2, 4, 8)),
     *(_on_gpus("nam56r", gpus, "h200", 2, 8, "fp8") for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r_quarter", 1, machine, 1, 2) for machine in ("h200", "h100")),
     *(_of_long_rows(gpus) for gpus in (1, 4, 8)),

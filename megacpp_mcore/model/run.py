@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import LaunchError
@@ -64,6 +65,8 @@ class Execution:
 
     Attributes:
         gradient_accumulation_fusion: matrix products add to the gradients themselves.
+        precision_aware: a bf16 weight's main parameter is kept as the 16 bits that the weight leaves of it.
+        exp_avg, exp_avg_sq: what Adam's moments are kept in, by Megatron's names; others than fp32 need the former.
         moe_permute_fusion: one kernel sorts tokens by expert.
         manual_gc: Python collects garbage in named steps only.
         moe_dispatcher: as ``--moe-token-dispatcher-type``.
@@ -83,6 +86,9 @@ class Execution:
 
     gradient_accumulation_fusion: bool = _switch("--no-gradient-accumulation-fusion", on=True)
     distributed_optimizer: bool = _switch("--use-distributed-optimizer", FULLY_RESHARDABLE)
+    precision_aware: bool = _switch("--use-precision-aware-optimizer")
+    exp_avg: str = _option("--exp-avg-dtype", default="fp32")
+    exp_avg_sq: str = _option("--exp-avg-sq-dtype", default="fp32")
     overlap_grad_reduce: bool = _switch("--overlap-grad-reduce")
     overlap_param_gather: bool = _switch("--overlap-param-gather")
     moe_permute_fusion: bool = _switch("--moe-permute-fusion")
@@ -117,6 +123,8 @@ class Execution:
 
 
 FIELDS = {one.name: one for one in dataclasses.fields(Execution)}
+NARROW: Mapping[str, Any] = MappingProxyType({"precision_aware": True, "exp_avg": "bf16", "exp_avg_sq": "bf16"})
+"""What to ask for where 12 bytes a bf16 parameter fit and 18 do not."""
 
 
 def words_of(name: str, value: Any) -> tuple[str, ...]:
@@ -296,7 +304,7 @@ FEATURES = (
     Feature(
         DISTRIBUTED_OPTIMIZER, "distributed_optimizer",
         "fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
-        _replicas,
+        lambda run: "" if run._chosen.precision_aware else _replicas(run),
     ),
     Feature(
         "overlapped gradient reduce", "overlap_grad_reduce",

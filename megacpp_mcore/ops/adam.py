@@ -1,13 +1,16 @@
-"""One step of AdamW on many float32 tensors by one Triton kernel, which also scales gradients and writes 16-bit copies.
+"""One step of AdamW on many tensors by one Triton kernel, which also scales gradients and writes 16-bit weights.
 
-The arithmetic is that of Transformer Engine's ``FusedAdam`` (2.20) in its AdamW mode. A gradient is scaled as it is read, so
-that clipping needs no pass of its own, and a weight's 16-bit copy is written with it: 30 bytes an element in place of 42.
+The arithmetic is that of Transformer Engine's ``FusedAdam`` (2.20) in its AdamW mode, in float32. A gradient is scaled as it is
+read, so that clipping needs no pass of its own, and a weight's 16-bit copy is written with it: 30 bytes an element in place of
+42. Moments may be kept in bfloat16, and a weight as its copy in bfloat16 and what that leaves of it
+(:func:`megacpp_mcore.ops.precision_aware_adam.joined`).
 """
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +26,11 @@ BLOCK = 2048
 
 
 class Shard(NamedTuple):
-    """One tensor's weight, gradient and moments, float32 of one size, and the weight in 16 bits, if there is such a copy."""
+    """One tensor's weight, gradient and moments, of one size, and the weight in 16 bits, if there is such a copy.
+
+    The weight is float32, or, with a copy in bfloat16, int16: what that leaves of it. Gradient and moments are float32 or
+    bfloat16.
+    """
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -41,30 +48,36 @@ class Table:
     """Where the kernel finds the tensors of some shards: valid while :func:`addresses` of them gives ``addresses``.
 
     Raises:
-        ModelError: tensors of a shard that differ in size, have another dtype, are not contiguous or not on 16 bytes, or
-            copies of two dtypes.
+        ModelError: a tensor of another size or dtype than its shard has, or not contiguous; dtypes that differ between shards.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.addresses = addresses(shards)
+        first, copies = shards[0], [shard.copy.dtype for shard in shards if shard.copy is not None]
+        self.remainder = first.weight.dtype == torch.int16
+        self.half = not self.remainder and copies[:1] == [torch.float16]
+        dtypes = [tensor.dtype if tensor.dtype == torch.bfloat16 else torch.float32 for tensor in first[1:4]]
+        wanted = (
+            torch.int16 if self.remainder else torch.float32, *dtypes, torch.float16 if self.half else torch.bfloat16
+        )  # fmt: skip
         for shard in shards:
-            for name, tensor in zip(Shard._fields, shard, strict=True):
-                wanted = torch.float32 if name != "copy" else (tensor if tensor is None else tensor.dtype)
-                if tensor is not None and not (
-                    tensor.numel() == shard.weight.numel()
-                    and tensor.dtype == wanted
-                    and tensor.is_contiguous()
-                    and tensor.data_ptr() % 16 == 0
+            for name, tensor, dtype in zip(Shard._fields, shard, wanted, strict=True):
+                if tensor is None and not self.remainder:
+                    continue
+                if tensor is None or not (
+                    tensor.numel() == shard.weight.numel() and tensor.dtype == dtype and tensor.is_contiguous()
                 ):
-                    raise ModelError(
-                        f"{name} is {tensor.dtype} of {tensor.numel()} elements, strides {tensor.stride()}; expected a "
-                        f"contiguous {wanted} of {shard.weight.numel()} on 16 bytes"
+                    found = (
+                        tensor if tensor is None else f"{tensor.dtype} of {tensor.numel()}, strides {tensor.stride()}"
                     )
-        kinds = {shard.copy.dtype for shard in shards if shard.copy is not None}
-        if len(kinds) > 1 or not kinds <= {torch.bfloat16, torch.float16}:
-            raise ModelError(f"copies are {kinds}; expected one of 16 bits")
-        self.half = torch.float16 in kinds
-        device = shards[0].weight.device
+                    raise ModelError(
+                        f"{name} is {found}; expected a contiguous {dtype} of {shard.weight.numel()} elements"
+                    )
+        names = ("GRADIENT", "AVG", "AVG_SQ")
+        kinds = (tl.bfloat16 if dtype == torch.bfloat16 else tl.float32 for dtype in dtypes)
+        self.dtypes = dict(zip(names, kinds, strict=True))
+        self.align = math.gcd(16, *self.addresses)
+        device = first.weight.device
         sizes = [shard.weight.numel() for shard in shards]
         programs = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
         self.programs = int(programs.sum())
@@ -91,37 +104,41 @@ def step(
     unbias = [1.0 / (1.0 - beta**number) for beta in betas]
     launch(
         adam, (table.programs,), table.places, table.sizes, table.first, table.owner, scale, float(lr), *map(float, betas),
-        1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), *unbias, HALF=table.half, BLOCK=BLOCK, num_warps=4,
+        1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), *unbias, HALF=table.half, REMAINDER=table.remainder,
+        **table.dtypes, ALIGN=table.align, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _update(weight, gradient, exp_avg, exp_avg_sq, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2, scale,
-            mask, MASKED: tl.constexpr):  # fmt: skip
-    """Update the elements of a block in place; return the weights."""
-    if MASKED:
-        w, g = tl.load(weight, mask=mask), tl.load(gradient, mask=mask)
-        m, v = tl.load(exp_avg, mask=mask), tl.load(exp_avg_sq, mask=mask)
-    else:
-        w, g, m, v = tl.load(weight), tl.load(gradient), tl.load(exp_avg), tl.load(exp_avg_sq)
-    g = g * scale
+def _update(weight, gradient, exp_avg, exp_avg_sq, copy, place, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2,
+            scale, mask, REMAINDER: tl.constexpr):  # fmt: skip
+    """Update the elements of a block in place."""
+    g = tl.load(gradient, mask=mask).to(tl.float32) * scale
+    m = tl.load(exp_avg, mask=mask).to(tl.float32)
+    v = tl.load(exp_avg_sq, mask=mask).to(tl.float32)
+    w = tl.load(weight, mask=mask)
+    if REMAINDER:
+        w = ((tl.load(copy, mask=mask).to(tl.int32) << 16) + w.to(tl.int32)).to(tl.float32, bitcast=True)
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     w = w - lr * (tl.div_rn(m * unbias1, tl.sqrt_rn(v * unbias2) + eps) + decay * w)
-    if MASKED:
-        tl.store(weight, w, mask=mask)
-        tl.store(exp_avg, m, mask=mask)
-        tl.store(exp_avg_sq, v, mask=mask)
+    tl.store(exp_avg, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
+    if REMAINDER:
+        bits = w.to(tl.int32, bitcast=True)
+        upper = (bits + 0x8000) >> 16
+        tl.store(copy, upper.to(tl.int16), mask=mask)
+        tl.store(weight, (bits - (upper << 16)).to(tl.int16), mask=mask)
     else:
-        tl.store(weight, w)
-        tl.store(exp_avg, m)
-        tl.store(exp_avg_sq, v)
-    return w
+        tl.store(weight, w, mask=mask)
+        if place != 0:
+            tl.store(copy, w.to(copy.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def adam(places_ptr, sizes_ptr, first_ptr, owner_ptr, scale_ptr, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2,
-         HALF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+         HALF: tl.constexpr, REMAINDER: tl.constexpr, GRADIENT: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr,
+         ALIGN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Update BLOCK elements of one tensor: programs of all tensors, one after another."""
     program = tl.program_id(0)
     owner = tl.load(owner_ptr + program)
@@ -129,28 +146,24 @@ def adam(places_ptr, sizes_ptr, first_ptr, owner_ptr, scale_ptr, lr, beta1, beta
     left = tl.load(sizes_ptr + owner) - start
     row = places_ptr + owner * 5
     element = tl.arange(0, BLOCK)
-    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16) + start + element
-    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + element
-    exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + element
-    exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), 16) + start + element
+    WEIGHT: tl.constexpr = tl.int16 if REMAINDER else tl.float32
+    COPY: tl.constexpr = tl.int16 if REMAINDER else (tl.float16 if HALF else tl.bfloat16)
+    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(WEIGHT)), ALIGN) + start + element
+    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(GRADIENT)), ALIGN) + start + element
+    exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(AVG)), ALIGN) + start + element
+    exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(AVG_SQ)), ALIGN) + start + element
     place = tl.load(row + 4)
-    KIND: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    copy = tl.multiple_of(place.to(tl.pointer_type(KIND)), 16) + start + element
+    copy = tl.multiple_of(place.to(tl.pointer_type(COPY)), ALIGN) + start + element
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    mask = element < left
     if left >= BLOCK:
-        w = _update(
-            weight, gradient, exp_avg, exp_avg_sq, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2, scale,
-            mask, False,
+        _update(
+            weight, gradient, exp_avg, exp_avg_sq, copy, place, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2,
+            scale, None, REMAINDER,
         )  # fmt: skip
-        if place != 0:
-            tl.store(copy, w.to(KIND))
     else:
-        w = _update(
-            weight, gradient, exp_avg, exp_avg_sq, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2, scale,
-            mask, True,
+        _update(
+            weight, gradient, exp_avg, exp_avg_sq, copy, place, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2,
+            scale, element < left, REMAINDER,
         )  # fmt: skip
-        if place != 0:
-            tl.store(copy, w.to(KIND), mask=mask)

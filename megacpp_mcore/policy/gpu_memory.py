@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -10,7 +11,7 @@ import os
 from megacpp_mcore.arguments.lowering import check_sizes
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Layout, memory
-from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.run import NARROW, Run, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,17 @@ def check_memory(run: Run) -> None:
         return
     origin = "" if run.settings is None else f" of {run.settings.path} (MEGACPP_CONFIG)"
     check_sizes(run.model, run.training.extra, origin, run.host)
-    nearest = itertools.islice(memory.fitting(run, gpu.total_memory), 3)
-    fitting = "; ".join(
+    narrow = memory.states(dataclasses.replace(run, asked={**run.asked, **NARROW}).as_usual())
+    found = []
+    if run.precision == "bf16" and not run.torch_fsdp and narrow is not None and memory.fits(narrow, gpu.total_memory):
+        words = " ".join(word for name, value in NARROW.items() for word in words_of(name, value))
+        found = [f"as many with --use-distributed-optimizer {words} ({narrow.total / 1e9:.1f} GB each)"]
+    found += [
         f"{other.processes} GPUs, {_layout_words(other.layout) or 'replicas'} with --use-distributed-optimizer "
         f"({states.total / 1e9:.1f} GB each)"
-        for other, states in nearest
-    )
+        for other, states in itertools.islice(memory.fitting(run, gpu.total_memory), 3)
+    ]
+    fitting = "; ".join(found)
     raise LaunchError(
         f"{run.model.name} has {held} of states on each of {run.processes} GPU{'s' * (run.processes > 1)}, and {gpu.name} "
         f"has {gpu.total_memory / 1e9:.1f} GB, of which 1/{memory.ROOM} must stay free for activations; "

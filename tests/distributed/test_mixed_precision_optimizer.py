@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megacpp_mcore.model import Layout
-from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.model import Layout, memory
+from megacpp_mcore.model import run as model_run
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests.distributed.comparing import assert_same_bytes
 from tests.distributed.runs import Laboratory, Run
 
@@ -22,7 +23,8 @@ PLAIN = TORCH_DIST
 DISTRIBUTED = ("--use-distributed-optimizer",)
 FULLY = (*DISTRIBUTED, *TORCH_DIST, "--dist-ckpt-optim-fully-reshardable")
 BUCKETS = (*DISTRIBUTED, *TORCH_DIST)
-OPTIMIZERS = {"plain": PLAIN, "distributed": FULLY}
+AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+OPTIMIZERS = {"plain": PLAIN, "distributed": FULLY, "precision-aware": (*FULLY, *AWARE)}
 ONE = Layout()
 LAYOUTS = {
     "DP 2": (Layout(), 2),
@@ -94,8 +96,10 @@ def test_a_resumed_run_goes_on(laboratory: Runs, optimizer: str) -> None:
         ("plain", ("--ckpt-format", "torch")),
         ("distributed", (*DISTRIBUTED, "--ckpt-format", "torch")),
         ("distributed", BUCKETS),
+        ("precision-aware", (*DISTRIBUTED, *AWARE, "--ckpt-format", "torch")),
+        ("precision-aware", (*BUCKETS, *AWARE)),
     ],
-    ids=["plain-torch", "distributed-torch", "distributed-buckets"],
+    ids=["plain-torch", "distributed-torch", "distributed-buckets", "aware-torch", "aware-buckets"],
 )
 def test_a_run_goes_on_from_formats_without_names(laboratory: Runs, optimizer: str, words: tuple[str, ...]) -> None:
     """The first run ends there: of ``torch`` checkpoints upstream loads the last state whatever ``--ckpt-step`` says."""
@@ -126,6 +130,23 @@ def test_two_processes_train_what_one_does_and_go_on_with_its_checkpoint(laborat
     for found in (two, plain, overlapped, from_one):
         assert_same_bytes(parameters(one.tensors(STEPS)), parameters(found.tensors(STEPS)))
     assert_same_bytes(one.tensors(STEPS), from_one.tensors(STEPS))
+
+
+def test_states_of_16_bits_take_what_is_estimated(laboratory: Runs) -> None:
+    """Weights apart, which are the model's; of nam56r_tiny, more is in fp32 than of nam56r."""
+    whole = laboratory.whole("precision-aware")
+    estimate = memory.states(model_run.Run(whole.model, training=Training(), asked=model_run.NARROW))
+    assert estimate is not None
+    found = sum(tensor.nbytes for name, tensor in whole.tensors(STEPS).items() if name.startswith("optimizer.state."))
+    assert found == pytest.approx(estimate.main_weights + estimate.moments, rel=0.02)
+
+
+def test_two_processes_go_on_with_the_remainders_of_one(laboratory: Runs) -> None:
+    one, words = laboratory.whole("precision-aware"), OPTIMIZERS["precision-aware"]
+    overlapped = (*words, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
+    assert_same_bytes(
+        one.tensors(STEPS), laboratory.steps("DP 2 of remainders", overlapped, processes=2, load=one).tensors(STEPS)
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

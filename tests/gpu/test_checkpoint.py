@@ -16,9 +16,14 @@ from tests.gpu import runs
 from tests.saved import tensors_in
 
 STEPS, HALF = 6, 3
+FULLY = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 OPTIMIZERS = {
     "plain": ("optimizer.state.fp32_param.", ()),
-    "distributed": ("optimizer.state.param.", ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")),
+    "distributed": ("optimizer.state.param.", FULLY),
+    "precision-aware": (
+        "",
+        (*FULLY, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    ),
 }
 """Prefix of the main parameters in the checkpoint, and the words that ask for the optimizer."""
 
@@ -65,5 +70,10 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(corpus: str, tmp_path: Path
     resumed = train(corpus, tmp_path, "resumed", *words, *load)
     assert list(whole.scalars) == list(range(1, STEPS + 1))
     assert resumed.scalars == {step: whole.scalars[step] for step in range(HALF + 1, STEPS + 1)}
-    assert_main_parameters_are_the_models(whole.tensors, prefix)
+    if prefix:
+        assert_main_parameters_are_the_models(whole.tensors, prefix)
+    else:
+        remainders = [one.dtype for name, one in whole.tensors.items() if name.startswith("optimizer.state.remainder.")]
+        assert {*remainders} == {torch.int16}
+        assert len(remainders) > 50
     assert_same_bytes(whole.tensors, resumed.tensors)

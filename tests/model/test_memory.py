@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from megacpp_mcore.arguments.read import read
 from megacpp_mcore.errors import ArgumentMismatchError, LaunchError
 from megacpp_mcore.model import PRESETS, Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.model.run import Run
+from megacpp_mcore.model.run import NARROW, Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests import stock
 from tests.errors import raises
@@ -78,7 +79,7 @@ def test_the_count_of_a_rank_is_what_stock_builds(
 
 
 def states(
-    model: Model, layout: Layout | None = None, processes: int = 1, precision: str = "bf16", **asked: bool
+    model: Model, layout: Layout | None = None, processes: int = 1, precision: str = "bf16", **asked: bool | str
 ) -> memory.States:
     training = Training(processes=processes, precision=precision)
     found = memory.states(Run(model, layout or Layout(), training, asked=asked))
@@ -95,6 +96,10 @@ def test_megatrons_bytes_of_a_parameter(name: str) -> None:
     assert states(model, processes=4).total == pytest.approx(9 * parameters, abs=9)
     assert states(model, processes=4, distributed_optimizer=False).total == 18 * parameters
     assert states(model, precision="fp32").total == 16 * parameters
+    assert states(model, **NARROW).total == 12 * parameters
+    assert states(model, processes=4, **NARROW).total == pytest.approx(7.5 * parameters, abs=9)
+    assert states(model, precision_aware=True).total == 16 * parameters
+    assert states(model, precision="fp32", **NARROW).total == 12 * parameters
     assert states(model, processes=4, torch_fsdp=True).total == pytest.approx(4 * parameters, abs=9)
     # Four ranks have a replica of all but the experts, and each has experts of its own.
     dense, experts = memory.process_parameters(Run(model, Layout(expert=4))) or (0, 0)
@@ -125,7 +130,8 @@ def test_the_figures_of_the_documentation() -> None:
     def figure(processes: int, layout: Layout, **how: Any) -> str:
         return f"{states(preset('nam56r'), layout, processes, **how).total / 1e9:.1f}"
 
-    rows = {"1 GPU": figure(1, Layout()), "FSDP2 on 8": figure(8, Layout(), torch_fsdp=True)}
+    rows = {"1 GPU": figure(1, Layout()), "1 GPU, moments in bf16": figure(1, Layout(), **NARROW)}
+    rows |= {"FSDP2 on 8": figure(8, Layout(), torch_fsdp=True)}
     rows |= {f"{count} replicas": figure(count, Layout()) for count in (2, 4, 8)}
     rows |= {f"`--expert {count}` on {count}": figure(count, Layout(expert=count)) for count in (2, 4, 8)}
     rows["`--tensor 2 --expert 4 --sequence-parallel` on 8"] = figure(8, TENSORS)
@@ -154,8 +160,12 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
     gpu("NVIDIA H200", H200)
     policy.check_memory(run)
     gpu("NVIDIA H100 80GB HBM3", H100)
-    with raises(LaunchError, "nam56r", "81.0 GB", "85.0 GB", "1/16", "2 GPUs", "54.0 GB", "47.2 GB", "47.4 GB"):
+    with raises(
+        LaunchError, "nam56r", "81.0 GB", "85.0 GB", "1/16", "2 GPUs", "54.0 GB", "47.2 GB", "47.4 GB"
+    ) as refused:
         policy.check_memory(run)
+    (words,) = re.findall(r"as many with (.*) \(54\.0 GB each\)", str(refused.value))
+    policy.check_memory(run_of(preset("nam56r"), Layout(), 1, *words.split()))
     on_cpu = Training(device="cpu", transformer_impl="local")
     policy.check_memory(dataclasses.replace(run, training=on_cpu))  # whose memory is another
 
@@ -249,7 +259,7 @@ def test_what_is_offered_is_not_refused(gpu: Any) -> None:
 def test_nothing_is_refused_whose_states_are_not_known(gpu: Any) -> None:
     gpu("a tiny one", 10**9)
     model = preset("nam56r")
-    for words in (["--optimizer-cpu-offload"], ["--use-precision-aware-optimizer"], ["--optimizer", "sgd"]):
+    for words in (["--optimizer-cpu-offload"], ["--main-params-dtype", "fp16"], ["--optimizer", "sgd"]):
         policy.check_memory(run_of(model, Layout(), 1, *words))
     policy.check_memory(read(["--num-layers", "3"], device="cuda", processes=1))
     with pytest.raises(LaunchError, match="no layout"):

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megacpp_mcore import policy, settings
 from megacpp_mcore.errors import LaunchError, MegacppError, ModelError
 from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.recipes import RECIPES, Recipe
+from megacpp_mcore.model.run import NARROW
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.nemo_recipes import bridge, run
 from megacpp_mcore.nemo_recipes import read_bridge as bridge_read
@@ -227,7 +229,9 @@ def described(chosen: Recipe, **changes: Any) -> Any:
         optimizer=SimpleNamespace(
             use_distributed_optimizer=True,
             optimizer="adam",
-            use_precision_aware_optimizer=False,
+            use_precision_aware_optimizer=True,
+            **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16),
+            main_params_dtype=torch.float32,
             optimizer_cpu_offload=False,
             **{name: getattr(chosen.run.training, name) for name in ("weight_decay", "adam_beta2", "clip_grad")},
             lr=chosen.run.training.learning_rate,
@@ -267,7 +271,7 @@ def test_the_policy_reads_bridges_configuration(monkeypatch: pytest.MonkeyPatch)
     assert (how.distributed_optimizer, how.overlap_grad_reduce, how.overlap_shared_expert) == (True, True, True)
     assert (how.cuda_graph_impl, how.cuda_graph_scope) == ("none", ())
     assert found.model == eight.model
-    assert memory.states(found) == memory.states(dataclasses.replace(eight.run, asked={"grad_bytes": 2}))
+    assert memory.states(found) == memory.states(dataclasses.replace(eight.run, asked={"grad_bytes": 2, **NARROW}))
     graphs = described(eight, cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", "mlp"])
     assert bridge_read.read(eight.run, graphs, 8).execution.cuda_graph_scope == ("attn", "mlp")
     whole = bridge_read.read(eight.run, described(eight, cuda_graph_impl="local"), 8)

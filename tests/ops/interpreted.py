@@ -35,6 +35,8 @@ from megacpp_mcore.ops.mamba3 import reference as mamba3_reference
 from megacpp_mcore.ops.mamba3 import triton as mamba3
 from megacpp_mcore.ops.mla_projection import reference as projection_reference
 from megacpp_mcore.ops.mla_projection import triton as projection
+from megacpp_mcore.ops.precision_aware_adam import _step as reference_step
+from megacpp_mcore.ops.precision_aware_adam import joined, split
 from megacpp_mcore.ops.rms_norm import triton as norm
 from megacpp_mcore.ops.router import triton as router
 from megacpp_mcore.ops.sparse_mla import triton as sparse_mla
@@ -472,6 +474,39 @@ def adam_steps() -> None:
         assert one.copy is None or torch.equal(one.copy, one.weight.half())
 
 
+def adam_in_16_bits() -> None:
+    """Remainders, moments and gradients in 16 bits against PyTorch's step of the same; addresses that are on two bytes only.
+
+    The interpreter truncates what it stores in bfloat16, a GPU rounds it: a moment of three steps may be three last bits off.
+    """
+    draw, narrow = torch.Generator().manual_seed(0), torch.bfloat16
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    for offset, gradient, avg, error in ((0, FP32, narrow, 2e-4), (1, narrow, FP32, 1e-6)):
+        weights = [torch.randn(size, generator=draw) for size in (2 * adam.BLOCK + 1, 64)]
+        kinds: tuple[list[adam.Shard], ...] = ([], [])
+        for shards, weight in itertools.product(kinds, weights):
+            copy, (upper, rest) = torch.empty(weight.numel() + offset, dtype=narrow)[offset:], split(weight)
+            moments = [torch.zeros_like(weight, dtype=avg) for _ in range(2)]
+            shards.append(adam.Shard(rest, torch.empty_like(weight, dtype=gradient), *moments, copy.copy_(upper)))
+        table = adam.Table(kinds[0])
+        assert table.align == (2 if offset else 16)
+        for number, factor in enumerate((0.3, None, 0.7), start=1):
+            scale = None if factor is None else torch.tensor([factor])
+            for one, other in zip(*kinds, strict=True):
+                other.gradient.copy_(one.gradient.normal_(generator=draw))
+                reference_step(*other, **options, number=number, scale=scale)
+            adam.step(table, **options, number=number, scale=scale)
+        for one, other in zip(*kinds, strict=True):
+            assert one.copy is not None
+            assert other.copy is not None
+            found, wanted = (joined(shard.copy, shard.weight) for shard in (one, other))
+            torch.testing.assert_close(found, wanted, rtol=0, atol=error)
+            assert all(map(torch.equal, split(found), (one.copy, one.weight)))
+            for name in ("exp_avg", "exp_avg_sq"):
+                bound = {"rtol": 3 * 2**-7, "atol": 1e-3} if avg == narrow else {"rtol": 1e-6, "atol": 1e-7}
+                torch.testing.assert_close(getattr(one, name), getattr(other, name), **bound)
+
+
 def sums_of_three() -> None:
     """More than a program has, and less."""
     for shape in ((3, 5, 137), (2, 2, 8), (0, 2, 8)):
@@ -589,6 +624,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
     "m2rnn, small steps": recurrent_mixer_of_small_steps,
     "adam": adam_steps,
+    "adam, 16 bits": adam_in_16_bits,
     "add": sums_of_three,
     "embedding": embeddings,
     "mamba3": partial(mamba3_mixer, 37, H=8, N=32, out_norm=False),  # nothing of the projection is padding

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton.language as tl
 
 from megacpp_mcore.backends.probes import triton_release
 from megacpp_mcore.ops import adam, add, embedding
@@ -169,9 +170,13 @@ def small_variants() -> Iterator[Variant]:
         yield f"softmax without {absent}", cross_entropy.softmax_rows, given, launch | without(*absent.split())
     numbers = dict.fromkeys(("lr", "beta1", "beta2", "rest1", "rest2", "eps", "decay", "unbias1", "unbias2"), "fp32")
     given = types(i64="places_ptr sizes_ptr", i32="first_ptr owner_ptr", fp32="scale_ptr") | numbers
+    wide = {"HALF": False, "REMAINDER": False, "GRADIENT": tl.float32, "AVG": tl.float32, "AVG_SQ": tl.float32}
+    wide |= {"ALIGN": 16, "BLOCK": adam.BLOCK, "num_warps": 4}
+    narrow = {"REMAINDER": True, "AVG": tl.bfloat16, "AVG_SQ": tl.bfloat16}
     for absent in ("", "scale_ptr"):
-        launch = {"HALF": False, "BLOCK": adam.BLOCK, "num_warps": 4} | without(*absent.split())
-        yield f"adam without {absent}", adam.adam, given, launch
+        yield f"adam without {absent}", adam.adam, given, wide | without(*absent.split())
+    yield "adam, 16 bits", adam.adam, given, wide | narrow
+    yield "adam, 16 bits, gradients too", adam.adam, given, wide | narrow | {"GRADIENT": tl.bfloat16, "ALIGN": 2}
     yield "add three", add.add_three, types(bf16="a_ptr b_ptr c_ptr total_ptr"), add.LAUNCH
     for out in ("fp32", "bf16"):
         given = types(i64="entry_T order_T", i32="end_T", bf16="gradient_BSD") | {"total_VD": f"*{out}"}

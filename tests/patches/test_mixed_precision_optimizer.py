@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megacpp_mcore.errors import ModelError
 from megacpp_mcore.patches import torch_adam_resume
 from megacpp_mcore.patches.machinery.registry import fingerprint
 from megacpp_mcore.patches.mixed_precision_optimizer import PATCH
 from tests import stock
-from tests.errors import raises
 from tests.lanes import exhaustive_but
 from tests.optimizers import accumulate, build, trained
 
@@ -134,22 +132,6 @@ def test_fp32_parameters_are_loaded_without_gradients(format_: str) -> None:
         pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"),
     ):
         taken_over(format_)
-
-
-OFFLOADED = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "decoupled_weight_decay": True}
-
-
-def test_the_precision_aware_optimizer_is_refused() -> None:
-    with (
-        stock.patched(PATCH),
-        raises(
-            ModelError,
-            "10 parameters",
-            "4 are in fp32",
-            "--use-precision-aware-optimizer (and --optimizer-cpu-offload)",
-        ),
-    ):
-        build(MIXED, distributed=True, **OFFLOADED)
 
 
 DTYPES = {"a": "bfloat16", "b": "bfloat16"}

@@ -73,6 +73,28 @@ def test_an_argument_that_one_side_does_not_have_is_no_difference(fmt: str) -> N
     _refuse(state, tensor_model_parallel_size=4, finetune=True)
 
 
+def test_main_parameters_of_another_form_are_refused() -> None:
+    """Both ways, in every format, and of a bf16 model only, whose remainders are none of another."""
+    for saved, run in ((True, False), (False, True)):
+        state = {"args": Namespace(use_precision_aware_optimizer=saved, bf16=True)}
+        with raises(CheckpointError, "as remainders (--use-precision-aware-optimizer)", "whole", "--no-load-optim"):
+            _refuse(state, use_precision_aware_optimizer=run, bf16=True)
+        _refuse(state, use_precision_aware_optimizer=run, bf16=True, no_load_optim=True)
+        _refuse(state, use_precision_aware_optimizer=saved, bf16=True)
+    _refuse({"args": Namespace(bf16=False)}, use_precision_aware_optimizer=True, bf16=False)
+
+
+def test_remainders_have_a_name_of_their_own() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, distributed_optimizer_instance_id=0)
+    optimizer._get_model_param_range_map.return_value = {"param": Namespace(start=0, end=6)}
+    entry = ShardedTensor.from_rank_offsets("weight", parameter)
+    for dtype, name in ((torch.int16, "remainder"), (torch.float32, "param")):
+        optimizer._get_main_param_and_optimizer_states.return_value = {"param": torch.zeros(6, dtype=dtype)}
+        (box,) = _in_place(mock.Mock(__name__="save"))(optimizer, {"weight": entry})[0]["param"].values()
+        assert (box.key, box.dtype) == (f"optimizer.state.{name}.weight", dtype)
+
+
 def test_the_folder_that_was_loaded_is_named() -> None:
     """It is another than the run's own where a teacher or a pretrained model is loaded."""
     state = {"args": Namespace(tensor_model_parallel_size=2, ckpt_format="torch")}

@@ -1,0 +1,165 @@
+"""AdamW whose states take 6 bytes a parameter: bfloat16 moments, and of the fp32 main parameter what the weight leaves of it.
+
+The interface is that of Transformer Engine's ``FusedAdam`` (2.20) as Megatron's distributed optimizer uses it for
+``--use-precision-aware-optimizer``. Unlike there, parameters may be of both dtypes, an fp32 one is its own main parameter, no
+state is copied to be read, and the step is one kernel a group and dtype; on a CPU PyTorch does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "master_param"
+
+
+class PrecisionAwareAdam(torch.optim.Optimizer):
+    """AdamW with bias correction; gradients are the parameters' ``decoupled_grad``, float32 or bfloat16.
+
+    Args:
+        params: bfloat16, float16 or float32, contiguous.
+        dtypes: of both moments, float32 or bfloat16; computed in float32, rounded to nearest.
+        remainders: whether a bfloat16 parameter's main parameter is kept as the 16 bits that it leaves of it
+            (:func:`joined`); of others, and without, it is float32.
+
+    Attributes:
+        scale: a float32 scalar on the device by which the next step multiplies gradients; None for 1.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        remainders: bool,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        self.dtypes, self.remainders = dict(zip(MOMENTS, dtypes, strict=True)), remainders
+        self.scale: torch.Tensor | None = None
+        self._tables: dict[tuple[int, ...], Any] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of parameters."""
+        return len(list(self._params()))
+
+    def initialize_state(self, param: torch.Tensor) -> None:
+        """Give ``param`` the states of no step, unless it has states."""
+        if param in self.state:
+            return
+        main = param.detach()
+        if param.dtype == torch.bfloat16 and self.remainders:
+            main = torch.zeros_like(main, dtype=torch.int16)
+        elif param.dtype != torch.float32:
+            main = main.float()
+        moments = {name: torch.zeros_like(param.detach(), dtype=dtype) for name, dtype in self.dtypes.items()}
+        self.state[param] = moments | {MAIN: main}
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a state as it is kept: ``exp_avg``, ``exp_avg_sq``, or ``master_param``, which may be remainders (int16)."""
+        state: torch.Tensor = self.state[param][name]
+        return state
+
+    def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Copy ``value`` to a state; an fp32 parameter's ``master_param`` is itself."""
+        self.initialize_state(param)
+        self.state[param][name].copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states, of no step where there was none; each with the count of steps, as PyTorch's Adam has it."""
+        for param in self._params():
+            self.initialize_state(param)
+        found = super().state_dict()
+        steps = {number: float(group["step"]) for group in found["param_groups"] for number in group["params"]}
+        states = {number: {**state, "step": torch.tensor(steps[number])} for number, state in found["state"].items()}
+        return found | {"state": states}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returns; PyTorch's method would cast states to the parameters' dtype."""
+        own = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = own
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, param in zip(numbers, self._params(), strict=True):
+            for name in (*MOMENTS, MAIN):
+                if name in state_dict["state"].get(number, {}):
+                    self.set_scaled_state(param, name, state_dict["state"][number][name])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+        """Update parameters and states by the gradients, times :attr:`scale`; parameters without a gradient stay."""
+        tables = {}
+        for group in self.param_groups:
+            group["step"] = int(group["step"]) + 1
+            how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            how |= {"number": group["step"], "scale": self.scale}
+            of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+            for param in group["params"]:
+                if getattr(param, "decoupled_grad", None) is not None:
+                    self.initialize_state(param)
+                    of_dtype.setdefault(param.dtype, []).append(param)
+            for params in of_dtype.values():
+                if params[0].is_cuda:
+                    from megacpp_mcore.ops import adam
+
+                    shards = [adam.Shard(*self._parts(param)) for param in params]
+                    places = tuple(adam.addresses(shards))
+                    table = self._tables.get(places) or adam.Table(shards)
+                    tables[places] = table
+                    adam.step(table, **how)
+                else:
+                    for param in params:
+                        _step(*self._parts(param), **how)
+        self._tables, self.scale = tables, None
+
+    def _params(self) -> Iterable[torch.Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
+
+    def _parts(self, param: Any) -> tuple[Any, ...]:
+        state = self.state[param]
+        copy = None if param.dtype == torch.float32 else param.detach()
+        return state[MAIN], param.decoupled_grad, state["exp_avg"], state["exp_avg_sq"], copy
+
+
+def _step(
+    main: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, copy: torch.Tensor | None, *,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, number: int, scale: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Do what the kernel of :mod:`megacpp_mcore.ops.adam` does, on a CPU."""
+    is_remainder = copy is not None and main.dtype == torch.int16
+    weight = joined(copy, main) if is_remainder and copy is not None else main
+    g = gradient.float() if scale is None else gradient.float() * scale
+    m = betas[0] * exp_avg.float() + (1.0 - betas[0]) * g
+    v = betas[1] * exp_avg_sq.float() + (1.0 - betas[1]) * g * g
+    unbias1, unbias2 = (1.0 / (1.0 - beta**number) for beta in betas)
+    weight = weight - lr * (m * unbias1 / ((v * unbias2).sqrt() + eps) + weight_decay * weight)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    if is_remainder and copy is not None:
+        upper, rest = split(weight)
+        copy.copy_(upper)
+        main.copy_(rest)
+    else:
+        main.copy_(weight)
+        if copy is not None:
+            copy.copy_(weight)
+
+
+def joined(copy: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Return the float32 weights of which ``copy``, bfloat16, is the upper half, rounded, and ``rest``, int16, the rest."""
+    return ((copy.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+
+
+def split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 weights in bfloat16, to nearest and ties away from zero, and the int16 of :func:`joined`."""
+    bits = weight.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)

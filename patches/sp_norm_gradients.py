@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,8 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
-_COMPLETE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Unwrapped model chunks whose latest gradients a schedule has reduced and nobody has finalized since."""
+_COMPLETE = "megacpp_gradients_complete"
+"""Attribute of an unwrapped model chunk whose latest gradients a schedule has reduced and nobody has finalized since."""
 
 
 class _Undistributed:
@@ -54,7 +53,7 @@ def _complete_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         if config.finalize_model_grads_func is not None:
             _refuse_mixed(chunks)
             return original(**arguments)
-        _COMPLETE.difference_update([_innermost(chunk) for chunk in chunks])
+        _take_complete(chunks)
         group = _tensor_group(arguments.get("pg_collection"))
         if group is None or group.size() == 1 or any(_reduces_itself(chunk) for chunk in chunks):
             return original(**arguments)
@@ -84,7 +83,8 @@ def _run_and_sum(
     finally:
         for parameter, earlier in before:
             _gradient(parameter).add_(earlier)
-    _COMPLETE.update([_innermost(chunk) for chunk in chunks])
+    for chunk in chunks:
+        vars(_innermost(chunk))[_COMPLETE] = True
     return result
 
 
@@ -97,12 +97,17 @@ def _reduce_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce(model: Sequence[Any], config: Any, tp_group: Any = None) -> None:
-        pending = [chunk for chunk in model if _innermost(chunk) not in _COMPLETE]
-        _COMPLETE.difference_update([_innermost(chunk) for chunk in model])
+        complete = _take_complete(model)
+        pending = [chunk for chunk, done in zip(model, complete, strict=True) if not done]
         if pending:
             original(pending, config, tp_group)
 
     return reduce
+
+
+def _take_complete(chunks: Sequence[Any]) -> list[bool]:
+    """Return whether each chunk's gradients were complete, which they no longer count as."""
+    return [vars(_innermost(chunk)).pop(_COMPLETE, False) for chunk in chunks]
 
 
 def _innermost(chunk: Any) -> Any:
@@ -156,7 +161,7 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
     Raises:
         LaunchError: earlier gradients have not been cleared.
     """
-    summed = [chunk for chunk in chunks if _innermost(chunk) in _COMPLETE]
+    summed = [chunk for chunk in chunks if _COMPLETE in vars(_innermost(chunk))]
     gradients = [_gradient(parameter) for parameter in _candidates(summed)]
     if any(gradient is not None and gradient.any() for gradient in gradients):
         raise LaunchError(
@@ -164,7 +169,7 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
             "has one: it would sum them over tensor parallelism again; set it for all calls, or zero the gradients between",
             code="gradients-left",
         )
-    _COMPLETE.difference_update([_innermost(chunk) for chunk in summed])
+    _take_complete(summed)
 
 
 def _schedule(name: str, sha256: tuple[str, ...]) -> Edit:

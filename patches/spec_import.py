@@ -42,11 +42,15 @@ def import_named(module: str, attribute: str) -> Any:
     """
     try:
         # As upstream: with a fromlist, a submodule of that name is imported as well.
-        return getattr(__import__(module, fromlist=[attribute]), attribute)
+        found = __import__(module, fromlist=[attribute])
+    except Exception as error:  # with the words of Megatron's main, which some search for
+        cause = f"{type(error).__name__}: {error}"
+        raise SpecImportError(f"Could not import module '{module}' for spec '{attribute}': {cause}") from error
+    try:
+        return getattr(found, attribute)
     except Exception as error:
-        raise SpecImportError(
-            f"the spec {module} {attribute} cannot be imported ({type(error).__name__}: {error}); the run stops here"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise SpecImportError(f"Could not find spec '{attribute}' in module '{module}': {cause}") from error
 
 
 def _strict_import(original: Callable[..., Any]) -> Callable[..., Any]:

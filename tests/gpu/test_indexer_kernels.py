@@ -90,7 +90,7 @@ def test_65536_rows() -> None:
     inputs = draw(S, B=1, H=4, device="cuda")
     found = {}
     used = peak(lambda: found.update(index=fused.select(*inputs, 256)))
-    assert used <= 4 * fused.SCRATCH + S * 256 * 4 + 2**20
+    assert used <= 5 * fused.SCRATCH + S * 256 * 4 + 2**20
     index = found["index"]
     for rows in (slice(0, 300), slice(30000, 30064), slice(S - 64, S)):
         part = reference.score_block(inputs[0][rows].double(), inputs[1].double(), inputs[2][rows].double())

@@ -216,6 +216,7 @@ def patched(process: None) -> Iterator[list[str]]:
     patch = pytest.MonkeyPatch()
     patch.setattr(mla_core_attention, "_flash4", lambda *_: None)  # test_vendors has it
     patch.setattr(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line))
+    patch.setattr(mla_core_attention.logger, "isEnabledFor", lambda level: True)  # which Megatron's main asks first
     try:
         yield lines
     finally:

@@ -56,7 +56,7 @@ def test_full_recompute_leaves_nothing_of_layers_with_experts(process: None) -> 
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **dict.fromkeys(off, False),
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    model = GPTModel(config, spec, 256, S, position_embedding_type="rope").cuda()
+    model = GPTModel(config, spec, 256, S, position_embedding_type="rope").cuda().bfloat16()  # PyTorch's norms, too
 
     def kept() -> int:
         """Bytes that are freed after a step when the layers forget their last call."""

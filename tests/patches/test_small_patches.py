@@ -71,10 +71,10 @@ def test_upstream_fails_where_the_patch_does_not() -> None:
 
 
 NOT_IMPORTED = (
-    (["no_such_package", "spec"], "", ["no_such_package spec", "'no_such_package'"]),
-    (["no_such_package.spec"], "", ["no_such_package spec", "'no_such_package'"]),
-    (["json", "nothing"], "", ["json nothing", "'nothing'"]),
-    (["json.nothing"], "", ["json nothing", "'nothing'"]),
+    (["no_such_package", "spec"], "", ["module 'no_such_package'", "spec 'spec'", "No module named"]),
+    (["no_such_package.spec"], "", ["module 'no_such_package'", "spec 'spec'", "No module named"]),
+    (["json", "nothing"], "", ["spec 'nothing'", "module 'json'"]),
+    (["json.nothing"], "", ["spec 'nothing'", "module 'json'"]),
     (["json"], "spec-form", ["--spec 'json'", "--spec megacpp_mcore.PRESET"]),
     (["local"], "spec-form", ["--spec 'local'"]),
     ([], "spec-form", ["--spec ''"]),
@@ -250,6 +250,16 @@ def test_what_is_summed(ddp: dict[str, bool], arguments: dict[str, Any], gradien
     chunk = Chunk(**ddp)
     assert train(chunk, schedule, **arguments) == gradient
     assert train(chunk, schedule, **arguments) == 2 * gradient
+
+
+def test_a_chunk_may_be_any_object() -> None:
+    """Megatron's tests of schedules train namespaces, which have no weak references."""
+    parts = Chunk()
+    chunk = types.SimpleNamespace(config=parts.config, weight=parts.weight, named_parameters=parts.named_parameters)
+    schedule = stock.makes(sp_norm_gradients.PATCH)[SCHEDULES[0]](lambda model, **_: model.weight.sum().backward())
+    with stock.cpu_lane():
+        schedule(model=chunk)
+    assert parts.gradient == 2.0
 
 
 def test_calls_with_and_without_finalizing_are_not_mixed() -> None:

@@ -47,7 +47,7 @@ ARMS: dict[str, tuple[str, ...]] = dict.fromkeys(STOCK, ()) | {"all": PATCHES} |
 PACKAGES = ("torch", "transformer_engine", "pytest", "pytest_mock")
 COLUMNS = (
     *("gpus", "arm", "passed", "skipped", "failed", "unfinished", "lost", "gained", "unsteady", "ended", "seconds"),
-    *("gpu", "torch", "transformer_engine", "commit", "tests"),
+    *("gpu", "torch", "transformer_engine", "megatron", "commit", "tests"),
 )
 
 
@@ -194,6 +194,7 @@ def main() -> int:
     commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("rev-parse", "HEAD") or ""
     facts = {"commit": commit[:7], "gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
     facts["transformer_engine"] = host.version("transformer-engine") or ""
+    facts["megatron"] = os.environ.get("MEGATRON_COMMIT") or host.git(checkout, "rev-parse", "--short=10", "HEAD") or ""
     arms = [Run(arm, gpus) for arm in ARMS if arm in {*STOCK, *options.arms} for gpus in options.gpus]
     devices = torch.cuda.device_count()
     done: list[Run] = []

@@ -93,7 +93,8 @@ def select(
 ) -> torch.Tensor:
     """Select as the reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
 
-    Inputs may be strided. At most :data:`SCRATCH` scores, or those of one tile's queries, exist at a time.
+    Inputs may be strided. At most :data:`SCRATCH` scores, or those of one tile's queries, exist at a time, and a quarter as
+    many more of rows longer than :data:`LONG_ROW`.
 
     Raises:
         ModelError: as the reference, and for sizes or dtypes that the kernels do not support.

@@ -201,7 +201,9 @@ def _train(
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if arm.via != "stock":
         environment["MEGACPP_CONFIG"] = str(folder / "megacpp.json")
-    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if args.device == "cuda" else {}
+    if args.device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus if visible == [""] else (visible[int(gpu)] for gpu in gpus))
     with (folder / "log").open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
     return folder, done.returncode, training.train_iters

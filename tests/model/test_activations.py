@@ -116,3 +116,28 @@ def test_the_command_names_the_quickest_that_fits(capsys: pytest.CaptureFixture[
     run = dataclasses.replace(RECIPES["nam56r_long_pretrain_4gpu_h200_bf16"].run)
     assert cli.main(["recipe", "memory", "nam56r_long_pretrain_4gpu_h200_bf16"]) == 0
     assert f"{total(run, Recomputation(own=Recompute(a=True))) / 1e9:.1f}" in capsys.readouterr().out
+
+
+def test_what_the_page_says_of_offload() -> None:
+    """Bytes that a recompute drops, a token, are what an offload would move instead."""
+    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text(encoding="utf-8")
+    one, shared = run_of_long(32_768, 1), run_of_long(131_072, 4)
+    by_way = {str(way.how): way for way in memory.choices(one)}
+    less, more = by_way["ours a, m, mtp"], by_way["ours a, mtp"]
+    dropped, seconds = (more.total - less.total) / 32_768, less.seconds - more.seconds
+    assert f"| `[a, m, mtp]`, {less.seconds * 1e6:.1f} µs a token | M layers: {dropped / 1e3:.0f} kB a token, " in page
+    assert f"{dropped * 32_768 / 1e9:.0f} GB of the host | {seconds * 1e6:.1f} µs, " in page
+    by_way = {str(way.how): way for way in memory.choices(shared)}
+    dropped = (by_way["none"].total - by_way["ours a"].total) / 32_768
+    assert f"| `[a]`, {by_way['ours a'].seconds * 1e6:.1f} µs | A layers: {dropped / 1e3:.0f} kB a token" in page
+    long = run_of_long(131_072, 1)
+    how = Recomputation(granularity="full", method="uniform", num_layers=1, own=Recompute(mtp=True))
+    parts = memory.activations(long, how) or {}
+    inputs = sum(size for part, size in parts.items() if part not in ("losses", "workspace"))
+    assert f"their inputs offloaded: {inputs / 131_072 / 1e3:.0f} kB a token" in page
+    assert f"{inputs / 1e9:.0f} GB of the host | makes it fit, {(total(long, how) - inputs) / 1e9:.0f} GB" in page
+
+
+def run_of_long(tokens: int, context: int) -> Run:
+    changes = {"seq_length": tokens, "mla": {"yarn": {"rotary_scaling_factor": tokens / 4096}}}
+    return Run(with_overrides(preset("nam56r_long"), changes), Layout(context=context), Training(processes=context))

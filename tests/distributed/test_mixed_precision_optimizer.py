@@ -149,6 +149,15 @@ def test_two_processes_go_on_with_the_remainders_of_one(laboratory: Runs) -> Non
     )
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_remainders_go_to_another_layout(laboratory: Runs, name: str) -> None:
+    whole, (layout, processes) = laboratory.whole("precision-aware"), LAYOUTS[name]
+    words = (*OPTIMIZERS["precision-aware"], "--load", str(whole.checkpoints))
+    replicas = processes // layout.processes
+    moved = laboratory.run(f"remainders to {name}", layout, STEPS, words, save_only=True, replicas=replicas)
+    assert_same_bytes(whole.tensors(STEPS), moved.tensors(STEPS))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_host_goes_on_with_the_others_checkpoint(laboratory: Runs, optimizer: str) -> None:
     words, whole = OPTIMIZERS[optimizer], laboratory.whole(optimizer)

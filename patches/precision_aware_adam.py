@@ -6,8 +6,8 @@ Upstream's is Transformer Engine's ``FusedAdam``, which saves a copy of an fp32 
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
 ``megacpp_mcore.patches.apply(["precision-aware-adam"])``.
-Scope: ``--use-precision-aware-optimizer`` with the distributed optimizer; offloaded optimizers are left to upstream if all
-parameters have one dtype, and Megatron-FSDP.
+Scope: ``--use-precision-aware-optimizer`` with the distributed optimizer. Upstream's stays, for parameters of one dtype, where
+states are offloaded or kept in dtypes that ours does not have, and under Megatron-FSDP.
 Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer_config.py`` and ``core/optimizer/__init__.py``.
 """
 
@@ -55,10 +55,17 @@ def _with_own_adam(original: Callable[..., Any]) -> Callable[..., Any]:
         is_fsdp = any(chunk.ddp_config.use_megatron_fsdp for chunk in model_chunks)
         if not config.use_precision_aware_optimizer or is_fsdp or not param_groups:
             return original(config, model_chunks, param_groups, *args, **kwargs)
-        _check(config, {parameter.dtype for group in param_groups for parameter in group["params"]})
-        if config.optimizer_cpu_offload:
-            return original(config, model_chunks, param_groups, *args, **kwargs)
         from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
+
+        module = importlib.import_module(_MODULE)
+        if (obstacle := _obstacle(config)) is not None:
+            dtypes = {str(parameter.dtype) for group in param_groups for parameter in group["params"]}
+            if len(dtypes) > 1 or (module.USING_PYTORCH_OPTIMIZER and not config.optimizer_cpu_offload):
+                raise ModelError(
+                    f"{obstacle}; the parameters are {' and '.join(sorted(dtypes))}: more than one dtype, or anything "
+                    "without Transformer Engine, needs what is expected"
+                )
+            return original(config, model_chunks, param_groups, *args, **kwargs)
 
         def adam(*, params: Any, lr: Any, betas: Any, eps: float, weight_decay: float, **_: Any) -> PrecisionAwareAdam:
             dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
@@ -66,24 +73,18 @@ def _with_own_adam(original: Callable[..., Any]) -> Callable[..., Any]:
             how = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
             return PrecisionAwareAdam(params, **how, dtypes=dtypes, remainders=remainders)
 
-        module = importlib.import_module(_MODULE)
         with mock.patch.multiple(module, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
             return original(config, model_chunks, param_groups, *args, **kwargs)
 
     return _get_megatron_optimizer_based_on_param_groups
 
 
-def _check(config: Any, dtypes: set[Any]) -> None:
+def _obstacle(config: Any) -> str | None:
+    """Return what the configuration asks that :class:`PrecisionAwareAdam` does not do."""
     import torch
 
-    if config.optimizer_cpu_offload:
-        if len(dtypes) > 1:
-            raise ModelError(
-                f"the parameters are of {len(dtypes)} dtypes, {', '.join(sorted(map(str, dtypes)))}, which Megatron's "
-                "offloaded optimizer cannot hold; remove --optimizer-cpu-offload"
-            )
-        return
     for name, known in (
+        ("optimizer_cpu_offload", (False,)),
         ("use_distributed_optimizer", (True,)),
         ("main_params_dtype", (torch.float32,)),
         ("exp_avg_dtype", (torch.float32, torch.bfloat16)),
@@ -93,9 +94,8 @@ def _check(config: Any, dtypes: set[Any]) -> None:
         ("use_precision_aware_optimizer_no_fp8_or_ds_fp8", (True,)),
     ):
         if (found := getattr(config, name)) not in known:
-            raise ModelError(
-                f"{name} is {found}; with --use-precision-aware-optimizer expected {' or '.join(map(str, known))}"
-            )
+            return f"{name} is {found}, with --use-precision-aware-optimizer expected {' or '.join(map(str, known))}"
+    return None
 
 
 PATCH = Patch(
@@ -128,8 +128,11 @@ PATCH = Patch(
         "_get_megatron_optimizer_based_on_param_groups "
         "makes the inner optimizer, which the distributed one knows by four methods"
     ),
-    leaves_alone="runs without --use-precision-aware-optimizer; Megatron-FSDP; what the distributed optimizer does with states",
+    leaves_alone=(
+        "runs without --use-precision-aware-optimizer; Megatron-FSDP; of parameters of one dtype, offloaded states and moments "
+        "in fp16 and FP8; what the distributed optimizer does with states"
+    ),
     retire_when="Transformer Engine's Adam steps and saves parameters of two dtypes, without copies of states in fp32",
-    cost="moments in fp16 and FP8, and main parameters in fp16, are refused",
+    cost="of parameters of two dtypes, moments in fp16 and FP8 and main parameters in fp16 are refused",
     gain="with moments in bf16, 6 bytes a parameter of optimizer state instead of 12",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,12 +159,27 @@ def test_states_of_the_inner_optimizer_are_loaded_as_they_are() -> None:
         ({"main_params_dtype": torch.float16}, ["main_params_dtype is torch.float16", "torch.float32"]),
         ({"exp_avg_dtype": torch.uint8}, ["exp_avg_dtype is torch.uint8", "torch.float32 or torch.bfloat16"]),
         ({"decoupled_weight_decay": False}, ["decoupled_weight_decay is False"]),
-        ({"optimizer_cpu_offload": True}, ["2 dtypes", "--optimizer-cpu-offload"]),
+        ({"optimizer_cpu_offload": True}, ["optimizer_cpu_offload is True", "torch.bfloat16 and torch.float32"]),
     ],
 )
 def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], values: list[str]) -> None:
     with stock.patched(*PATCHES), raises(ModelError, *values):
         one_of(AWARE | settings)
+
+
+def test_what_cannot_be_kept_of_one_dtype_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is Transformer Engine; what upstream makes here is PyTorch's Adam in its place."""
+    from megatron.core import optimizer as module
+
+    narrow = AWARE | {"exp_avg_dtype": torch.float16}
+    with stock.patched(*PATCHES):
+        with raises(ModelError, "exp_avg_dtype is torch.float16", "torch.bfloat16"):
+            build(dict.fromkeys("ab", "bfloat16"), distributed=True, **narrow)
+        made = mock.Mock(side_effect=lambda params, **_: torch.optim.SGD(params, lr=1.0))
+        monkeypatch.setattr(module, "USING_PYTORCH_OPTIMIZER", False)
+        monkeypatch.setattr(module, "Adam", made)
+        build(dict.fromkeys("ab", "bfloat16"), distributed=True, **narrow)
+    assert [call.kwargs["exp_avg_dtype"] for call in made.call_args_list] == [torch.float16]
 
 
 def test_upstream_needs_transformer_engine() -> None:

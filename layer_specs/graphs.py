@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ from megacpp_mcore.layer_specs.parts import compute_device, implementation
 from megacpp_mcore.model import Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import ATTENTION, EXPERTS, FAMILIES
+from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util.graph_reset import reset_graphs
 
@@ -59,6 +60,22 @@ MTP = "MTP"
 """Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
 
 
+class GraphManager(CudaGraphManager):
+    """Stock's manager of a layer's graphs; renews the weights that these read quantised, once a step.
+
+    Stock calls the method below before it records or replays a layer, once data parallelism has gathered the weights.
+    """
+
+    def get_cudagraph_runner(self, megatron_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method."""
+        quantised_weights.renew(_matrices(megatron_module))
+        return super().get_cudagraph_runner(megatron_module, *args, **kwargs)
+
+
+def _matrices(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return (parameter for parameter in module.parameters() if parameter.dim() > 1)
+
+
 class GraphLayer(PlannedLayer):
     """A layer captured only if its plan says so; stock would capture every layer with a mixer.
 
@@ -70,7 +87,8 @@ class GraphLayer(PlannedLayer):
         super().__init__(*args, **kwargs)
         self.not_captured = not_captured  # read for receipts
         if not not_captured:
-            self.cudagraph_manager = CudaGraphManager(self.config)
+            self.cudagraph_manager = GraphManager(self.config)
+            quantised_weights.renew_before_replays(_matrices(self))
 
     def create_mcore_cudagraph_manager(self, config: TransformerConfig) -> None:
         """Create none yet: stock's constructor calls this before ``not_captured`` is set."""

@@ -18,7 +18,7 @@ from megacpp_mcore import policy
 from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
-from megacpp_mcore.layer_specs.projection import InProjection, Part
+from megacpp_mcore.layer_specs.projection import InProjection, Part, inexact_rows
 from megacpp_mcore.model import Model
 from megacpp_mcore.ops.initial import constant, inverse_softplus_of_step, ones
 
@@ -32,10 +32,10 @@ def projection_parts(model: Model) -> tuple[Part, ...]:
         Part("x", model.mamba_inner),
         Part("B", columns),
         Part("C", columns),
-        Part("dt", heads),
-        Part("A", heads, follows=True),
-        Part("trap", heads, follows=True),
-        Part("angles", ssm.angles, replicated=True),
+        Part("dt", heads, exact=True),  # these steer the recurrence
+        Part("A", heads, follows=True, exact=True),
+        Part("trap", heads, follows=True, exact=True),
+        Part("angles", ssm.angles, replicated=True, exact=True),
     )
 
 
@@ -64,7 +64,15 @@ class Mamba3Mixer(Mixer):
         ranks = self.context.size
         self.heads, self.groups = heads // self.tp_size // ranks, max(1, ssm.groups // self.tp_size // ranks)
         self.ranks_of_group = max(1, ranks // (ssm.groups // self.tp_size))
-        self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
+        parts, needs = projection_parts(model), backend_needs(config)
+        projection = dispatcher.request(
+            "mamba3_projection",
+            layer=layer_number,
+            hidden=config.hidden_size,
+            outputs=inexact_rows(parts, self.tp_size),
+            **needs,
+        )
+        self.in_proj = InProjection(config, parts, config.init_method, self.tp_group, projection)
         self.out_proj = self.output_projection(row_linear, model.mamba_inner)
         self._add_parameters(heads)
         told = global_vars._GLOBAL_ARGS is not None  # without a stock script nothing says the micro-batch
@@ -78,7 +86,7 @@ class Mamba3Mixer(Mixer):
             head_dim=ssm.head_dim,
             mimo_rank=ssm.mimo_rank,
             state=ssm.state,
-            **backend_needs(config),
+            **needs,
         )
 
     def _add_parameters(self, heads: int) -> None:

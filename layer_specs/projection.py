@@ -15,6 +15,7 @@ Shape legend: S sequence (of this rank), B batch, D hidden, N values per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
+from megacpp_mcore.backends import Resolution
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import Initializer, filled
@@ -49,12 +51,14 @@ class Part:
         rows: over all tensor-parallel ranks.
         replicated: every rank has all rows; otherwise rank r of n has the r-th of n equal slices.
         follows: starts where the part before it ends, without padding between them.
+        exact: stays in the weight's dtype, with all parts behind it, where others are multiplied in FP8.
     """
 
     name: str
     rows: int
     replicated: bool = False
     follows: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,13 @@ def _aligned(rows: int) -> int:
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
+def inexact_rows(parts: tuple[Part, ...], tp_size: int) -> int:
+    """Return how many rows of one rank's weight come before the first part that is exact."""
+    cut = parts if tp_size == 1 else tuple(part for part in parts if not part.replicated)
+    placed, rows = slots(cut, tp_size)
+    return next((slot.start for slot in placed if slot.part.exact), rows)
+
+
 class InProjection(MegatronModule):
     """``[S, B, D] -> {part: [S, B, rows of this rank]}`` of the whole sequence, bias-free.
 
@@ -97,6 +108,8 @@ class InProjection(MegatronModule):
         parts: in the order of their rows.
         init_method: of all rows.
         tp_group: the tensor-parallel ranks.
+        backend: what multiplies the rows before the first exact part less exactly, if anything does; its function is as
+            :func:`megacpp_mcore.ops.mamba3_projection.reference.project`.
 
     Raises:
         ModelError: the rows of a part cannot be split.
@@ -111,15 +124,17 @@ class InProjection(MegatronModule):
         parts: tuple[Part, ...],
         init_method: Initializer,
         tp_group: torch.distributed.ProcessGroup,
+        backend: Resolution | None = None,
     ) -> None:
         super().__init__(config)
-        self.tp_group = tp_group
+        self.tp_group, self.backend = tp_group, backend  # read for receipts
         self.tp_size, self.tp_rank = tp_group.size(), tp_group.rank()
         # The initial values of each part are the same at every tensor parallelism.
         whole = {part.name: filled((part.rows, config.hidden_size), config, init_method) for part in parts}
         together = self.tp_size == 1
         cut = parts if together else tuple(part for part in parts if not part.replicated)
         self.slots, rows = slots(cut, self.tp_size)
+        self.inexact_rows = inexact_rows(parts, self.tp_size)
         self.weight = self._parameter(self.slots, rows, whole, is_cut=not together)
         self.replicated_slots: tuple[Slot, ...] = ()
         if not together and len(cut) < len(parts):
@@ -141,19 +156,30 @@ class InProjection(MegatronModule):
 
     def forward(self, hidden_SBD: torch.Tensor) -> dict[str, torch.Tensor]:
         """Project once, or twice if parts are replicated over ranks; both share one gather of the sequence."""
-        main_grad = main_grad_of(self.weight, self.config)
         if self.tp_size == 1:
-            return _split(linear(hidden_SBD, self.weight, main_grad), self.slots)
+            return self._product(hidden_SBD)
         if self.config.sequence_parallel:
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
             )
         else:
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
-        parts = _split(linear(hidden_SBD, self.weight, main_grad), self.slots)
+        parts = self._product(hidden_SBD)
         if self.replicated_slots:
             weight = copy_to_tensor_model_parallel_region(self.replicated_weight, group=self.tp_group)
             parts |= _split(torch.nn.functional.linear(hidden_SBD, weight), self.replicated_slots)
+        return parts
+
+    def _product(self, hidden_SBD: torch.Tensor) -> dict[str, torch.Tensor]:
+        main_grad = main_grad_of(self.weight, self.config)
+        if self.backend is None:
+            return _split(linear(hidden_SBD, self.weight, main_grad), self.slots)
+        parts: dict[str, torch.Tensor] = {}
+        start = 0
+        for output_SBN in self.backend.fn(hidden_SBD, self.weight, main_grad, self.inexact_rows):
+            end = start + output_SBN.shape[-1]
+            parts |= _split(output_SBN, [slot for slot in self.slots if start <= slot.start < end], start)
+            start = end
         return parts
 
     def sharded_state_dict(
@@ -218,9 +244,10 @@ class InProjection(MegatronModule):
         return ShardedTensorFactory(key, parameter, build, merge, replica_id)
 
 
-def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torch.Tensor]:
-    """Split ``output_SBN`` into views of its parts, at once, so that their gradients are joined in at most one copy."""
-    sizes, names, end = [], [], 0
+def _split(output_SBN: torch.Tensor, placed: Sequence[Slot], start: int = 0) -> dict[str, torch.Tensor]:
+    """Split ``output_SBN``, of the rows from ``start``, into views of its parts, at once, so that their gradients are joined in
+    at most one copy."""
+    sizes, names, end = [], [], start
     for slot in placed:
         if slot.start > end:
             sizes.append(slot.start - end)
@@ -228,7 +255,7 @@ def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torc
         sizes.append(slot.rows)
         names.append(slot.part.name)
         end = slot.start + slot.rows
-    if end < output_SBN.shape[-1]:
-        sizes.append(output_SBN.shape[-1] - end)
+    if end < (last := start + output_SBN.shape[-1]):
+        sizes.append(last - end)
         names.append("")
     return {name: part for name, part in zip(names, split(output_SBN, sizes), strict=True) if name}

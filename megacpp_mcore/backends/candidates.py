@@ -87,6 +87,13 @@ _EXPERTS_FP8 = dataclasses.replace(
     _EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16))
 )
 
+_MAMBA3_PROJECTION_FP8 = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16",),
+    dims=dict.fromkeys(("hidden", "outputs"), Dim(multiple_of=16, largest=32768)),
+)
+"""``outputs`` are the rows of z, x, B and C on a rank. PyTorch's product takes multiples of 16; a program holds a whole row."""
+
 _UNDIVIDED = {"expert_ranks": Dim(one_of=(1,))}
 """Of ``routed_mlp``: experts that are not divided over ranks, so that every token has as many of them here."""
 
@@ -219,6 +226,22 @@ def own_candidates() -> tuple[Candidate, ...]:
                 auto=False,
             )
             for op in ("grouped_mlp", "routed_mlp")
+        ),
+        _candidate(
+            "mamba3_projection", "torch", Speed.COMPILED, Support(), f"{ops}.mamba3_projection.reference:project"
+        ),
+        *(
+            _candidate(
+                "mamba3_projection",
+                f"triton_fp8{gradient}",
+                Speed.KERNEL,
+                _MAMBA3_PROJECTION_FP8,
+                f"{ops}.mamba3_projection.triton:project{gradient}",
+                _GPU_TRITON,
+                probe=hopper,
+                auto=False,
+            )
+            for gradient in ("", "_gradient_bf16")
         ),
         *(
             _candidate(

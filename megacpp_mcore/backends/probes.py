@@ -100,7 +100,10 @@ def arch() -> str | None:
 
 
 def hopper() -> ProbeResult:
-    """Return whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11."""
+    """Return whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11.
+
+    Row-scaled products of one matrix, which others have, were compared there, too.
+    """
     capability = importlib.import_module("torch").cuda.get_device_capability()
     return ProbeResult(
         capability == (9, 0), "" if capability == (9, 0) else f"the GPU is {capability}, not Hopper (9, 0)"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, preset
 from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.families.mamba import wide_width
 from megacpp_mcore.util.nearest import nearest
 
 OP, LAYER = "op", "layer"
@@ -91,6 +92,7 @@ def _sizes(model: Model) -> dict[str, int]:
         "head_dim": ssm.head_dim, "state": ssm.state, "rank": ssm.mimo_rank, "groups": ssm.groups, "chunk": ssm.chunk,
         "rnn_heads": model.recurrent_heads, "key_dim": rnn.key_dim, "value_dim": rnn.value_dim,
         "checkpoint_every": rnn.checkpoint_every, "experts": moe.experts, "routed": moe.topk,
+        "wide": wide_width(model.hidden_size, ssm), "narrow": 3 * model.mamba_heads + ssm.angles,
         "expert_width": moe.ffn_hidden_size, "hidden": model.hidden_size, "vocab": model.vocab_size_padded(1),
     }  # fmt: skip
 
@@ -141,6 +143,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _benchmark("mamba3", OP, "mamba3", "Mamba-3, MIMO, between its projections", _MAMBA3),
         _benchmark("mamba3_siso", OP, "mamba3", "Mamba-3, SISO, between its projections", _MAMBA3,
                    full=_SISO | {"chunk": 64}, tiny=_SISO),
+        _benchmark("mamba3_projection", OP, "mamba3_projection", "the input projection of a Mamba-3 mixer",
+                   "hidden wide narrow"),
         _benchmark("m2rnn", OP, "m2rnn", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
         _benchmark("grouped_mlp", OP, "grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
                    "experts routed hidden expert_width"),

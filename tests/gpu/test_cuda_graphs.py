@@ -48,10 +48,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 HYBRID_CASES = ("packed hybrid", "whole hybrid")
 """Cases on HybridModel; the others are on GPTModel."""
 FP8: dict[str, dict[str, Any]] = {
-    recipe: {"fp8": {"recipe": recipe, "blanket": True}, "backends": {"routed_mlp": "triton_fp8"}}
-    for recipe in ("block", "current")
+    recipe: {"fp8": {"recipe": recipe, "blanket": True}, "backends": {"routed_mlp": "triton_fp8", **more}}
+    for recipe, more in (("block", {}), ("current", {"mamba3_projection": "triton_fp8"}))
 }
-"""Settings of the cases in FP8: scopes of every family that has one, and routed experts."""
+"""Settings of the cases in FP8: scopes of every family that has one, routed experts, and once M's input projections."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -147,14 +147,16 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
     ("layout", "settings"),
     [
         (runs.ALONE, {}),
+        (runs.ALONE, {"backends": {"routed_mlp": "triton_fp8", "mamba3_projection": "triton_fp8"}}),
         (DIVIDED, {}),
         (DIVIDED, {"backends": {"routed_mlp": "triton_fp8"}}),
         (CUT, {}),
-        (CUT, {"fp8": {"recipe": "current", "blanket": True}}),
+        (CUT, {"fp8": {"recipe": "current", "blanket": True}, "backends": {"mamba3_projection": "triton_fp8"}}),
         (dataclasses.replace(CUT, expert=2), {}),
     ],
     ids=[
         "replicas",
+        "replicas, weights kept quantised",
         "divided experts",
         "divided experts in FP8",
         "tensor parallel",

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megacpp_mcore.ops import quantised_weights
+from megacpp_mcore.ops.fp8 import CAPABILITY
 from megacpp_mcore.ops.grouped_mlp import fp8, reference, triton
 from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
 from tests.gpu.device import assert_replays, assert_same_bits, peak
@@ -56,7 +58,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY,
     reason="FP8 experts need Hopper",
 )
 QUANTIZED = (0.02, 0.1)
@@ -100,9 +102,9 @@ def test_fp8_keeps_quantised_weights_until_a_step() -> None:
         return fp8.routed_mlp(inputs["x"], inputs["routing"], inputs["probs"], w1, w2, topk=case.topk)
 
     first = run(w1, w2)
-    made = [fp8._quantized[weight] for weight in weights]
+    made = [quantised_weights._copies[weight].made for weight in weights]
     assert torch.equal(run(w1, w2), first)
-    assert all(fp8._quantized[weight] is one for weight, one in zip(weights, made, strict=True))
+    assert all(quantised_weights._copies[weight].made is one for weight, one in zip(weights, made, strict=True))
     for weight, name in zip(
         weights, ("w1", "w2"), strict=True
     ):  # as the distributed optimizer does: no version counts it
@@ -131,7 +133,7 @@ def test_no_row_at_all() -> None:
     case = Case(T=16, D=64, F=64, E=4, topk=2)
     inputs = draw(case, "cuda")
     inputs |= {name: inputs[name][:0] for name in ("x", "dy", "routing", "probs")}
-    for module in (triton, fp8) if torch.cuda.get_device_capability() == fp8.CAPABILITY else (triton,):
+    for module in (triton, fp8) if torch.cuda.get_device_capability() == CAPABILITY else (triton,):
         found = outcome(module.routed_mlp, case, inputs)
         assert not any(
             outcome_of_rows(module.grouped_mlp, case, inputs)[name].count_nonzero() for name in ("dw1", "dw2")

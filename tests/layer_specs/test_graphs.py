@@ -5,6 +5,8 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import graphs
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID, Recompute
+from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.te.fp8_scopes import FP8
 from megacpp_mcore.util.graph_reset import reset_graphs
 from tests import micro_batch, stock
@@ -130,6 +133,26 @@ class Recording:
         return torch.nn.Module.__call__(layer, **kwargs)
 
 
+def test_weights_that_graphs_read_quantised_are_renewed_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the method that stock calls next after the hooks that gather a layer's weights."""
+    source = inspect.getsource(cuda_graphs.CudaGraphManager.__call__)
+    assert re.search(r"call_ddp_preforward_hook\(module\)\n\s+runner = self.get_cudagraph_runner\(", source)
+    calls: list[str] = []
+    layer = torch.nn.Linear(4, 4)
+    copies = lambda w, into: (w.detach().clone() if into is None else into[0].copy_(w),)  # noqa: E731
+    quantised_weights.renew_before_replays([layer.weight])
+    (made,) = quantised_weights.kept(layer.weight, copies)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    monkeypatch.setattr(
+        cuda_graphs.CudaGraphManager,
+        "get_cudagraph_runner",
+        lambda *given: calls.append(str(torch.equal(made, layer.weight))),
+    )
+    graphs.GraphManager.get_cudagraph_runner(graphs.GraphManager.__new__(graphs.GraphManager), layer, (), {}, True)
+    assert calls == ["True"]
+
+
 @pytest.fixture
 def build(process: Path) -> Callable[..., Any]:
     """Builds equal models, with or without layers that are run as captured ones are."""
@@ -138,7 +161,7 @@ def build(process: Path) -> Callable[..., Any]:
         planned = plan(preset("nam56r_tiny")) if captured else graphs.GraphPlan()
         with (
             mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=planned),
-            mock.patch.object(graphs, "CudaGraphManager", Recording),
+            mock.patch.object(graphs, "GraphManager", Recording),
         ):
             overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
             model = stock.build(overrides, preset("nam56r_tiny"), process, host=host)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.backends import Dispatcher, probes
+from megacpp_mcore.backends.probes import ProbeResult
+from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs import mamba, recurrent
-from megacpp_mcore.layer_specs.projection import ALIGNMENT, Part, slots
+from megacpp_mcore.layer_specs.projection import ALIGNMENT, Part, inexact_rows, slots
 from megacpp_mcore.model import PRESETS, Layout, preset
 from tests import stock
 from tests.errors import raises
@@ -83,6 +86,58 @@ def test_parts_are_products_with_their_rows_and_padding_gets_no_gradient(built: 
     assert not gradient[padding].any()
     assert bool(gradient[~padding].any(-1).all())
     assert int(padding.sum()) == 4  # nam56r_tiny has 4 angles and 4 forget gates
+
+
+@pytest.mark.parametrize(("name", "tensor", "expected"), [
+    ("nam56r", 1, 18432), ("nam56r", 2, 9216), ("nam56r", 4, 4608), ("nam56r", 8, 2304), ("nam56r_tiny", 1, 640),
+])  # fmt: skip
+def test_what_steers_the_recurrence_is_behind_the_wide_parts(name: str, tensor: int, expected: int) -> None:
+    parts = mamba.projection_parts(preset(name))
+    assert inexact_rows(parts, tensor) == expected
+    assert [part.name for part in parts if part.exact] == ["dt", "A", "trap", "angles"]
+    of_r = recurrent.projection_parts(preset(name))
+    assert inexact_rows(of_r, 1) == slots(of_r, 1)[1]
+
+
+def test_a_backend_may_give_the_wide_parts_and_the_rest_apart(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    projection = built.decoder.layers[2].self_attention.in_proj
+    assert (projection.backend.op, projection.backend.observed) == ("mamba3_projection", "torch")
+    hidden_SBD = torch.randn(5, 2, 128, generator=torch.Generator().manual_seed(1))
+
+    def apart(x: torch.Tensor, weight: torch.Tensor, main_grad: Any, rows: int) -> tuple[torch.Tensor, ...]:
+        assert (main_grad, rows) == (None, 640)
+        return tuple(torch.nn.functional.linear(x, some) for some in (weight[:rows], weight[rows:]))
+
+    both = []
+    for fn in (projection.backend.fn, apart):
+        monkeypatch.setattr(projection, "backend", SimpleNamespace(fn=fn))
+        parts = projection(hidden_SBD)
+        total = sum((part.sin() * number).sum() for number, part in enumerate(parts.values(), 1))
+        both.append([*parts.values(), *torch.autograd.grad(total, projection.weight)])
+    assert [*parts] == ["z", "x", "B", "C", "dt", "A", "trap", "angles"]
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refusal"),
+    [
+        ({"hidden": 120}, "hidden 120 is not a multiple of 16"),
+        ({"outputs": 2312}, "outputs 2312 is not a multiple of 16"),
+        ({"outputs": 65536}, "outputs 65536 > 32768"),
+        ({"device": "cpu"}, "not on cpu"),
+        ({"dtype": torch.float16}, "dtype float16 is not one of bfloat16"),
+    ],
+)
+def test_fp8_by_name_refuses_by_name(sizes: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a rank, as of tensor parallelism that does not divide them, among them; and a GPU that is not a Hopper."""
+    needs = {"hidden": 3584, "outputs": 18432, "device": "cuda", "dtype": torch.bfloat16, "capturable": True}
+    monkeypatch.setattr(probes, "requirement", lambda name: ProbeResult(True))
+    for name in ("triton_fp8", "triton_fp8_gradient_bf16"):
+        for capability, changed, why in (((9, 0), sizes, refusal), ((8, 0), {}, "(8, 0), not Hopper")):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+            with raises(BackendError, name, "op mamba3_projection", why, code="cannot-run"):
+                Dispatcher({"mamba3_projection": name}).request("mamba3_projection", **(needs | changed))
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -19,6 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import mamba
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
@@ -252,3 +253,19 @@ def test_what_fp8_scopes_contain_is_what_their_linear_layers_compute(
     whole = recomputed(SMALL, step, Recomputation(own=Recompute(a=True, m=True)))
     again = by_precision(SMALL, whole, PLANS["bf16"], scoped=scoped)["fp8"]
     assert again.total == Work(found["A"] + found["M"])
+
+
+def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
+    """With an FP8 scope they are all of M's projections but the narrow ones; recomputed, they are those of a forward pass."""
+    numbers = [number for number, letter in enumerate(SMALL.layers, 1) if letter == "M"]
+    step, parts = flops.step(SMALL, BATCH), mamba.projection_parts(SMALL)
+    wide, narrow = (sum(part.rows for part in parts if part.exact is exact) for exact in (False, True))
+    each = 2 * step.tokens * SMALL.hidden_size * len(numbers)
+    for gradient in (True, False):
+        found = by_precision(SMALL, step, PLANS["bf16"], projected=numbers, gradient=gradient)
+        assert reduce(add, found.values()) == step.families
+        assert found["fp8"].total == Work(each * wide, each * wide * (1 + gradient))
+    both = by_precision(SMALL, step, PLANS["bf16"], projected=numbers, scoped=numbers)
+    assert both["bf16"].mamba_projections == Work(each * narrow, 2 * each * narrow)
+    whole = recomputed(SMALL, step, Recomputation(own=Recompute(m=True)))
+    assert by_precision(SMALL, whole, PLANS["bf16"], projected=numbers)["fp8"].total == Work(each * wide)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
-from megacpp_mcore.ops import adam, embedding
-from megacpp_mcore.ops.grouped_mlp import fp8
+from megacpp_mcore.ops import adam, embedding, fp8
+from megacpp_mcore.ops.grouped_mlp import fp8 as grouped_fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
 from megacpp_mcore.ops.indexer import chunked as indexer_chunks
@@ -33,6 +33,7 @@ from megacpp_mcore.ops.m2rnn import reference as m2rnn_reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.mamba3 import reference as mamba3_reference
 from megacpp_mcore.ops.mamba3 import triton as mamba3
+from megacpp_mcore.ops.mamba3_projection import triton as mamba3_projection
 from megacpp_mcore.ops.mla_projection import reference as projection_reference
 from megacpp_mcore.ops.mla_projection import triton as projection
 from megacpp_mcore.ops.precision_aware_adam import _step as reference_step
@@ -49,6 +50,7 @@ from tests.ops import (
     indexer_case,
     m2rnn_case,
     mamba3_case,
+    mamba3_projection_case,
     mla_projection_case,
     rms_norm_case,
     router_case,
@@ -138,9 +140,9 @@ def experts_in_fp8(ranks: int = 1) -> None:
     """
     case = grouped_mlp_case.Case(T=37, D=48, F=32, ranks=ranks, dtype=torch.float32)
     grouped.DTYPES, fp8.E4M3 = (case.dtype,), torch.float32
-    fp8.ELEMENTS = 32  # parts of a row
+    grouped_fp8.ELEMENTS = 32  # parts of a row
     fp8.WEIGHTS.update({"BN": 32, "BW": 16})
-    fp8.TRANSPOSED.update({"BP": 32, "BW": 16})
+    grouped_fp8.TRANSPOSED.update({"BP": 32, "BW": 16})
     fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
     fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
     products = []
@@ -177,13 +179,57 @@ def experts_in_fp8(ranks: int = 1) -> None:
     poison_new_memory(UNUSED)  # a maximum leaves NaN out
     inputs = grouped_mlp_case.draw(case)
     truth = grouped_mlp_case.outcome(experts.routed_mlp, case, inputs, torch.float64)
-    grouped_mlp_case.assert_same(grouped_mlp_case.outcome(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
+    grouped_mlp_case.assert_same(
+        grouped_mlp_case.outcome(grouped_fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"]
+    )
     rows = grouped_mlp_case.outcome_of_rows(experts.grouped_mlp, case, inputs, torch.float64)
-    grouped_mlp_case.assert_same(grouped_mlp_case.outcome_of_rows(fp8.grouped_mlp, case, inputs), rows, 2e-6)
+    grouped_mlp_case.assert_same(grouped_mlp_case.outcome_of_rows(grouped_fp8.grouped_mlp, case, inputs), rows, 2e-6)
     assert sorted(products) == [2] * 4 + [3] * 8  # of tokens and of rows: four products of rows, two of columns
     grouped_mlp_case.assert_same(
-        grouped_mlp_case.outcome_added(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"]
+        grouped_mlp_case.outcome_added(grouped_fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"]
     )
+
+
+def mamba3_projection_in_fp8(**sizes: int) -> None:
+    """Fail unless operands are scaled to E4M3's largest value and results are right but for its rounding.
+
+    Scaled numbers stay float32, as those of the experts.
+    """
+    case = mamba3_projection_case.Case(**sizes)
+    mamba3_projection.DTYPES, fp8.E4M3, fp8.CAPABILITY = (torch.float32,), torch.float32, "no GPU"
+    mamba3_projection.BLOCK, mamba3_projection.WIDEST = 32, 32 * 32
+    mamba3_projection.COLUMNS.update({"BP": 32, "BW": 16})
+    fp8.WEIGHTS.update({"BN": 32, "BW": 16})
+    fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
+    fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
+    products = []
+
+    def product(left: torch.Tensor, right: torch.Tensor, **how: Any) -> torch.Tensor:
+        """``torch._scaled_mm`` with a scale per row of the left and per column of the right."""
+        assert left.is_contiguous()
+        assert right.t().is_contiguous()
+        assert not any(width % 16 for width in (left.shape[1], *right.shape))
+        assert how["scale_a"].shape == (len(left), 1)
+        assert how["scale_b"].shape == (1, right.shape[1])
+        of_tokens = left.shape[0] == case.T
+        for operand in (left,) if of_tokens else (left, right.t()):
+            largest = operand.abs().amax(-1)
+            if not of_tokens:  # blocks of columns
+                largest = torch.stack([block.amax() for block in largest.split(mamba3_projection.BLOCK)])
+            torch.testing.assert_close(largest, torch.full_like(largest, 448.0))
+        products.append((of_tokens, how["use_fast_accum"]))
+        return (left * how["scale_a"]) @ (right * how["scale_b"])
+
+    torch._scaled_mm = product
+    poison_new_memory(UNUSED)
+    inputs = mamba3_projection_case.draw(case)
+    truth = mamba3_projection_case.outcome(mamba3_projection_case.exact, case, inputs, torch.float64)
+    for op, of_gradient in ((mamba3_projection.project, 1), (mamba3_projection.project_gradient_bf16, 0)):
+        for dtype in (None, torch.float32, torch.float64):  # of main_grad
+            products.clear()
+            found = mamba3_projection_case.outcome(op, case, inputs, main_grad=dtype)
+            mamba3_projection_case.assert_same(found, truth, 2e-6)
+            assert products == [(True, True), (True, False)] + [(False, False)] * of_gradient, products
 
 
 def indexer_rows() -> None:
@@ -611,6 +657,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     ),
     "grouped_mlp, FP8": experts_in_fp8,
     "grouped_mlp, FP8, one of four ranks": partial(experts_in_fp8, ranks=4),
+    "mamba3_projection, FP8": partial(mamba3_projection_in_fp8, T=37),
+    "mamba3_projection, FP8, one token": partial(mamba3_projection_in_fp8, T=1, D=16, rows=16, narrow=8),
     "indexer, rows": indexer_rows,
     "indexer, pieces": indexer_pieces,
     "indexer, long rows": indexer_long_rows,

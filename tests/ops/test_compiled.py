@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from megacpp_mcore.backends.probes import triton_release
-from megacpp_mcore.ops import adam, add, embedding
-from megacpp_mcore.ops.grouped_mlp import fp8
+from megacpp_mcore.ops import adam, add, embedding, fp8
+from megacpp_mcore.ops.grouped_mlp import fp8 as experts_fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
 from megacpp_mcore.ops.indexer import dense
@@ -30,6 +30,7 @@ from megacpp_mcore.ops.linear_cross_entropy import triton as cross_entropy
 from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.mamba3 import kernels as mamba3
 from megacpp_mcore.ops.mamba3.triton import ROWS, SEGMENT, Plan
+from megacpp_mcore.ops.mamba3_projection import triton as mamba3_projection
 from megacpp_mcore.ops.mla_projection import kernels as mla_projection
 from megacpp_mcore.ops.mla_projection import triton as projection_launch
 from megacpp_mcore.ops.rms_norm import kernels as norm
@@ -124,26 +125,33 @@ def fp8_variants() -> Iterator[Variant]:
     )  # fmt: skip
     row = {"ROWS": 1, "BLOCK": 4096, "W": D, "num_warps": 4}
     width = {"F": F, "ROWS": 4, "BLOCK": 1024, "num_warps": 4}
-    back = width | {"ROWS": fp8.BACKWARD["elements"] // 1024, "num_warps": fp8.BACKWARD["warps"]}
-    columns = fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.LARGEST_ROW["PARTS"]}
+    back = width | {"ROWS": experts_fp8.BACKWARD["elements"] // 1024, "num_warps": experts_fp8.BACKWARD["warps"]}
+    columns = experts_fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.LARGEST_ROW["PARTS"]}
     launches: dict[str, tuple[Any, dict[str, Any]]] = {
-        "tokens": (fp8.scale_rows, row | {"COPIES": K}),
-        "rows": (fp8.scale_rows, row | {"COPIES": 1, "row_NC": None}),
+        "tokens": (experts_fp8.scale_rows, row | {"COPIES": K}),
+        "rows": (experts_fp8.scale_rows, row | {"COPIES": 1, "row_NC": None}),
         "largest": (fp8.largest_parts, fp8.LARGEST_OF),
         "largest row": (fp8.largest_parts, fp8.LARGEST_ROW),
         "weights": (fp8.scale_weights, fp8.WEIGHTS | {"PARTS": fp8.LARGEST_OF["PARTS"]}),
         "added": (fp8.add, {"BLOCK": fp8.ADDED, "num_warps": 4}),
-        "places": (fp8.pad, {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),
-        "transposed tokens": (fp8.transpose_rows, columns | {"W": D, "STEPS": 28}),
-        "transposed rows": (fp8.transpose_rows, columns | {"W": F, "STEPS": 7, "token_R": None}),
-        "activate, erf": (fp8.activate, width | {"TANH": False}),
-        "activate, tanh": (fp8.activate, width | {"TANH": True}),
-        "backward, erf": (fp8.activate_backward, back | {"TANH": False}),
-        "backward, tanh": (fp8.activate_backward, back | {"TANH": True}),
-        "backward, wide": (fp8.activate_backward, back | {"TANH": True, "F": 4096, "BLOCK": 4096}),
+        "places": (experts_fp8.pad, {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),
+        "transposed tokens": (experts_fp8.transpose_rows, columns | {"W": D, "STEPS": 28}),
+        "transposed rows": (experts_fp8.transpose_rows, columns | {"W": F, "STEPS": 7, "token_R": None}),
+        "activate, erf": (experts_fp8.activate, width | {"TANH": False}),
+        "activate, tanh": (experts_fp8.activate, width | {"TANH": True}),
+        "backward, erf": (experts_fp8.activate_backward, back | {"TANH": False}),
+        "backward, tanh": (experts_fp8.activate_backward, back | {"TANH": True}),
+        "backward, wide": (experts_fp8.activate_backward, back | {"TANH": True, "F": 4096, "BLOCK": 4096}),
     }
     for name, (kernel, constants) in launches.items():
         yield f"FP8, {name}", kernel, given, constants
+    given = types(bf16="x_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale_W largest_CT largest_CM")
+    columns = mamba3_projection.COLUMNS | {"BLOCK": mamba3_projection.BLOCK, "MAXIMA": fp8.LARGEST_ROW["PARTS"]}
+    for width in (D, 18432, 9216, 256, mamba3_projection.WIDEST):
+        row = mamba3_projection.row(width)
+        yield f"FP8, rows of M, {width}", mamba3_projection.scale_rows, given, row
+        yield f"FP8, rows of M alone, {width}", mamba3_projection.scale_rows, given, row | {"largest_CT": None}
+        yield f"FP8, columns of M, {width}", mamba3_projection.scale_columns, given, columns | {"W": width}
 
 
 def small_variants() -> Iterator[Variant]:

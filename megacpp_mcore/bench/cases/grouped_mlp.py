@@ -22,6 +22,7 @@ from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
 from megacpp_mcore.model.flops import feed_forward
+from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.util import te_imports
@@ -136,10 +137,9 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
 
 def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
     """Call that quantises the weights, like the first one after an optimizer's step, and does not cache them."""
-    forget = importlib.import_module("megacpp_mcore.ops.grouped_mlp.fp8").forget
-    forget()
+    quantised_weights.forget()
     found = run(inputs, **how)
-    forget()
+    quantised_weights.forget()
     return found
 
 

@@ -74,6 +74,17 @@ def mamba_projections(tokens: int, hidden: int, heads: int, ssm: Mamba3) -> Work
     return product(tokens * hidden * (projected(hidden, ssm) + heads * ssm.head_dim))
 
 
+def wide_width(hidden: int, ssm: Mamba3) -> int:
+    """Return the width of the input projections of z, x, B and C."""
+    return 2 * inner_width(hidden, ssm) + 2 * ssm.mimo_rank * ssm.groups * ssm.state
+
+
+def wide_inputs(tokens: int, hidden: int, ssm: Mamba3, *, gradient: bool) -> Work:
+    """Count the input projections of z, x, B and C; of their backward pass only the inputs' gradient without ``gradient``."""
+    whole = product(tokens * hidden * wide_width(hidden, ssm))
+    return whole if gradient else Work(whole.forward, whole.backward // 2)
+
+
 def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:
     """Mamba-3's chunked scan, and MIMO's sum over ranks at its end.
 
@@ -89,7 +100,7 @@ def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:
 
 def _parameters(shape: Shape, _: str | None, ssm: Mamba3) -> Count:
     hidden, inner, heads = shape.hidden_size, inner_width(shape.hidden_size, ssm), heads_of(shape.hidden_size, ssm)
-    width = 2 * inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads
+    width = wide_width(hidden, ssm) + 3 * heads
     per_head = 2 * heads * ssm.mimo_rank * ssm.state + 2 * heads
     per_head += inner if ssm.out_norm else 0
     mimo = 3 * heads * ssm.mimo_rank * ssm.head_dim if ssm.mimo_rank > 1 else 0
@@ -109,8 +120,8 @@ def _work(shape: Shape, _: str | None, rows: Batch, ssm: Mamba3) -> dict[str, Wo
 
 def projected(hidden_size: int, ssm: Mamba3) -> int:
     """Return the width of the input projections: z, x, B, C, step, decay, trapezoid, angles."""
-    inner, heads = inner_width(hidden_size, ssm), heads_of(hidden_size, ssm)
-    return 2 * inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
+    heads = heads_of(hidden_size, ssm)
+    return wide_width(hidden_size, ssm) + 3 * heads + ssm.angles
 
 
 def _kept(shape: Shape, _: str | None, ssm: Mamba3) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from typing import Any
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Work
+from megacpp_mcore.model.families.mamba import wide_inputs
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.count import NAMES, Families, Step
 from megacpp_mcore.model.flops.peaks import Peak
@@ -40,6 +41,8 @@ def by_precision(
     tf32: bool = False,
     experts: Collection[int] = (),
     scoped: Collection[int] = (),
+    projected: Collection[int] = (),
+    gradient: bool = True,
 ) -> dict[str, Families]:
     """``step`` split by the precision whose peak applies; the parts sum to the whole.
 
@@ -50,15 +53,23 @@ def by_precision(
         tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
         experts: the numbers of layers whose routed experts run in FP8, where ``plan`` does not name them.
         scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.fp8_scopes`).
+        projected: those of M layers whose wide input projections run in FP8.
+        gradient: whether the products for these weights' gradients do, too.
     """
     usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype
     experts = expert_layers(model) if plan.kernel_fp8 == "experts" else experts
-    if not (experts or scoped):
+    if not (experts or scoped or projected):
         return {usual: step.families}
     numbered = list(enumerate(step.layers, start=1))
     routed = [Families(routed_experts=part.routed_experts) for number, part in numbered if number in experts]
     dense = [_scoped(model, step.tokens, number, part) for number, part in numbered if number in scoped]
-    fp8 = reduce(add, [*routed, *dense], Families())
+    work = wide_inputs(step.tokens, model.hidden_size, model.mamba3, gradient=gradient) if projected else Work(0)
+    inputs = [
+        Families(mamba_projections=_lesser(part.mamba_projections, work))
+        for number, part in numbered
+        if number in projected
+    ]
+    fp8 = reduce(add, [*routed, *dense, *inputs], Families())
     rest = {name: _less(getattr(step.families, name), getattr(fp8, name)) for name in NAMES}
     return {"fp8": fp8, usual: Families(**rest)}
 
@@ -74,6 +85,10 @@ def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
 
 def _less(work: Work, other: Work) -> Work:
     return Work(max(0, work.forward - other.forward), max(0, work.backward - other.backward))
+
+
+def _lesser(work: Work, other: Work) -> Work:
+    return Work(min(work.forward, other.forward), min(work.backward, other.backward))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
-from megacpp_mcore.model.families import EXPERTS, FAMILIES
+from megacpp_mcore.model.families import EXPERTS, FAMILIES, MAMBA
+from megacpp_mcore.model.families.base import Family
 from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe import card as cards
@@ -71,7 +72,9 @@ _ROUTING = (
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
-_BY_TRITON = "experts by triton_fp8"
+_BY_TRITON = "triton_fp8"
+_IN_FP8 = {"routed_mlp": "experts", "grouped_mlp": "experts", "mamba3_projection": "Mamba input projections"}
+"""What ops with backends called so compute in FP8, by the names in receipts."""
 _OF_MODEL = ("model", "family", "pattern", "flops", "indexer")
 """Fields that are unknown where the model's definition is."""
 _KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
@@ -227,8 +230,10 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         mixers = [one for one in FAMILIES.values() if one.is_mixer and one.fp8 in settings.fp8.on]
         if any(one.recompute in settings.recompute.on for one in mixers):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
-    if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
-        plan = in_fp8(_BY_TRITON)
+    backends = [one.backend for one in _modules(chunks) if getattr(one, "backend", None) is not None]
+    named = {f"{_IN_FP8[one.op]} by {one.observed}" for one in backends if one.observed.startswith(_BY_TRITON)}
+    for name in sorted(named):
+        plan = in_fp8(name)
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -310,13 +315,12 @@ def _flops(
     again = recomputed(model, step, recomputation, model_chunks(config))
     dtype, kernels = facts.values["precision.model_dtype"], facts.values["precision.kernel_fp8"].split("; ")
     plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="experts" if "experts" in kernels else "none")
+    inputs = _IN_FP8["mamba3_projection"]
     numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
     in_fp8: dict[str, Any] = {
-        "experts": [
-            number
-            for number, letter in enumerate(model.layers, 1)
-            if letter == EXPERTS.letter and _BY_TRITON in kernels
-        ],
+        "experts": _numbers(model, EXPERTS) if f"experts by {_BY_TRITON}" in kernels else (),
+        "projected": _numbers(model, MAMBA) if any(inputs in name for name in kernels) else (),
+        "gradient": f"{inputs} by {_BY_TRITON}" in kernels,
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }
@@ -388,6 +392,10 @@ def owner(module: Any) -> str:
         return _TE
     first = type(module).__module__.partition(".")[0]
     return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
+
+
+def _numbers(model: Model, family: Family) -> list[int]:
+    return [number for number, letter in enumerate(model.layers, 1) if letter == family.letter]
 
 
 def _modules(chunks: Sequence[Any]) -> Iterator[Any]:

@@ -15,72 +15,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.assembly import INTERPRETED
+from megacpp_mcore.ops import fp8
+from megacpp_mcore.ops.fp8 import (
+    ADDED,
+    LARGEST,
+    LARGEST_ROW,
+    MULTIPLE,
+    Scaled,
+    add,
+    check_device,
+    kept,
+    largest_of,
+    scale_of,
+)
 from megacpp_mcore.ops.grouped_mlp import triton as bf16
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
-from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed
-from megacpp_mcore.ops.triton_launch import DIRECT, launch
-
-E4M3 = torch.float8_e4m3fn
-LARGEST = tl.constexpr(448.0)
-"""Largest value of E4M3."""
-LEAST = tl.constexpr(1e-30)
-"""Lower bound on a row's largest value, so that its scale has an inverse."""
-
-CAPABILITY = (9, 0)
-"""Compute capability for which PyTorch has a grouped product with row-wise scales."""
+from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows
+from megacpp_mcore.ops.triton_launch import launch
 
 ELEMENTS = 4096
 """Elements of a program's tile: whole rows, or a part of one longer row."""
 
-LARGEST_OF = {"PARTS": 256, "BLOCK": 2048, "num_warps": 8}
-WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
-"""Launch options of the weights' quantisation: partial maxima per expert matrix, and rows and columns of a tile."""
-
 TRANSPOSED = {"BP": 128, "BW": 64, "num_warps": 8}
 ACROSS = 2
-LARGEST_ROW = {"PARTS": 32, "BLOCK": 1024, "num_warps": 4}
-"""Launch options of the transpose: rows and columns of a tile, programs across the columns; and of the largest row maximum."""
-
-ADDED = 2048
-"""Elements of a gradient that one program adds."""
-
-MULTIPLE = 16
-"""Alignment of widths, and of each expert's rows in a weight gradient: E4M3 operands begin at multiples of 16 bytes."""
+"""Launch options of the transpose: rows and columns of a tile, programs across the columns."""
 
 BACKWARD = {"elements": 1024, "warps": 4}
 """Launch options of :func:`activate_backward`: most elements of a tile of more than one row."""
-
-
-class Scaled(NamedTuple):
-    """A matrix, or a stack of them, in E4M3 and the float32 scale of each row."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-
-
-def _check_device(x: torch.Tensor) -> None:
-    found = torch.cuda.get_device_capability(x.device) if x.is_cuda else "no GPU"
-    if found != CAPABILITY:
-        raise ModelError(
-            f"the experts' products in FP8 need a GPU of compute capability {CAPABILITY} (Hopper), and x is on {x.device}: "
-            f"{found}; take the experts in bfloat16"
-        )
-
-
-@triton.jit
-def _scale(largest):
-    """Return the scale of rows with these largest absolute values."""
-    return tl.maximum(largest, LEAST) / LARGEST
 
 
 @triton.jit
@@ -95,7 +62,7 @@ def scale_rows(
         inside = (row < N)[:, None] & (column < W)[None, :]
         x = tl.load(x_NW + row.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
-    scale = _scale(largest)
+    scale = scale_of(largest)
     for start in tl.static_range(0, W, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < N)[:, None] & (column < W)[None, :]
@@ -114,71 +81,6 @@ def scale_rows(
         for copy in tl.static_range(COPIES):
             to = tl.load(row_NC + row * COPIES + copy, mask=row < N, other=-1)
             tl.store(scales + to, scale, mask=to >= 0)
-
-
-@triton.jit
-def largest_parts(w, largest_EP, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Partial maxima, PARTS of them, of the absolute values of an expert's SIZE elements."""
-    expert = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(0)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(part * BLOCK, SIZE, PARTS * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(w + expert * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
-    tl.store(largest_EP + expert * PARTS + part, tl.max(largest, 0))
-
-
-_OPAQUE = tl.constexpr("mov.b32 $0, $1;" if DIRECT else "max.f32 $0, $1, 0f00000000;")
-"""An instruction that leaves a positive number as it is; the ptxas 12.9 of Triton 3.9 sees through the first."""
-
-
-@triton.jit
-def _opaque(x):
-    """``x``, a positive number, opaque to the compiler."""
-    if INTERPRETED:
-        return x
-    else:
-        return tl.inline_asm_elementwise(_OPAQUE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def scale_weights(
-    w_ENW,
-    largest_EP,
-    values_ENW,
-    scale_EN,
-    values_EWN,
-    scale_EW,
-    N,
-    W,
-    E,
-    PARTS: tl.constexpr,
-    BN: tl.constexpr,
-    BW: tl.constexpr,
-):
-    """Quantise a tile of an expert's matrix in both layouts. Experts run in reverse: the last ones are still in the cache.
-
-    Each layout converts the values separately: where one packed E4M3 pair is both stored and split, ptxas reads stale bytes.
-    """
-    expert = (E - 1 - tl.program_id(1)).to(tl.int64)
-    across = (W + BW - 1) // BW
-    n = tl.program_id(0) // across * BN + tl.arange(0, BN)
-    column = tl.program_id(0) % across * BW + tl.arange(0, BW)
-    scale = _scale(tl.max(tl.load(largest_EP + expert * PARTS + tl.arange(0, PARTS)), 0))
-    inside = (n < N)[:, None] & (column < W)[None, :]
-    start = expert * N * W
-    w = tl.load(w_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / scale
-    value = (w * inverse).to(values_ENW.dtype.element_ty)
-    tl.store(values_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
-    value = (w * _opaque(inverse)).to(values_EWN.dtype.element_ty).T
-    inside = (column < W)[:, None] & (n < N)[None, :]
-    tl.store(values_EWN + start + column.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside)
-    if tl.program_id(0) % across == 0:
-        tl.store(scale_EN + expert * N + n, tl.full([BN], 1.0, tl.float32) * scale, mask=n < N)
-    if tl.program_id(0) // across == 0:
-        tl.store(scale_EW + expert * W + column, tl.full([BW], 1.0, tl.float32) * scale, mask=column < W)
 
 
 @triton.jit
@@ -208,7 +110,7 @@ def activate(
         inside = (row < R)[:, None] & (column < F)[None, :]
         a = _activated(h_RF, prob, row, column, inside, F, TANH)
         largest = tl.maximum(largest, tl.max(tl.abs(a), 1))
-    scale = _scale(largest)
+    scale = scale_of(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < R)[:, None] & (column < F)[None, :]
@@ -262,7 +164,7 @@ def activate_backward(
         dprob += each
         largest = tl.maximum(largest, tl.max(tl.abs(dh), 1))
         largest_a = tl.maximum(largest_a, tl.max(tl.abs(a), 1))
-    scale = _scale(largest)
+    scale = scale_of(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < used)[:, None] & (column < F)[None, :]
@@ -321,7 +223,7 @@ def transpose_rows(
     real = row >= 0
     if token_R is not None:
         row = tl.load(token_R + row, mask=real, other=0)
-    scale = _scale(tl.max(tl.load(largest + tl.arange(0, PARTS)), 0))
+    scale = scale_of(tl.max(tl.load(largest + tl.arange(0, PARTS)), 0))
     at = x + row.to(tl.int64)[:, None] * W
     column = tl.program_id(1) * (STEPS * BW) + tl.arange(0, BW)
     upcoming = tl.load(at + column[None, :], mask=real[:, None] & (column < W)[None, :], other=0.0)
@@ -340,28 +242,16 @@ def transpose_rows(
         column = behind
 
 
-@triton.jit
-def add(total, gradient, SIZE, BLOCK: tl.constexpr):
-    """``total += gradient``; PyTorch's own kernel takes 1.5 times as long when their dtypes differ."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(total + at, mask=at < SIZE).to(tl.float32) + tl.load(gradient + at, mask=at < SIZE).to(tl.float32)
-    tl.store(total + at, value.to(total.dtype.element_ty), mask=at < SIZE)
-
-
 def _tile(width: int, elements: int | None = None, warps: int = 4) -> dict[str, int]:
     block = min(ELEMENTS, triton.next_power_of_2(width))
     return {"ROWS": max(1, (elements or ELEMENTS) // block), "BLOCK": block, "num_warps": warps}
-
-
-def _empty(like: torch.Tensor, *shape: int) -> Scaled:
-    return Scaled(like.new_empty(shape, dtype=E4M3), like.new_empty(shape[:-1], dtype=torch.float32))
 
 
 def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
     """``x`` quantised by rows, in its own order or copied to the rows ``row_TK`` of each token."""
     width, copies = x.shape[-1], 1 if row_TK is None else row_TK.shape[1]
     rows, tile = x.numel() // width, _tile(width)
-    scaled = _empty(x, *x.shape) if row_TK is None else _empty(x, rows * copies, width)
+    scaled = fp8.empty(x, *x.shape) if row_TK is None else fp8.empty(x, rows * copies, width)
     if rows:
         launch(scale_rows, (triton.cdiv(rows, tile["ROWS"]),), x, row_TK, *scaled, rows, W=width, COPIES=copies, **tile)
     return scaled
@@ -381,57 +271,8 @@ class Weights(NamedTuple):
 
 
 def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
-    """Both matrices quantised; parameters in training, once per optimizer step (:func:`_kept`)."""
-    return Weights(*_kept(w1_EFD), *_kept(w2_EDF))
-
-
-Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-_quantized = WeakTensorKeyDictionary()
-
-
-def forget(*_: Any) -> None:
-    """Drop all quantised weights; runs after every optimizer step."""
-    _quantized.clear()
-
-
-# Megatron's distributed optimizer updates parameters through the buffers that they are views of, which bumps no version
-# counter of theirs; but it does so after a PyTorch optimizer's step and before the next forward pass.
-register_optimizer_step_post_hook(forget)
-
-
-def _kept(w: torch.Tensor) -> Quantized:
-    """``w`` quantised by :func:`_scaled`, cached until the next optimizer step or until the parameter changes.
-
-    Not cached where gradients are off, as in evaluation, which may put other weights at the same address; nor in a CUDA graph,
-    whose replay has to quantise the weights of that time.
-    """
-    is_training = torch.is_grad_enabled() and w.requires_grad and w.is_leaf
-    if not is_training or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _scaled(w)
-    state = w._version, w.data_ptr()
-    found = _quantized.get(w)
-    if found is None or found[0] != state:
-        found = _quantized[w] = state, _scaled(w)
-    made: Quantized = found[1]
-    return made
-
-
-def _largest(x_EN: torch.Tensor, how: dict[str, int]) -> torch.Tensor:
-    """Partial maxima of the absolute values of each ``x[e]``."""
-    largest_EP = x_EN.new_empty(len(x_EN), how["PARTS"], dtype=torch.float32)
-    launch(largest_parts, (how["PARTS"], len(x_EN)), x_EN, largest_EP, x_EN[0].numel(), **how)
-    return largest_EP
-
-
-@torch.no_grad()
-def _scaled(w_ENW: torch.Tensor) -> Quantized:
-    """Every expert's matrix quantised, its scale repeated for each row ``[E, N]``; then the same transposed."""
-    w_ENW, (E, N, W) = packed(w_ENW), w_ENW.shape
-    largest_EP = _largest(w_ENW, LARGEST_OF)
-    forth, back = _empty(w_ENW, E, N, W), _empty(w_ENW, E, W, N)
-    grid = triton.cdiv(N, WEIGHTS["BN"]) * triton.cdiv(W, WEIGHTS["BW"]), E
-    launch(scale_weights, grid, w_ENW, largest_EP, *forth, *back, N, W, E, PARTS=LARGEST_OF["PARTS"], **WEIGHTS)
-    return *forth, *back
+    """Both matrices quantised; parameters in training, once per optimizer step."""
+    return Weights(*kept(w1_EFD), *kept(w2_EDF))
 
 
 def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -446,7 +287,7 @@ def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> t
     quantised = of_rows(x, rows.row_TK)
     h_RF, x_scale_R = product(quantised, weights.w1_EFD, weights.w1_scale_EF, rows), quantised.scale
     del quantised  # what follows reuses its memory
-    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
+    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), fp8.empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
         launch(
@@ -473,7 +314,7 @@ def transposed(
 ) -> Transposed:
     """Transpose the rows ``row_P`` of ``x`` and quantise them with one scale."""
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
-    values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
+    values_WP, scale_EW = x.new_empty(W, P, dtype=fp8.E4M3), x.new_empty(E, W, dtype=torch.float32)
     launch(
         transpose_rows, (triton.cdiv(P, TRANSPOSED["BP"]), ACROSS), x, token_R, row_P, end_P, largest, values_WP, scale_EW,
         E, P, W=W, EXPERTS=triton.next_power_of_2(E), PARTS=largest.numel(), STEPS=triton.cdiv(W, TRANSPOSED["BW"] * ACROSS),
@@ -501,7 +342,7 @@ def _hidden_gradient(
     quantised = of_rows(dy, rows.row_TK)
     dh_RF, dy_scale_R = product(quantised, weights.w2_EFD, weights.w2_scale_EF, rows), quantised.scale
     del quantised
-    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
+    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), fp8.empty(h_RF, *h_RF.shape)
     a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
     largest_4R = h_RF.new_empty(4, R, dtype=torch.float32)
     if R:
@@ -509,7 +350,7 @@ def _hidden_gradient(
             activate_backward, (triton.cdiv(R, tile["ROWS"]),), h_RF, rows.prob_R, dh_RF, x_scale_R, dy_scale_R, a_RF,
             dprob_PR, largest_4R, *left, rows.end_E, R, len(rows.end_E), F=F, TANH=activation == "gelu_tanh", **tile,
         )  # fmt: skip
-    places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), _largest(largest_4R, LARGEST_ROW)
+    places, (of_a, of_dh, of_dy, of_x) = padded(rows.end_E, R), largest_of(largest_4R, LARGEST_ROW)
     a, dh = transposed(a_RF, None, of_a, *places), transposed(dh_RF, None, of_dh, *places)
     return (a, of_dy), (dh, of_x), dprob_PR, left
 
@@ -539,9 +380,9 @@ def _weight_gradient(
 
 
 FP8 = Products(
-    MULTIPLE, of_weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient, _check_device
+    MULTIPLE, of_weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient, check_device
 )
 
 grouped_mlp, routed_mlp = (functools.partial(op, products=FP8) for op in (bf16.grouped_mlp, bf16.routed_mlp))
 """The ops with FP8 products. They also raise ModelError where widths are not multiples of 16, or the GPU's compute capability
-is not :data:`CAPABILITY`."""
+is not :data:`megacpp_mcore.ops.fp8.CAPABILITY`."""

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from megacpp_mcore.ops.grouped_mlp import fp8
+from megacpp_mcore.ops import quantised_weights
 from tests import stock
 
 
 @pytest.fixture(autouse=True)
-def _copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A copy in place of what the kernel gives."""
-    monkeypatch.setattr(fp8, "_scaled", lambda w: (w.detach().clone(),) * 4)
-    fp8.forget()
+def _forgotten() -> Iterator[None]:
+    quantised_weights.forget()
     yield
-    fp8.forget()
+    quantised_weights.forget()
+
+
+def copied(w: torch.Tensor, into: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...]:
+    """A copy in place of what a kernel gives."""
+    return (w.detach().clone() if into is None else into[0].copy_(w),)
 
 
 def kept(w: torch.Tensor) -> torch.Tensor:
-    return fp8._kept(w)[0]
+    return quantised_weights.kept(w, copied)[0]
 
 
 def test_made_once_and_gone_with_the_parameter() -> None:
@@ -32,7 +34,7 @@ def test_made_once_and_gone_with_the_parameter() -> None:
     assert kept(w) is kept(w)
     assert torch.equal(kept(other), other)
     del w
-    assert len(fp8._quantized) == 1
+    assert len(quantised_weights._copies) == 1
 
 
 @torch.no_grad()
@@ -71,6 +73,32 @@ def test_an_evaluation_has_the_weights_of_its_time_and_keeps_none() -> None:
         assert torch.equal(kept(w), average)
         w.data.copy_(trained)
     assert kept(w) is first
+
+
+def test_what_graphs_read_stays_in_its_place_and_is_renewed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight whose copy is renewed before replays; another one's is made anew, and in a capture."""
+    w, other = (torch.nn.Parameter(torch.randn(2, 3, 4)) for _ in range(2))
+    quantised_weights.renew_before_replays([w])
+    first, of_other = kept(w), kept(other)
+    place = first.data_ptr()
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+    w.data.add_(1)
+    with torch.no_grad():
+        other.add_(1)
+    is_capturing = SimpleNamespace(is_current_stream_capturing=lambda: True)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch, "cuda", is_capturing)
+        capture.setattr(torch.Tensor, "is_cuda", True)
+        assert kept(w) is first  # stale: a replay comes after it has been renewed
+        assert kept(other) is not of_other
+        assert torch.equal(kept(other), other)
+    assert not torch.equal(first, w)
+    quantised_weights.renew([w, other])
+    assert torch.equal(first, w)
+    with torch.no_grad():
+        w.mul_(2)
+    assert kept(w).data_ptr() == place
+    assert torch.equal(first, w)
 
 
 @pytest.mark.parametrize("distributed", [False, True])

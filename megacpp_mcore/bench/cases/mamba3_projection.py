@@ -1,0 +1,162 @@
+"""The input projection of Mamba-3: in bfloat16, with its wide parts in FP8, and Transformer Engine's linear layer in FP8.
+
+Legend: S sequence, B batch, D hidden, N all rows of the weight, of which the wide parts come first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megacpp_mcore.bench.cases.peers import ENGINE, lacking
+from megacpp_mcore.bench.catalog import PEER, Options
+from megacpp_mcore.bench.measure import AgainstTruth, in_double
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.model.flops import product
+from megacpp_mcore.ops import quantised_weights
+from megacpp_mcore.ops.main_grad import MainGrad
+from megacpp_mcore.te.fp8_scopes import RECIPES
+from megacpp_mcore.util import te_imports
+
+FP8 = "triton_fp8"
+LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
+QUANTIZED = 0.15
+"""The worst row of products in FP8: two operands of E4M3 are off by 2.6 % each (rms), a gradient in E5M2 by 5 %."""
+
+Call = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def problem(options: Options) -> Problem:
+    """Compare every implementation on one input, whose gradient comes as the implementation's own outputs are laid out."""
+    B, S, D, wide, narrow = options.sizes("B", "S", "hidden", "wide", "narrow")
+    draw = Draw(options)
+    whole_SBN = draw.normal(S, B, wide + narrow)
+    inputs = Inputs(
+        leaves=draw.leaves(x=draw.normal(S, B, D), weight=draw.normal(wide + narrow, D, scale=D**-0.5)),
+        cotangents={name: part.contiguous() for name, part in _parts(whole_SBN, wide).items()},
+        fixed={"whole": whole_SBN},
+    )
+    x, weight, y = inputs.leaves["x"].nbytes, inputs.leaves["weight"].nbytes, whole_SBN.nbytes
+
+    def truth(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        return (*_parts(inputs.leaves["x"] @ inputs.leaves["weight"].T, wide).values(),)
+
+    return Problem(
+        inputs=inputs,
+        variants=[_plain(wide), *_engine(options, inputs, wide), *_ours(options, wide)],
+        works=Floor.pair(
+            product(S * B * D * (wide + narrow)), x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype
+        ),
+        check=AgainstTruth(in_double(truth, inputs), LIMITS[options.dtype], outputs=2),
+        stock="PyTorch",
+    )
+
+
+def _parts(y: torch.Tensor, wide: int) -> dict[str, torch.Tensor]:
+    return dict(zip(("wide", "narrow"), (y[..., :wide], y[..., wide:]), strict=True))
+
+
+def _variant(name: str, side: str, call: Call, wide: int, weight: torch.Tensor | None = None, **more: Any) -> Variant:
+    """Return the variant whose outputs are ``call``'s: one, or the wide and the narrow part apart."""
+
+    def both(inputs: Inputs, **how: Any) -> Tensors:
+        outputs = call(inputs, **how)
+        given = [*inputs.cotangents.values()] if len(outputs) == 2 else [inputs.fixed["whole"]]
+        leaves = [inputs.leaves["x"], inputs.leaves["weight"] if weight is None else weight]
+        return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, given)]
+
+    def results(found: Tensors) -> Tensors:
+        is_whole = found[0].shape[-1] > wide
+        return [*_parts(found[0], wide).values(), *found[1:]] if is_whole else found
+
+    return Variant(name=name, side=side, runs={FORWARD: call, BOTH: both}, results=results, **more)
+
+
+def _plain(wide: int) -> Variant:
+    return _variant("PyTorch", PEER, lambda given: (torch.nn.functional.linear(*given.leaves.values()),), wide)
+
+
+def _engine(options: Options, inputs: Inputs, wide: int) -> Iterator[Variant]:
+    """Yield Transformer Engine's linear layer in its FP8 recipes, which quantise the weight in every call."""
+    weight = inputs.leaves["weight"]
+    for recipe in ("current", "block"):
+        name = f"Transformer Engine, FP8 {recipe}"
+        reason = lacking(options.device, ENGINE, name)
+        if not reason:
+            kind, asks = RECIPES[recipe]
+            can, why = te_imports.entry(asks)(return_reason=True)
+            reason = "" if can else f"not here: {why}"
+        if reason:
+            yield Variant.missing(name, reason)
+            continue
+        made: dict[str, Any] = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
+        linear = te_imports.entry("Linear")(weight.shape[1], len(weight), **made)
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+        call = partial(_in_scope, linear, te_imports.entry(kind)())
+        yield _variant(name, PEER, call, wide, linear.weight, limit=QUANTIZED)
+
+
+def _in_scope(linear: torch.nn.Module, recipe: Any, inputs: Inputs) -> tuple[torch.Tensor]:
+    with te_imports.entry("autocast")(enabled=True, recipe=recipe):
+        return (linear(inputs.leaves["x"]),)
+
+
+def _ours(options: Options, wide: int) -> Iterator[Variant]:
+    """Yield our backends; in FP8 with the weight quantised in each call, or kept, also as graphs, which quantise it."""
+
+    def run(fn: Any, inputs: Inputs, main_grad: Any = None) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = fn(*inputs.leaves.values(), main_grad, wide)
+        return outputs
+
+    D = options.shape["hidden"]
+    for found in Variant.candidates("mamba3_projection", options, run, hidden=D, outputs=wide):
+        if not found.runs:
+            yield found
+            continue
+        kept = _variant(
+            found.name, found.side, found.runs[FORWARD], wide, limit=QUANTIZED if FP8 in found.name else None
+        )
+        if options.device == "cuda":
+            yield kept.captured()
+        if FP8 in found.name:
+            yield dataclasses.replace(kept, runs={work: partial(_anew, run) for work, run in kept.runs.items()})
+            kept = dataclasses.replace(kept, name=f"{found.name}, weights kept quantised")
+        yield kept
+        if found.name == FP8:
+            for direction, fast in (("forward", False), ("backward", True)):
+                how = f"{'fast' if fast else 'exact'} sums {direction}"
+                yield dataclasses.replace(kept, name=f"{kept.name}, {how}", around=partial(_summed, {direction: fast}))
+        runs = {BOTH: partial(_accumulated, kept.runs[BOTH], {})}
+        yield dataclasses.replace(kept, name=f"{kept.name}, dW into main_grad", runs=runs)
+
+
+def _anew(run: Callable[..., Any], inputs: Inputs) -> Any:
+    """Call that quantises the weight, like the first one after an optimizer's step, and does not keep it."""
+    quantised_weights.forget()
+    found = run(inputs)
+    quantised_weights.forget()
+    return found
+
+
+@contextlib.contextmanager
+def _summed(fast: dict[str, bool]) -> Iterator[None]:
+    from megacpp_mcore.ops.mamba3_projection import triton
+
+    with mock.patch.dict(triton.FAST, fast):
+        yield
+
+
+def _accumulated(both: Callable[..., Tensors], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
+    """Add the weight's gradient in float32 to earlier ones, as Megatron does; ``main`` is empty before the first call."""
+    weight = inputs.leaves["weight"]
+    if not main:
+        main["weight"] = torch.zeros_like(weight, dtype=torch.float32)
+    found = both(inputs, main_grad=MainGrad(main["weight"], partial(torch.empty_like, weight)))
+    return [*found[:-1], main["weight"]]

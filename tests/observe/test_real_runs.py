@@ -132,14 +132,17 @@ def _check_routing(found: dict[str, Any]) -> None:
 
 def _check_live_objects(found: dict[str, Any]) -> None:
     own = {layer for one in of_op(found, "linear") if one["requested"] == "auto" for layer in layers(one["layers"])}
-    assert own == {*model().layer_numbers("M"), *model().layer_numbers("R")}  # their input projections
+    assert own == {*model().layer_numbers("R")}  # their input projections; those of M are an op's
     ops = {(one["op"], layer): one["observed"] for one in found["backends"] for layer in layers(one["layers"])}
+    assert {layer for op, layer in ops if op == "mamba3_projection"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mla"} == {1, "mtp"}
     model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
     model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
-    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "rms_norm", "experts", "router", "loss", "optimizer"}
+    classes = {"linear", "norm", "rms_norm", "experts", "router", "loss", "optimizer"}
+    assert {op for op, _ in ops} == model_ops | classes | {"mamba3_projection"}
+    assert {observed for (op, _), observed in ops.items() if op == "mamba3_projection"} == {"torch"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}
     assert (ops["loss", "run"], ops["optimizer", "run"]) == ("megatron", "torch")
     assert {ops["rms_norm", number] for number in range(1, model().depth + 1)} == {"stock"}

@@ -93,8 +93,14 @@ def _cuda() -> ProbeResult:
 
 @functools.cache
 def arch() -> str | None:
-    """Return this GPU's architecture, such as ``sm_90``; None without a GPU, also where the CPU lane stands in for one."""
-    cuda = importlib.import_module("torch").cuda
+    """Return this GPU's architecture, such as ``sm_90``; None without a GPU, also where the CPU lane stands in for one.
+
+    Of AMD's it is ``gfx942`` and the like, whose capabilities would be read as numbers of NVIDIA's.
+    """
+    torch = importlib.import_module("torch")
+    cuda = torch.cuda
+    if torch.version.hip is not None and cuda.is_available():
+        return str(cuda.get_device_properties().gcnArchName).partition(":")[0]
     major, minor = cuda.get_device_capability() if cuda.is_available() else (0, 0)
     return f"sm_{major}{minor}" if major else None
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops import quantised_weights
-from megacpp_mcore.ops.assembly import INTERPRETED
+from megacpp_mcore.ops.assembly import has_ptx
 from megacpp_mcore.ops.triton_launch import DIRECT, launch
 
 E4M3 = torch.float8_e4m3fn
@@ -89,10 +89,10 @@ _OPAQUE = tl.constexpr("mov.b32 $0, $1;" if DIRECT else "max.f32 $0, $1, 0f00000
 @triton.jit
 def _opaque(x):
     """``x``, a positive number, opaque to the compiler."""
-    if INTERPRETED:
-        return x
-    else:
+    if has_ptx():
         return tl.inline_asm_elementwise(_OPAQUE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return x
 
 
 @triton.jit

@@ -265,14 +265,21 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
             plan(device="cuda")
 
 
-def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("total_memory", "said"),
+    [(85_017_493_504, "2 GPUs, "), (47_810_805_760, "4 GPUs, "), (25_282_281_472, "--expert-model-parallel-size ")],
+    ids=["H100", "L40S", "4090"],
+)
+def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(
+    total_memory: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
-    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_017_493_504)
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=total_memory)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     words = lower(Run(preset("nam56r"), Layout(), Training(data=("--data-path", "there is none"))))
-    with pytest.raises(LaunchError, match=r"^nam56r .* 81.0 GB .* 2 GPUs, "):
+    with pytest.raises(LaunchError, match=rf"^nam56r .* 81.0 GB .* {total_memory / 1e9:.1f} GB, .* {said}"):
         launcher.launch(words, device="cuda")
 
 

@@ -446,7 +446,7 @@ def linear_cross_entropy() -> None:
 def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
     """M²RNN's: products in float32, or in float16 and backward in two pieces."""
     case = m2rnn_case.Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True, **how)
-    recurrence.products = lambda dtype: {"PART": part, "ASM": False}
+    recurrence.products = lambda dtype: {"PART": part}
     if part == tl.float32:
         recurrence.CANDIDATES = torch.float32
     else:
@@ -462,7 +462,7 @@ def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
 def recurrent_mixer_of_small_steps() -> None:
     """M²RNN's forget gate where 1 is lost beside e^-15, the step."""
     case = m2rnn_case.Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True)
-    recurrence.products = lambda dtype: {"PART": tl.float32, "ASM": False}
+    recurrence.products = lambda dtype: {"PART": tl.float32}
     recurrence.CANDIDATES = torch.float32
     inputs = m2rnn_case.draw(case)
     with torch.no_grad():

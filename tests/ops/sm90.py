@@ -1,9 +1,10 @@
-"""What a Triton kernel becomes on an H200, compiled without one: that it fits, that nothing is spilled, which instructions."""
+"""What a Triton kernel becomes on a GPU, compiled without one; on an H200 that it fits, spills nothing, which instructions."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,34 @@ def types(**names: str) -> dict[str, str]:
 def compiled(
     kernel: Any, tensors: dict[str, str], constants: dict[str, Any], folder: Path, *, multiples: tuple[str, ...] = ()
 ) -> Any:
-    """Compile ``kernel`` as it ships, every pointer on 16 bytes; what Triton made, whose ``cubin`` is in ``folder``, too.
+    """Compile ``kernel`` for an H200 as :func:`build` does; its ``cubin`` is in ``folder``, too.
 
     Fails where a thread has memory of its own, as all that is spilled needs, or a program more shared memory than there is.
+    """
+    made = build(kernel, tensors, constants, GPUTarget("cuda", 90, 32), multiples=multiples)
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(made.asm["cubin"])
+    usage = _run("cuobjdump", "-res-usage", binary)
+    assert re.findall(r"\b(STACK|LOCAL):(\d+)", usage) == [("STACK", "0"), ("LOCAL", "0")], (kernel, constants, usage)
+    assert made.metadata.shared <= SHARED_MEMORY, (kernel, constants)
+    return made
+
+
+def build(
+    kernel: Any,
+    tensors: dict[str, str],
+    constants: dict[str, Any],
+    target: GPUTarget,
+    *,
+    multiples: tuple[str, ...] = (),
+) -> Any:
+    """Compile ``kernel`` for ``target`` as it ships, every pointer on 16 bytes; what Triton made.
 
     Args:
         kernel: a function under ``triton.jit``.
         tensors: the type of each argument that is no constant, such as ``*bf16``; all others are i32.
         constants: the constants by name, None for a pointer that is not given; among them those of :data:`OPTIONS`.
-        folder: where the binary is put.
+        target: the GPU.
         multiples: the integers that are multiples of 16, which Triton looks at in a launch.
     """
     options = {name: constants[name] for name in OPTIONS if name in constants}
@@ -52,13 +72,17 @@ def compiled(
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(made.asm["cubin"])
-    usage = _run("cuobjdump", "-res-usage", binary)
-    assert re.findall(r"\b(STACK|LOCAL):(\d+)", usage) == [("STACK", "0"), ("LOCAL", "0")], (kernel, constants, usage)
-    assert made.metadata.shared <= SHARED_MEMORY, (kernel, constants)
-    return made
+    return triton.compile(source, target=target, options=options)
+
+
+def stack_bytes(made: Any) -> int:
+    """Return the bytes of memory of its own that a thread of what :func:`build` made has: all that is spilled, and arrays."""
+    if "amdgcn" in made.asm:
+        return int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", made.asm["amdgcn"])[0])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(made.asm["cubin"])
+        binary.flush()
+        return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", _run("cuobjdump", "-res-usage", binary.name))))
 
 
 def products(made: Any) -> Counter[str]:

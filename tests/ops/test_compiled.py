@@ -358,16 +358,20 @@ for made in (indexer_variants, sparse_variants, projection_variants):
     VARIANTS += [(f"{name}, {dtype}", *rest) for dtype in ("bf16", "fp16") for name, *rest in made(dtype)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=[name for name, *_ in VARIANTS])
-def test_it_fits_and_nothing_is_spilled(tmp_path: Path, variant: Variant) -> None:
-    """And products are on tensor cores: Hopper's, but for few rows."""
-    name, kernel, given, constants = variant
-    multiples = tuple(
+def multiples(variant: Variant) -> tuple[str, ...]:
+    name, kernel, *_ = variant
+    return tuple(
         each.name
         for each in kernel.params
         if each.name in MULTIPLES and not each.do_not_specialize and (each.name != "W" or ", any" not in name)
     )
-    found = products(compiled(kernel, given, constants, tmp_path, multiples=multiples))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=[name for name, *_ in VARIANTS])
+def test_it_fits_and_nothing_is_spilled(tmp_path: Path, variant: Variant) -> None:
+    """And products are on tensor cores: Hopper's, but for few rows."""
+    _, kernel, given, constants = variant
+    found = products(compiled(kernel, given, constants, tmp_path, multiples=multiples(variant)))
     few = kernel in SMALL_PRODUCTS or 16 in (constants.get("M"), constants.get("ALL"))
     assert bool(found["wgmma.mma_async"] + found["mma.sync"] * few) == (
         kernel in PRODUCTS or (kernel in SMALL_PRODUCTS and constants.get("K") != 0 and "w_ptr" not in constants)
@@ -431,7 +435,7 @@ def _chunks(names: list[str], plan: Plan, *, raw: bool) -> dict[str, str]:
     return given | ({"o_desc": f"tensordesc<bf16[{ROWS}, {plan.P}]>"} if raw else {})
 
 
-def _check(kernel: str, plan: Plan, folder: Path) -> None:
+def mamba3_variants(kernel: str, plan: Plan) -> Iterator[Variant]:
     function = getattr(mamba3, kernel)
     choices = CHOICES.get(kernel, [{}])
     if kernel == "chunk_scan_bwd_keys":
@@ -454,8 +458,13 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
         options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
-        found = products(compiled(function, given, constants | options, folder))
-        assert bool(found["wgmma.mma_async"]) == (kernel in DOTS), (kernel, choice, found)
+        yield f"{kernel}, {choice}", function, given, constants | options
+
+
+def _check(kernel: str, plan: Plan, folder: Path) -> None:
+    for name, function, given, constants in mamba3_variants(kernel, plan):
+        found = products(compiled(function, given, constants, folder))
+        assert bool(found["wgmma.mma_async"]) == (kernel in DOTS), (name, found)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.assembly import has_ptx
 from megacpp_mcore.ops.triton_launch import launch
 
 ROWS = 16
@@ -48,9 +49,9 @@ LOG2E_2 = tl.constexpr(2.8853900817779268)  # 2 log₂ e: exp(2x) = exp2(LOG2E_2
 
 
 @triton.jit
-def _split(x, PART: tl.constexpr, ASM: tl.constexpr):
-    """``x`` as the sum of two numbers of 8 bits; by truncation where ASM, else by rounding."""
-    if ASM:
+def _split(x, PART: tl.constexpr):
+    """``x`` as the sum of two numbers of 8 bits; by truncation in PTX, else by rounding."""
+    if has_ptx():
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, b; .reg .f32 c, d;
             and.b32 a, $2, 0xffff0000; and.b32 b, $3, 0xffff0000;
@@ -70,10 +71,10 @@ def _split(x, PART: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _multiply(x, M_high, M_low, add, PART: tl.constexpr, ASM: tl.constexpr):
+def _multiply(x, M_high, M_low, add, PART: tl.constexpr):
     """``x · M + add`` for M in two parts; the three products have separate accumulators, so that none waits for another."""
-    high, low = _split(x, PART, ASM)
-    zero = _opaque_zeros(add, ASM)
+    high, low = _split(x, PART)
+    zero = _opaque_zeros(add)
     return _dot(high, M_high, PART, add) + (_dot(low, M_high, PART, zero) + _dot(high, M_low, PART, zero))
 
 
@@ -84,22 +85,22 @@ def _dot(a, b, PART: tl.constexpr, add=None):
 
 
 @triton.jit
-def _opaque_zeros(like, ASM: tl.constexpr):
+def _opaque_zeros(like):
     """Zeros that are opaque to Triton, which would otherwise fold a sum of products into a chain of accumulations."""
-    if ASM:
+    if has_ptx():
         return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [like], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return tl.zeros_like(like)
 
 
 @triton.jit
-def _step(h, pre, f, ASM: tl.constexpr):
-    """Compute the state after ``h``, and c = tanh, for the argument ``pre`` (where ASM: times :data:`LOG2E_2`).
+def _step(h, pre, f):
+    """Compute the state after ``h``, and c = tanh, for the argument ``pre`` (in PTX: times :data:`LOG2E_2`).
 
-    Where ASM, c = 1 − 2r with r = 1/(1 + exp(2x)), two elements per reciprocal: 1/a and 1/b are b/(ab) and a/(ab). exp is
+    In PTX, c = 1 − 2r with r = 1/(1 + exp(2x)), two elements per reciprocal: 1/a and 1/b are b/(ab) and a/(ab). exp is
     clamped to 2^60, far beyond where tanh rounds to 1; NaN stays NaN.
     """
-    if ASM:
+    if has_ptx():
         r = tl.inline_asm_elementwise(
             """{ .reg .f32 a, b, c;
             ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3;
@@ -160,7 +161,6 @@ def advance(
     V: tl.constexpr,
     ROWS: tl.constexpr,
     PART: tl.constexpr,
-    ASM: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """Advance one row block by ``span`` tokens from ``start`` on, program (batch · head, row block, span).
@@ -172,7 +172,7 @@ def advance(
     bh, block, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     batch, head = bh // H, bh % H
-    SCALE: tl.constexpr = LOG2E_2 if ASM else 1.0
+    SCALE: tl.constexpr = LOG2E_2 if has_ptx() else 1.0
     W_high, W_low = _load_transition(W_HVV + head * V * V, c, PART, SCALE, False)
     tile = r[:, None] * V + c[None, :]
     if starts_BHXKV is not None:
@@ -201,10 +201,10 @@ def advance(
         n = tl.minimum(t + 4, end - 4)  # the last iteration reloads its own tokens
         ka, kb, kc, kd = _load_four(k_t, n, K)
         fa, fb, fc, fd = _load_four(f_t, n, 1)
-        h0, c0 = _next_state(h, k0, v0, f0, W_high, W_low, PART, ASM, DOCUMENTS)
-        h1, c1 = _next_state(h0, k1, v1, f1, W_high, W_low, PART, ASM, DOCUMENTS)
-        h2, c2 = _next_state(h1, k2, v2, f2, W_high, W_low, PART, ASM, DOCUMENTS)
-        h, c3 = _next_state(h2, k3, v3, f3, W_high, W_low, PART, ASM, DOCUMENTS)
+        h0, c0 = _next_state(h, k0, v0, f0, W_high, W_low, PART, DOCUMENTS)
+        h1, c1 = _next_state(h0, k1, v1, f1, W_high, W_low, PART, DOCUMENTS)
+        h2, c2 = _next_state(h1, k2, v2, f2, W_high, W_low, PART, DOCUMENTS)
+        h, c3 = _next_state(h2, k3, v3, f3, W_high, W_low, PART, DOCUMENTS)
         if candidates_BHTKV is None:
             q = tl.load(q_t + t * K)
             y = _pick(four, _dot(q, h0, PART), _dot(q, h1, PART), _dot(q, h2, PART), _dot(q, h, PART))
@@ -256,14 +256,14 @@ def _pick(token, x0, x1, x2, x3):
 
 
 @triton.jit
-def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, DOCUMENTS: tl.constexpr):
     """One token: the state after it, and its candidate c."""
     h, f = _previous_state(h, f, DOCUMENTS)
     k = k.to(tl.float32)
-    if ASM:
+    if has_ptx():
         k = k * LOG2E_2
-    pre = _multiply(h, W_high, W_low, k[:, None] * v.to(tl.float32)[None, :], PART, ASM)
-    after, c = _step(h, pre, f, ASM)
+    pre = _multiply(h, W_high, W_low, k[:, None] * v.to(tl.float32)[None, :], PART)
+    after, c = _step(h, pre, f)
     return after, c
 
 
@@ -300,7 +300,6 @@ def reverse(
     V: tl.constexpr,
     ROWS: tl.constexpr,
     PART: tl.constexpr,
-    ASM: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """Every gradient of one row block, from token ``stop`` back to ``start``; program (batch · head, row block).
@@ -347,10 +346,10 @@ def reverse(
         before2, h3, slope2, change2 = _mix(h2, c2, f2, DOCUMENTS)
         before3, h4, slope3, change3 = _mix(h3, c3, f3, DOCUMENTS)
         befores = tl.trans(_stack(before0, before1, before2, before3, PART))
-        dh, dpre3, df3 = _token_bwd(dh, change3, slope3, q3, f3, dy3, WT_high, WT_low, PART, ASM, DOCUMENTS)
-        dh, dpre2, df2 = _token_bwd(dh, change2, slope2, q2, f2, dy2, WT_high, WT_low, PART, ASM, DOCUMENTS)
-        dh, dpre1, df1 = _token_bwd(dh, change1, slope1, q1, f1, dy1, WT_high, WT_low, PART, ASM, DOCUMENTS)
-        dh, dpre0, df0 = _token_bwd(dh, change0, slope0, q0, f0, dy0, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre3, df3 = _token_bwd(dh, change3, slope3, q3, f3, dy3, WT_high, WT_low, PART, DOCUMENTS)
+        dh, dpre2, df2 = _token_bwd(dh, change2, slope2, q2, f2, dy2, WT_high, WT_low, PART, DOCUMENTS)
+        dh, dpre1, df1 = _token_bwd(dh, change1, slope1, q1, f1, dy1, WT_high, WT_low, PART, DOCUMENTS)
+        dh, dpre0, df0 = _token_bwd(dh, change0, slope0, q0, f0, dy0, WT_high, WT_low, PART, DOCUMENTS)
         dq = _pick(four[None, :], _dot(h1, dy, PART), _dot(h2, dy, PART), _dot(h3, dy, PART), _dot(h4, dy, PART))
         tl.store(dq_BHSK + dqk_4 + t * K, dq.to(dq_BHSK.dtype.element_ty))
         dk = _pick(
@@ -385,15 +384,15 @@ def _mix(h, c, f, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def _token_bwd(
-    dh, change, slope, q, f, dy, WT_high, WT_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr
+    dh, change, slope, q, f, dy, WT_high, WT_low, PART: tl.constexpr, DOCUMENTS: tl.constexpr
 ):  # fmt: skip
     """Backward of one token: the gradients of the state before it, of tanh's argument, and of f."""
     dh += q.to(tl.float32)[:, None] * dy.to(tl.float32)[None, :]
     dpre, df = dh * slope, tl.sum(dh * change)
     if DOCUMENTS:
-        return tl.where(f < 0, 0.0, _multiply(dpre, WT_high, WT_low, tl.abs(f) * dh, PART, ASM)), dpre, df
+        return tl.where(f < 0, 0.0, _multiply(dpre, WT_high, WT_low, tl.abs(f) * dh, PART)), dpre, df
     else:
-        return _multiply(dpre, WT_high, WT_low, f * dh, PART, ASM), dpre, df
+        return _multiply(dpre, WT_high, WT_low, f * dh, PART), dpre, df
 
 
 class Read(NamedTuple):
@@ -421,14 +420,14 @@ class Gradients(NamedTuple):
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
-    """Precision of the products for inputs of this dtype: the dtype of a split's parts, and whether PTX is used.
+    """Precision of the products for inputs of this dtype: the dtype of a split's parts.
 
     Raises:
         ModelError: the kernels do not support this dtype.
     """
     if dtype != torch.bfloat16:
         raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16; use the reference.")
-    return {"PART": tl.bfloat16, "ASM": True}
+    return {"PART": tl.bfloat16}
 
 
 def forward(

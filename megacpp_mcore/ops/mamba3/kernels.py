@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2, reciprocal, softplus
+from megacpp_mcore.ops.assembly import LOG2E, exp2, has_ptx, reciprocal, softplus
 
 PI = tl.constexpr(3.141592653589793)
 RESET = tl.constexpr(-160.0)
@@ -46,21 +46,19 @@ def _sigmoid(u):
 def _silu(u):
     """Compute u·sigmoid(u) through tanh: one approximate instruction, accurate to 2^-11, for 16-bit outputs."""
     half = 0.5 * u
-    if INTERPRETED:
-        return half + half * (2.0 * _sigmoid(u) - 1.0)
-    else:
+    if has_ptx():
         tanh = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
         return half + half * tanh
+    else:
+        return half + half * (2.0 * _sigmoid(u) - 1.0)
 
 
 @triton.jit
 def _cos_sin(angle):
     """Compute cosine and sine of an angle in [0, 2π], approximately: accurate to 2^-20 within half a turn of 0."""
-    if INTERPRETED:
-        return tl.cos(angle), tl.sin(angle)
-    else:
+    if has_ptx():
         u = angle - PI
         cos = tl.inline_asm_elementwise(
             "cos.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
@@ -69,6 +67,8 @@ def _cos_sin(angle):
             "sin.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
         return -cos, -sin
+    else:
+        return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit

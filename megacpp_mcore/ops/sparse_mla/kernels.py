@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.assembly import INTERPRETED, LOG2E, exp2
+from megacpp_mcore.ops.assembly import LOG2E, exp2, has_ptx
 
 KEYS = 64
 """Keys in one tile: the rows of a warp group's tensor-core product."""
@@ -31,10 +31,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 @triton.jit
 def _here(x):
     """Return the integer ``x``, opaque to the compiler, so that it does not hoist dependent computations above a loop."""
-    if INTERPRETED:
-        return x
-    else:
+    if has_ptx():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 Upstream writes each index in place and later uses any file of the right name: half a file ends every later start, and changed
 entries train on other samples. For a split without a token, such as one of few documents, it counts epochs without end.
 
+Upstream builds on rank 0 alone. Here a rank that does not find them builds them, once per folder: hosts need not share it.
+
 Activate: applied by the launcher for the specs of this package; or ``megacpp_mcore.patches.apply(["sample-indices"])``.
 Scope: the document, sample and shuffle index of a GPTDataset and the two of a BlendedDataset, in the folder ``path_to_cache``.
 Provenance: megatron-core 0.19.2 ``core/datasets/gpt_dataset.py`` and ``core/datasets/blended_dataset.py``.
@@ -10,14 +12,18 @@ Provenance: megatron-core 0.19.2 ``core/datasets/gpt_dataset.py`` and ``core/dat
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
@@ -26,6 +32,8 @@ from megacpp_mcore.util.files import replace, sha256_of
 
 DIGESTS = "sha256.json"
 """Suffix of the file, written last, with the SHA-256 of every file of one dataset's indices."""
+_building = threading.Lock()
+"""Datasets are built by several threads, and one of them at a time takes this rank for the first."""
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,8 +41,6 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def build(self: Any) -> Any:
-        import torch
-
         if not self.config.path_to_cache:
             return original(self)
         split = self.index_split if hasattr(self, "index_split") else self.split
@@ -42,21 +48,18 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = Path(self.config.path_to_cache)
         if (problem := problem_of(folder, base)) is None:
             return original(self)
-        if torch.distributed.is_initialized() and (rank := torch.distributed.get_rank()):
-            raise DataError(
-                f"rank {rank}: {problem}; rank 0 has checked or built it on its host: name a folder that all hosts share "
-                "with --data-cache-path",
-                code="not-shared",
-            )
         if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
             raise DataError(
                 f"{problem}; with --dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap no index is built: start "
                 "once without them and with the same --data-cache-path, below which the data's contents choose a folder"
             )
-        if any(folder.glob(f"{base}-*")):
-            console.say(f"megacpp-mcore: {problem}; the sample indices are built anew")
         try:
-            return _build(self, original, folder, base)
+            with _one_at_a_time(folder):
+                if (problem := problem_of(folder, base)) is None:  # another rank of this host has built them
+                    return original(self)
+                if any(folder.glob(f"{base}-*")):
+                    console.say(f"megacpp-mcore: {problem}; the sample indices are built anew")
+                return _build(self, original, folder, base)
         except OSError as error:
             raise DataError(
                 f"the sample indices cannot be cached in {folder}: {error}; name a folder that can be written with "
@@ -96,9 +99,24 @@ def problem_of(folder: Path, base: str) -> str | None:
     return f"{folder / changed[0]} is not what was written there (SHA-256)" if changed else None
 
 
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Keep the ranks that have this folder, and this one's threads, from building at once; as rank 0, which stock has build."""
+    from torch import distributed
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with _building, contextlib.ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        with contextlib.suppress(OSError):  # a file system without locks: each builds the same, and replaces it whole
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if distributed.is_initialized():
+            stack.enter_context(mock.patch.object(distributed, "get_rank", return_value=0))
+        yield
+
+
 def _build(dataset: Any, original: Callable[..., Any], folder: Path, base: str) -> Any:
     """Have ``original`` build the indices in a folder of their own, and move them to ``folder``, the digests last."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = dataset.config
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as built:
         dataset.config = copy.copy(config)  # other threads build other datasets by the same one
@@ -118,7 +136,7 @@ PATCH = Patch(
     name="sample-indices",
     fixes=(
         "sample indices that a killed run left cut off end every later start, and damaged ones are trained with; neither is "
-        "named; a split to which --split leaves no document hangs the start"
+        "named; hosts that do not share the cache end; a split to which --split leaves no document hangs the start"
     ),
     source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py",
     edits=(
@@ -144,5 +162,5 @@ PATCH = Patch(
     ),
     leaves_alone="what the indices contain, and their names; datasets without path_to_cache",
     retire_when="upstream writes indices atomically and checks them, and refuses a split without a token",
-    cost="indices are hashed once per start and rank; those without digests are built once more",
+    cost="indices are hashed once per start and rank; those without digests are built once more, and once for each folder",
 )

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +22,8 @@ from megacpp_mcore.util.files import is_remote
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = "training.lock"
+VISIBLE_S = 60.0
+"""In which a file of one host is seen on all that share its folder."""
 RELEASE = "release"
 """What a tracker file says instead of a number, of a checkpoint without optimizer state."""
 
@@ -78,7 +82,15 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool) -> N
     if _claimed == save or is_remote(save):
         return
     release()
-    _on_rank_0(lambda: _lock(Path(save)))
+    holder = _on_rank_0(lambda: _lock(Path(save)))
+    sees = rank_and_size()[0] == 0 or _sees(Path(save, LOCK), holder)  # to close the file there would end its lock
+    if blind := [str(rank) for rank, one in enumerate(gathered(sees)) if not one]:
+        release()
+        raise CheckpointError(
+            f"--save {save} on the host of rank 0 is another folder than on that of rank {', '.join(blind)}; all ranks write "
+            "parts of one checkpoint: name a folder that all hosts share",
+            code="not-shared",
+        )
     if not is_remote(load):
         _on_rank_0(lambda: _refuse_to_overwrite(Path(save), None if finetune or not load else Path(load), step))
     _claimed = save
@@ -92,7 +104,20 @@ def release() -> None:
     _claimed = _lock_file = None
 
 
-def _lock(save: Path) -> None:
+def _sees(lock: Path, holder: str) -> bool:
+    """Whether ``lock`` says ``holder`` here, in a minute at most, as a client of NFS may remember that it was not there."""
+    until = time.monotonic() + VISIBLE_S
+    while True:
+        with contextlib.suppress(OSError):
+            if lock.read_text(encoding="utf-8", errors="replace") == holder:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.5)
+
+
+def _lock(save: Path) -> str:
+    """Lock ``save`` and return what its lock says."""
     global _lock_file
     _refuse_dangling(save)
     try:
@@ -113,9 +138,12 @@ def _lock(save: Path) -> None:
     except OSError as error:
         say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
     stream.truncate(0)
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    stream.write(holder)
     stream.flush()
+    os.fsync(stream.fileno())
     _lock_file = stream
+    return holder
 
 
 def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> None:

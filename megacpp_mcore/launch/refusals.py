@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError, MegacppError
+from megacpp_mcore.policy import ranks
 from megacpp_mcore.util import console, flags
 from megacpp_mcore.util.files import is_remote
 from megacpp_mcore.util.nearest import suggestion
@@ -26,6 +28,11 @@ _UNWRITTEN = re.compile(
     r"unexpected pos \d+ vs \d+|Worker failure: .*|No space left on device|Disk quota exceeded|File too large"
 )
 """What the writers of PyTorch and Megatron, or the system, say of a disk or quota that is full."""
+_LOST = re.compile(
+    r"(?:Connection closed by peer|(?:Read|Write) error) \[(.+?)\]|Connection reset by peer|Broken pipe|ncclRemoteError"
+    r"|Timed out waiting \d+ms for (?:recv|send)"
+)
+"""What gloo and NCCL say where another process has gone; gloo with its address."""
 _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
 """Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
@@ -91,6 +98,12 @@ def _explained(error: BaseException) -> str | None:
         return (
             f"the learning rate's schedule of the checkpoint has {found[3]} {found[2]}, and the run's {found[1]}; add "
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
+        )
+    if len(ranks.hosts) > 1 and isinstance(error, RuntimeError) and (found := _LOST.search(str(error))):
+        rank, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+        return (
+            f"rank {rank} of {size} on {socket.gethostname()} has lost its connection to {ranks.peers(found[1])} ({found[0]}): "
+            "a process there has ended, whose own output says why, or that host cannot be reached; start all again with --load"
         )
     save = flags.first(flags.read(sys.argv), "--save") if "checkpointing" in text else None  # not a cache elsewhere
     if save and (found := _UNWRITTEN.search(text)):

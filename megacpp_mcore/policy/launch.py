@@ -129,6 +129,7 @@ def resolve(
             connections,
             policy_values.allocator(run, lookup, speed, given="speed_defaults.expandable_segments" in given),
             *policy_values.nccl(run, lookup),
+            *policy_values.interfaces(run, lookup),
             *policy_values.caches(run, lookup, speed),
             policy_values.blocking(lookup, taxes),
             *policy_values.dynamo(compile_disabled_by(environment)),

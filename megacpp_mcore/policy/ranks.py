@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ _ENVIRONMENT = re.compile(
 )
 """Variables that change what is computed, or in which order."""
 
+hosts: list[str] = []
+"""The name of each rank's host, in their order, once they have been compared."""
+
 
 def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextManager[Any]:
     """Within the context, Megatron's set-up of process groups compares the ranks first: with other sizes it would hang."""
@@ -67,6 +71,7 @@ def compare(settings: PluginConfig | None) -> None:
     rank, size = rank_and_size()
     if size == 1 or distributed.get_backend() == "fake":
         return
+    hosts[:] = gathered(socket.gethostname())
     facts: dict[str, str] = {}
     try:
         facts = collect(settings)
@@ -95,9 +100,27 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
     else:
         given = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
         facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in given.items()}
+        if found := re.fullmatch(r".*/([0-9a-f]{16})", str(getattr(arguments, "data_cache_path", ""))):
+            facts["the datasets, by their manifests' digest"] = found[1]  # as the launcher names the folder
     if settings is not None:
         facts |= dict(_flat(VARIABLE, settings))
     return facts
+
+
+def peers(address: str | None) -> str:
+    """Say which ranks a lost connection led to: those on the host with ``address``, or on all others if none is known to."""
+    own, ranks = socket.gethostname(), {rank: host for rank, host in enumerate(hosts) if rank != rank_and_size()[0]}
+    names = dict.fromkeys(ranks.values())
+    there = [name for name in names if address and address in _addresses(name)]
+    there = there or [name for name in names if name != own] or [own]
+    return ", ".join(f"{_named([rank for rank, host in ranks.items() if host == name])} on {name}" for name in there)
+
+
+def _addresses(name: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except OSError:
+        return set()
 
 
 def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:

@@ -7,6 +7,7 @@ changed. Conditions that Megatron checks are those of megatron-core 0.19.2 and `
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -160,6 +161,30 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
         lookup.find("NCCL_NVLS_ENABLE", note=multicast),
         *(lookup.find(name, refused=pinned) for name in ("NCCL_ALGO", "NCCL_PROTO") if lookup.asked(name) is not None),
     )
+
+
+def interfaces(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+    """Decide by which network hosts reach each other: nothing is set; nothing is listed where all processes are of one host."""
+    world, local = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if not (world.isdecimal() and local.isdecimal() and int(world) > int(local)):
+        return ()
+    names = ("GLOO_SOCKET_IFNAME",) if run.device == "cpu" else ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    by_default = "the network interface to other hosts; unset, the library chooses: gloo the one of this host's name"
+    found = [lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name))) for name in names]
+    if run.device != "cpu" and lookup.asked("NCCL_IB_DISABLE") == "1":
+        found.append(lookup.find("NCCL_IB_DISABLE", refused="hosts then exchange through sockets; unset it"))
+    return tuple(found)
+
+
+def _no_interface(asked: str | None) -> str:
+    """Why no other host is reached by the interfaces ``asked``: names, or their beginnings; empty if one may be."""
+    if not asked or asked.startswith("^"):
+        return ""
+    here = [name for _, name in socket.if_nameindex()]
+    wanted = asked.removeprefix("=").split(",")
+    if not any(name.startswith(one.partition(":")[0]) for one in wanted for name in here):
+        return f"this host has no such interface, but {', '.join(here)}"
+    return "no other host is reached by the loopback interface" if wanted == ["lo"] else ""
 
 
 def triton_cache(home: str | None) -> str:

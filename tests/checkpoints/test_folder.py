@@ -340,6 +340,20 @@ def test_a_lock_of_any_bytes_is_read(saved: Path, monkeypatch: pytest.MonkeyPatc
         claim(str(saved), None, None, finetune=False)
 
 
+def test_a_folder_that_another_host_does_not_see_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(
+        checkpoint_folder, "gathered", lambda one: told.append(one) or ([True, False] if one is True else [one])
+    )
+    with raises(CheckpointError, saved, "rank 1", code="not-shared"):
+        claim(str(saved), str(saved), None, finetune=False)
+    assert checkpoint_folder._lock_file is None
+    assert True in told
+    monkeypatch.setattr(checkpoint_folder, "VISIBLE_S", 0.0)
+    assert not checkpoint_folder._sees(saved / LOCK, "process 1 on another host")
+    assert not checkpoint_folder._sees(saved / "nothing", "process 1 on another host")
+
+
 def test_only_rank_0_looks_for_links_to_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another rank raised alone, the others would wait for."""
     of_rank_0 = iter([(("6", None, [3], False, False), None), (None, "6 is a link to nothing")])

@@ -18,6 +18,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import LaunchError, MegacppError
 from megacpp_mcore.launch import refusals
+from megacpp_mcore.policy import ranks
 from tests import stock, tiny_run
 from tests.errors import raises
 
@@ -143,6 +144,35 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
         with raises(LaunchError, f"localhost:{port}"), refusals.in_one_line(None):
             TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "peers"),
+    [
+        (
+            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9372",
+            "rank 3 on localhost",
+        ),
+        (
+            "pair.cc:538] Read error [203.0.113.7]:22745: Connection reset by peer",
+            "ranks 1, 2 on second, rank 3 on localhost",
+        ),
+        (
+            "NCCL error in: NCCLUtils.hpp:1, remote process exited, ncclRemoteError: A call failed",
+            "ranks 1, 2 on second",
+        ),
+    ],
+)
+def test_a_lost_connection_names_rank_and_host(said: str, peers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "hosts", [socket.gethostname(), "second", "second", "localhost"])
+    monkeypatch.setenv("RANK", "0")
+    with raises(LaunchError, f"rank 0 of 4 on {socket.gethostname()}", peers, "--load"), refusals.in_one_line(None):
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        raise RuntimeError(said)
+    monkeypatch.setattr(ranks, "hosts", [])
+    with pytest.raises(RuntimeError) as raised, refusals.in_one_line(None):  # of one process
+        raise RuntimeError(said)
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize(

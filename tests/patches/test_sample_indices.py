@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -180,13 +181,20 @@ def test_nothing_is_built_where_stock_builds_nothing(prefixes: list[str], tmp_pa
         build(prefixes, tmp_path, **{how: True})
 
 
-def test_another_host_without_them_names_the_flag(
-    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("threads", [1, 3])
+def test_another_host_without_them_builds_the_same(
+    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    for name, value in {"is_initialized": True, "get_rank": 1, "barrier": None}.items():
+    build(prefixes, tmp_path / "first")
+    rank_1 = {"is_initialized": True, "get_rank": 1, "barrier": None, "get_world_size": 2}
+    for name, value in rank_1.items():
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
-    with raises(DataError, "rank 1", "sha256.json", "--data-cache-path", code="not-shared"):
-        build(prefixes, tmp_path)
+    before = torch.distributed.get_rank
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: build(prefixes, tmp_path / "second"), range(threads)))
+    assert torch.distributed.get_rank is before
+    built = [{path.name: path.read_bytes() for path in (tmp_path / one).iterdir()} for one in ("first", "second")]
+    assert built[0] == built[1]
 
 
 def test_a_folder_that_cannot_be_written_names_the_flag(prefixes: list[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,23 @@ def test_nccl() -> None:
     alone = but(GPU, processes=1)
     assert resolve(alone, environment={"NCCL_P2P_DISABLE": "1"}).warnings == ()
     assert "NCCL_DEBUG" not in resolve(alone, environment={}).environment()
+
+
+def test_interfaces_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    two = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert resolve(GPU, environment={"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}).warnings == ()
+    found = resolve(GPU, environment=two)
+    assert found.value("NCCL_SOCKET_IFNAME").value is found.value("GLOO_SOCKET_IFNAME").value is None
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & found.environment().keys()
+    for good in ("eth", "=ib0", "^docker", "ib0:1,eth0"):
+        assert resolve(GPU, environment={**two, "NCCL_SOCKET_IFNAME": good}).warnings == ()
+    (bad,) = resolve(CPU, environment={**two, "GLOO_SOCKET_IFNAME": "eth7"}).warnings
+    assert "no such interface, but lo, eth0, ib0" in bad
+    (bad,) = resolve(GPU, environment={**two, "NCCL_SOCKET_IFNAME": "lo"}).warnings
+    assert "loopback" in bad
+    (bad,) = resolve(GPU, environment={**two, "NCCL_IB_DISABLE": "1"}).warnings
+    assert "sockets" in bad
 
 
 def test_plans_and_their_sources(tmp_path: Path) -> None:

@@ -10,4 +10,5 @@ for h in 0 1; do
         megacpp-mcore launch --device cpu --no-observe -- "${words[@]}" --data-path here/corpus --distributed-timeout-minutes 1 &
 done
 wait
-refused log1 "--data-cache-path"
+for h in 0 1; do ls host$h/corpus/cache/*/*-sha256.json > /dev/null || fail "no indices on host $h"; done
+! grep -q '^error: ' log1 || fail "$(grep '^error: ' log1)"

@@ -267,7 +267,7 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("total_memory", "said"),
-    [(85_017_493_504, "2 GPUs, "), (47_810_805_760, "4 GPUs, "), (25_282_281_472, "--expert-model-parallel-size ")],
+    [(85_017_493_504, "2 GPUs, "), (47_810_805_760, "2 GPUs, --tensor"), (25_282_281_472, "4 GPUs, --tensor")],
     ids=["H100", "L40S", "4090"],
 )
 def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(

@@ -43,7 +43,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "m2rnn": ("m2rnn.",),
     "indexer": ("indexer.kernels.score_keys", "indexer.kernels.take_best"),
     "indexer_grad": ("indexer.kernels.learn",),
-    "indexer, dense warm-up": ("indexer.dense.",),
+    "dense warm-up of the indexer": ("indexer.dense.",),
     "sparse_mla, 128/64": ("sparse_mla.kernels.",),
     "sparse_mla, 576/512": ("sparse_mla.wide.",),
     "grouped_mlp, routed_mlp": ("grouped_mlp.kernels.",),
@@ -54,7 +54,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "loss, optimizer, embedding, sums": ("linear_cross_entropy.", "adam.", "embedding.", "add."),
 }
 """The table's rows, and how the names of their kernels begin."""
-RAN_ONLY = ("indexer, dense warm-up",)
+RAN_ONLY = ("dense warm-up of the indexer",)
 """Rows of which no benchmark on an H200 is committed."""
 
 

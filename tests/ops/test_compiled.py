@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from megacpp_mcore.backends.probes import triton_release
 from megacpp_mcore.ops import adam, add, embedding, fp8
@@ -42,7 +43,7 @@ from megacpp_mcore.ops.sparse_mla import triton as sparse_launch
 from megacpp_mcore.ops.sparse_mla import wide as wide_sparse_mla
 from megacpp_mcore.ops.triton_launch import options
 from megacpp_mcore.versions import TRITON
-from tests.ops.sm90 import compiled, instructions, products, types
+from tests.ops.sm90 import build, compiled, instructions, products, types
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
@@ -476,3 +477,14 @@ def test_mamba3_products(tmp_path: Path, kernel: str, rank: int, state: int, eve
 @pytest.mark.parametrize(("kernel", "rank", "state"), _cases(OTHERS))
 def test_mamba3_others(tmp_path: Path, kernel: str, rank: int, state: int) -> None:
     _check(kernel, _plan(rank, state, False), tmp_path)
+
+
+GATE = next(mamba3_variants("gate_bwd", _plan(4, 64, False)))[1:]
+
+
+@pytest.mark.parametrize("name", ["forward, documents False", "FP8, weights", "means, 16, bf16", "gate_bwd"])
+def test_what_is_in_ptx_compiles_for_other_gpus_without_it(name: str) -> None:
+    """Each module with PTX of its own; AMD's compiler aborts on it."""
+    known = {each: rest for each, *rest in [*VARIANTS, ("gate_bwd", *GATE)]}
+    made = build(*known[name], GPUTarget("hip", "gfx942", 64))
+    assert "s_endpgm" in made.asm["amdgcn"]

@@ -224,9 +224,9 @@ def test_a_resumed_run_with_evaluations_replays_as_the_whole_one(corpus: str, tm
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 def test_a_run_that_fails_with_collectives_in_its_graphs_ends(corpus: str, tmp_path: Path) -> None:
-    """NCCL destroys no communicator while a graph holds a collective of it. Step 1 makes infinite weights."""
+    """NCCL destroys no communicator while a graph holds a collective of it. Step 1 makes weights whose products overflow."""
     overrides, words = CASES["packed"]
-    words += ("--lr", "inf", "--lr-warmup-iters", "0", "--rerun-mode", "disabled")
+    words += ("--micro-batch-size", "1", "--lr", "1e38", "--lr-warmup-iters", "0", "--rerun-mode", "disabled")
     run = begin(tmp_path / "run", corpus, overrides, *words, *GRAPHS, layout=CUT, processes=2)
     try:
         assert run.wait(timeout=180) != 0

@@ -3,8 +3,9 @@
 With ``--dist-ckpt-optim-fully-reshardable`` upstream gathers all state of the distributed optimizer on every rank, without the
 padding between gradient buckets, and cuts it by positions that count the padding: past the first bucket a parameter is saved
 with its neighbours' numbers. Here each rank saves and loads its own part of a parameter where it lies in the whole tensor, in
-boxes. Names, shapes and values in the checkpoint are upstream's of a single bucket; what upstream saved so is loaded, and what
-it saved wrongly is refused where that shows: fp32 main parameters do not round to 16-bit weights.
+boxes. Names, shapes and values in the checkpoint are upstream's of a single bucket, but for the remainders of the
+precision-aware optimizer, which have a name of their own; what upstream saved so is loaded, and what it saved wrongly is
+refused where that shows: fp32 main parameters do not round to 16-bit weights.
 
 What is not a tensor differs between layouts: with tensor or expert parallelism the experts have their own optimizer, and a
 distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
@@ -291,6 +292,8 @@ def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -
     import torch
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
+    from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
+
     numbers = [group["params"] for group in optimizer.optimizer.state_dict()[_GROUPS]]
     groups = [
         {**_matching(group, saved), _EXPERT: group.get(_EXPERT), "params": own}
@@ -300,7 +303,7 @@ def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -
     steps = [inner.get("state", {}).get("common_step") for inner in inners]
     steps += [group.get("step") for inner in inners for group in inner[_GROUPS]]
     step = next((float(step) for step in steps if step is not None), 0.0)
-    counts = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    counts = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW | PrecisionAwareAdam)
     rest = next(({"grad_scaler": part["grad_scaler"]} for part in saved if "grad_scaler" in part), {})
     if _is_distributed(optimizer):
         if counts:

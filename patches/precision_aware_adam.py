@@ -52,12 +52,17 @@ def _with_own_adam(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_megatron_optimizer_based_on_param_groups(
         config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        is_fsdp = any(chunk.ddp_config.use_megatron_fsdp for chunk in model_chunks)
-        if not config.use_precision_aware_optimizer or is_fsdp or not param_groups:
+        module = importlib.import_module(_MODULE)
+        if (
+            not config.use_precision_aware_optimizer
+            or not param_groups
+            or any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model_chunks)
+            # With a recipe of FP8 other than delayed, Megatron keeps main parameters itself.
+            or not (config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or module.USING_PYTORCH_OPTIMIZER)
+        ):
             return original(config, model_chunks, param_groups, *args, **kwargs)
         from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
 
-        module = importlib.import_module(_MODULE)
         if (obstacle := _obstacle(config)) is not None:
             dtypes = {str(parameter.dtype) for group in param_groups for parameter in group["params"]}
             if len(dtypes) > 1 or (module.USING_PYTORCH_OPTIMIZER and not config.optimizer_cpu_offload):

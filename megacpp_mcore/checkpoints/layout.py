@@ -153,6 +153,13 @@ def refuse_other_layout(state: Any, folder: str) -> None:
 def _keeps(args: Any) -> str:
     """Say in what form an optimizer keeps a bf16 model's main parameters, or that of a checkpoint did."""
     as_rest = getattr(args, "use_precision_aware_optimizer", False) and getattr(args, "bf16", False)
+    for name, others in (
+        ("optimizer_cpu_offload", (True,)),
+        ("use_megatron_fsdp", (True,)),
+        ("main_params_dtype", ("fp16", "torch.float16")),
+        ("fp8_recipe", ("tensorwise", "mxfp8", "blockwise", "custom")),
+    ):
+        as_rest = as_rest and str(getattr(args, name, None)) not in map(str, others)
     return "as remainders (--use-precision-aware-optimizer)" if as_rest else "whole"
 
 
@@ -168,6 +175,7 @@ def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
     Raises:
         CheckpointError: a bucket of any rank differs. A stage without trainable parameters refuses, too.
     """
+    import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
@@ -180,6 +188,8 @@ def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
                 size = getattr(stored.get(entry.key), "size", None)
                 if size != entry.global_shape:
                     found = f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
+                elif (kept := stored[entry.key].properties.dtype) != entry.dtype and torch.int16 in (kept, entry.dtype):
+                    found = f"{entry.key} is {kept}, and the run's {entry.dtype}: remainders and whole main parameters"
     except Exception as error:
         found = f"reading its metadata ended in {type(error).__name__}: {error}"
     if different := list(filter(None, gathered(found))):

@@ -75,7 +75,7 @@ def states(run: Run) -> States | None:
     gradient = weight if how.fsdp else how.grad_bytes  # FSDP2 has gradients of the dtype of the weights
     if how.precision_aware and run.precision == "bf16":
         main = 2
-    moments = sum(4 if kept == "fp32" else 2 for kept in (how.exp_avg, how.exp_avg_sq))
+    moments = sum({"fp32": 4, "fp8": 1}.get(kept, 2) for kept in (how.exp_avg, how.exp_avg_sq))
     sizes = [0, 0, 0, 0]
     ranks_of_a_stage = run.processes // run.layout.pipeline
     for count, cut in zip(held, (run.layout.tensor, run.layout.expert), strict=True):
@@ -98,6 +98,14 @@ def usable(gpu_bytes: int) -> int:
     return gpu_bytes - gpu_bytes // ROOM
 
 
+def _quantised(run: Run, held: States) -> int:
+    """Return the bytes of FP8 copies of weights, in both orders; all of them, where some are in FP8."""
+    own = run.settings is not None and (
+        run.settings.fp8.recipe is not None or any("fp8" in name for name in run.settings.backends.values())
+    )
+    return held.weights if own or run.training.plan.kernel_fp8 != "none" else 0
+
+
 def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     """Return what M layers may keep for their backward pass on a GPU of ``gpu_bytes``: ``all``, ``scan``, or None for neither.
 
@@ -115,10 +123,7 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     step += (wider + gathered) * model.layers.count("E") * tokens
     if run.settings is not None and not run.settings.speed_defaults.linear_cross_entropy:
         step += 6 * model.vocab_size * (1 + model.mtp.depth) * tokens
-    in_fp8 = run.training.plan.kernel_fp8 != "none" or (
-        run.settings is not None and run.settings.fp8.recipe is not None
-    )
-    free = usable(gpu_bytes) - held.total - step - held.weights * in_fp8
+    free = usable(gpu_bytes) - held.total - step - _quantised(run, held)
     for kept, size in _mamba_kept(model).items():
         if size * tokens * model.layers.count("M") <= free:
             return kept
@@ -199,7 +204,7 @@ def estimate(run: Run, gpu_bytes: int) -> int | None:
     keeps, repeated = mamba_keeps(run, gpu_bytes), layers.granularity == "full" or MAMBA.recompute in own.on
     kept = 0 if keeps is None or repeated else _mamba_kept(model)[keeps] * model.layers.count(MAMBA.letter)
     tokens = run.training.micro_batch_size * model.seq_length // run.layout.context // run.layout.tensor
-    return held.total + sum(parts.values()) + kept * tokens
+    return held.total + sum(parts.values()) + kept * tokens + _quantised(run, held)
 
 
 @dataclass(frozen=True)

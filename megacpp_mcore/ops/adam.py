@@ -126,7 +126,7 @@ def _update(weight, gradient, exp_avg, exp_avg_sq, copy, place, lr, beta1, beta2
     tl.store(exp_avg_sq, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
     if REMAINDER:
         bits = w.to(tl.int32, bitcast=True)
-        upper = (bits + 0x8000) >> 16
+        upper = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FC0)
         tl.store(copy, upper.to(tl.int16), mask=mask)
         tl.store(weight, (bits - (upper << 16)).to(tl.int16), mask=mask)
     else:

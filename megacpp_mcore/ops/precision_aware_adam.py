@@ -105,6 +105,8 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if getattr(param, "decoupled_grad", None) is not None:
                     self.initialize_state(param)
+                    if group["step"] == 1 and param.dtype != self.state[param][MAIN].dtype == torch.float32:
+                        self.state[param][MAIN].copy_(param)  # weights may have been loaded since
                     of_dtype.setdefault(param.dtype, []).append(param)
             for params in of_dtype.values():
                 if params[0].is_cuda:
@@ -159,7 +161,7 @@ def joined(copy: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 
 def split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 weights in bfloat16, to nearest and ties away from zero, and the int16 of :func:`joined`."""
+    """Return float32 weights in bfloat16, to nearest, ties away from zero, NaN as NaN, and the int16 of :func:`joined`."""
     bits = weight.view(torch.int32)
-    upper = (bits + 0x8000) >> 16
+    upper = torch.where(weight == weight, (bits + 0x8000) >> 16, 0x7FC0)
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)

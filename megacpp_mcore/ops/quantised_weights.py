@@ -14,6 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from megacpp_mcore.errors import ModelError
+
 Tensors = tuple[torch.Tensor, ...]
 Quantise = Callable[[torch.Tensor, Tensors | None], Tensors]
 """From a weight to its quantised form, in new tensors or in those given."""
@@ -41,8 +43,17 @@ _renewed = WeakIdKeyDictionary()
 
 
 def forget(*_: Any) -> None:
-    """Let no copy be of today's weights, and free those that no graph reads; runs after every optimizer step."""
+    """Let no copy be of today's weights, and free those that no graph reads; runs after every optimizer step.
+
+    Raises:
+        ModelError: the step is being captured, whose replays would not come here.
+    """
     for weight, copy in list(_copies.items()):
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ModelError(
+                "an optimizer's step that a CUDA graph replays leaves the FP8 copies of weights as they were: remove "
+                "--optimizer-cuda-graph, or train without FP8 backends"
+            )
         if weight in _renewed:
             copy.state = None
         else:

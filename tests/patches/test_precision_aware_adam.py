@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 from unittest import mock
 
@@ -55,6 +56,8 @@ def test_a_weight_and_its_remainder_are_the_main_parameter() -> None:
     copy, rest = split(weights)
     assert (copy.dtype, rest.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(joined(copy, rest).view(torch.int32), weights.view(torch.int32))
+    worst = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert all(part.isnan().all() for part in (split(worst)[0], joined(*split(worst))))
     ties = weights.view(torch.int32) & 0xFFFF == 0x8000
     assert torch.equal(copy[~ties], weights[~ties].bfloat16())
     assert ((copy.double() - weights.double()).abs() <= (weights.bfloat16().double() - weights.double()).abs()).all()
@@ -132,6 +135,24 @@ def test_a_run_goes_on_bit_for_bit(settings: dict[str, Any], format_: str) -> No
             optimizer.step()
         assert_same(mains(other, taker), mains(model, given))
         assert {group["step"] for group in taker.optimizer.param_groups} == {4}
+
+
+def test_the_first_step_begins_at_the_weights_of_that_time() -> None:
+    """States are made before a checkpoint's weights are loaded without them."""
+    weight = torch.ones(4).half()
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "remainders": False}
+    optimizer = PrecisionAwareAdam([weight], **options, dtypes=(torch.float32, torch.float32))
+    optimizer.load_state_dict(optimizer.state_dict())
+    weight.fill_(5.0)
+    vars(weight)["decoupled_grad"] = torch.ones(4)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["master_param"], torch.full((4,), 4.999))
+
+
+def test_without_the_flag_nothing_is_asked_of_a_chunk() -> None:
+    make = stock.makes(PATCH)["_get_megatron_optimizer_based_on_param_groups"](lambda *asked: asked)
+    config = types.SimpleNamespace(use_precision_aware_optimizer=False)
+    assert make(config, [torch.nn.Linear(2, 2)], [{}])[0] is config
 
 
 def test_states_of_the_inner_optimizer_are_loaded_as_they_are() -> None:

@@ -3,7 +3,8 @@
 Upstream writes each index in place and later uses any file of the right name: half a file ends every later start, and changed
 entries train on other samples. For a split without a token, such as one of few documents, it counts epochs without end.
 
-Upstream builds on rank 0 alone. Here a rank that does not find them builds them, once per folder: hosts need not share it.
+Upstream builds on rank 0 alone, before the others read. Here a rank that then does not find them builds them, once per folder:
+hosts need not share it.
 
 Activate: applied by the launcher for the specs of this package; or ``megacpp_mcore.patches.apply(["sample-indices"])``.
 Scope: the document, sample and shuffle index of a GPTDataset and the two of a BlendedDataset, in the folder ``path_to_cache``.
@@ -28,12 +29,13 @@ from unittest import mock
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util import console
+from megacpp_mcore.util.collectives import rank_and_size
 from megacpp_mcore.util.files import replace, sha256_of
 
 DIGESTS = "sha256.json"
 """Suffix of the file, written last, with the SHA-256 of every file of one dataset's indices."""
 _building = threading.Lock()
-"""Datasets are built by several threads, and one of them at a time takes this rank for the first."""
+"""Held while one of the threads that build datasets takes this rank for rank 0."""
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +56,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
                 "once without them and with the same --data-cache-path, below which the data's contents choose a folder"
             )
         try:
-            with _one_at_a_time(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _in_turn(folder / f".{base}.lock"):
                 if (problem := problem_of(folder, base)) is None:  # another rank of this host has built them
                     return original(self)
                 if any(folder.glob(f"{base}-*")):
@@ -100,17 +103,19 @@ def problem_of(folder: Path, base: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Keep the ranks that have this folder, and this one's threads, from building at once; as rank 0, which stock has build."""
+def _in_turn(lock: Path) -> Iterator[None]:
+    """On rank 0, nothing: stock has the others wait for it. On another, wait for those that have this folder, and be rank 0."""
     from torch import distributed
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with _building, contextlib.ExitStack() as stack:
-        descriptor = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        with contextlib.suppress(OSError):  # a file system without locks: each builds the same, and replaces it whole
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if distributed.is_initialized():
+    with contextlib.ExitStack() as stack:
+        with _building:  # else this rank may be taken for rank 0
+            is_first = rank_and_size()[0] == 0
+        if not is_first:
+            with contextlib.suppress(OSError):  # without locks, each builds the same and replaces it whole
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks what can be written
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            stack.enter_context(_building)
             stack.enter_context(mock.patch.object(distributed, "get_rank", return_value=0))
         yield
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,20 +184,65 @@ def test_nothing_is_built_where_stock_builds_nothing(prefixes: list[str], tmp_pa
         build(prefixes, tmp_path, **{how: True})
 
 
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for name, value in {"is_initialized": True, "get_rank": rank, "barrier": None, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_another_host_without_them_builds_the_same(
     prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     build(prefixes, tmp_path / "first")
-    rank_1 = {"is_initialized": True, "get_rank": 1, "barrier": None, "get_world_size": 2}
-    for name, value in rank_1.items():
-        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    as_rank(monkeypatch, 1)
     before = torch.distributed.get_rank
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda _: build(prefixes, tmp_path / "second"), range(threads)))
     assert torch.distributed.get_rank is before
-    built = [{path.name: path.read_bytes() for path in (tmp_path / one).iterdir()} for one in ("first", "second")]
+    built = [{path.name: path.read_bytes() for path in (tmp_path / one).glob("[!.]*")} for one in ("first", "second")]
     assert built[0] == built[1]
+
+
+def test_rank_0_builds_datasets_side_by_side(
+    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    both, count = threading.Barrier(2), GPTDataset._get_num_tokens_per_epoch
+    monkeypatch.setattr(GPTDataset, "_get_num_tokens_per_epoch", lambda self: both.wait(60) * 0 + count(self))
+    as_rank(monkeypatch, 0)
+    build(prefixes, tmp_path, num_dataset_builder_threads=2)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_rank_of_another_host_builds_under_a_lock_that_nfs_has(
+    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is of files that are open for writing; and one for each dataset."""
+    save, held = np.save, []
+
+    def look(path: str, *args: Any, **kwargs: Any) -> None:
+        for lock in tmp_path.glob(".*.lock"):
+            with lock.open() as stream:
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held.append((lock.name, Path(path).name.startswith(lock.name[1:-5])))
+        save(path, *args, **kwargs)
+
+    def flock(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise OSError(9, "Bad file descriptor")
+        lock_(descriptor, operation)
+
+    lock_ = fcntl.flock
+    as_rank(monkeypatch, 1)
+    monkeypatch.setattr(np, "save", look)
+    monkeypatch.setattr(sample_indices, "fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX))
+    build(prefixes, tmp_path)
+    assert len(held) == 2 * len(ARRAYS) + len(BLENDED)
+    assert all(is_own for _, is_own in held)
+    assert len({name for name, _ in held}) == 3
 
 
 def test_a_folder_that_cannot_be_written_names_the_flag(prefixes: list[str], tmp_path: Path) -> None:

@@ -29,10 +29,12 @@ _UNWRITTEN = re.compile(
 )
 """What the writers of PyTorch and Megatron, or the system, say of a disk or quota that is full."""
 _LOST = re.compile(
-    r"(?:Connection closed by peer|(?:Read|Write) error) \[(.+?)\]|Connection reset by peer|Broken pipe|ncclRemoteError"
-    r"|Timed out waiting \d+ms for (?:recv|send)"
+    r"(?s)(?:gloo|NCCL|torch\.distributed\.Dist).*?(?P<said>Connection reset by peer|Broken pipe|ncclRemoteError"
+    r"|(?:Connection closed by peer|(?:Read|Write) error) \[(?P<address>.+?)\])"
 )
-"""What gloo and NCCL say where another process has gone; gloo with its address."""
+"""What gloo, NCCL and TCPStore say where another process has gone; gloo with its address."""
+_UNANSWERED = re.compile(r"gloo.*Timed out waiting (\d+)ms for (?:recv|send)")
+"""What gloo says where another process is slow, or has gone without a word."""
 _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
 """Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
@@ -99,12 +101,21 @@ def _explained(error: BaseException) -> str | None:
             f"the learning rate's schedule of the checkpoint has {found[3]} {found[2]}, and the run's {found[1]}; add "
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
         )
-    if len(ranks.hosts) > 1 and isinstance(error, RuntimeError) and (found := _LOST.search(str(error))):
-        rank, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
-        return (
-            f"rank {rank} of {size} on {socket.gethostname()} has lost its connection to {ranks.peers(found[1])} ({found[0]}): "
-            "a process there has ended, whose own output says why, or that host cannot be reached; start all again with --load"
-        )
+    if len(ranks.hosts) > 1 and isinstance(error, RuntimeError):
+        said = "".join(traceback.format_exception_only(error))  # with the class: TCPStore says no more than "Broken pipe"
+        rank, size, host = os.environ.get("RANK"), len(ranks.hosts), socket.gethostname()
+        if found := _LOST.search(said):
+            return (
+                f"rank {rank} of {size} on {host} has lost its connection to {ranks.peers(found['address'])} "
+                f"({found['said']}): a process there has ended, whose own output says why, or that host cannot be reached; "
+                "start all again with --load"
+            )
+        if found := _UNANSWERED.search(said):
+            return (
+                f"another rank did not answer rank {rank} of {size} on {host} in {int(found[1]) / 1000:g} s; it may be slow, "
+                "as in building indices or in a save: give it longer by --distributed-timeout-minutes; or it has ended, and "
+                "its own output says why"
+            )
     save = flags.first(flags.read(sys.argv), "--save") if "checkpointing" in text else None  # not a cache elsewhere
     if save and (found := _UNWRITTEN.search(text)):
         with contextlib.suppress(OSError):

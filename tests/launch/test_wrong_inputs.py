@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
@@ -150,29 +151,58 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("said", "peers"),
     [
         (
-            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9372",
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9372"),
             "rank 3 on localhost",
         ),
         (
-            "pair.cc:538] Read error [203.0.113.7]:22745: Connection reset by peer",
+            RuntimeError("[gloo/transport/tcp/pair.cc:538] Read error [203.0.113.7]:22745: Connection reset by peer"),
             "ranks 1, 2 on second, rank 3 on localhost",
         ),
         (
-            "NCCL error in: NCCLUtils.hpp:1, remote process exited, ncclRemoteError: A call failed",
+            DistBackendError("NCCL error in: NCCLUtils.hpp:1, remote process exited, ncclRemoteError: A call failed"),
             "ranks 1, 2 on second",
         ),
+        (DistNetworkError("Broken pipe"), "ranks 1, 2 on second"),
     ],
 )
-def test_a_lost_connection_names_rank_and_host(said: str, peers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "hosts", [socket.gethostname(), "second", "second", "localhost"])
+def test_a_lost_connection_names_rank_and_host(said: Exception, peers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = socket.gethostname()
     monkeypatch.setenv("RANK", "0")
-    with raises(LaunchError, f"rank 0 of 4 on {socket.gethostname()}", peers, "--load"), refusals.in_one_line(None):
-        monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(ranks, "hosts", [own, "second", "second", "localhost"])
+    with raises(LaunchError, f"rank 0 of 4 on {own}", peers, "--load") as raised, refusals.in_one_line(None):
+        raise said
+    assert raised.value.__cause__ is said
+    monkeypatch.setattr(ranks, "hosts", [own, own])
+    with raises(LaunchError, f"rank 0 of 2 on {own}", f"rank 1 on {own}"), refusals.in_one_line(None):
+        raise said
+    monkeypatch.setattr(ranks, "hosts", [own])
+    with pytest.raises(type(said)) as kept, refusals.in_one_line(None):
+        raise said
+    assert kept.value is said
+
+
+def test_a_slow_rank_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo says the same of one that has gone without a word."""
+    said = RuntimeError(
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 90000ms for recv operation to complete"
+    )
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ranks, "hosts", ["first", "second"])
+    with (
+        raises(LaunchError, "rank 1 of 2", "90 s", "--distributed-timeout-minutes") as raised,
+        refusals.in_one_line(None),
+    ):
+        raise said
+    assert raised.value.__cause__ is said
+    assert "lost" not in str(raised.value)
+
+
+@pytest.mark.parametrize("said", ["Connection reset by peer", "s3://bucket/part: Broken pipe"])
+def test_a_lost_connection_to_something_else_blames_no_rank(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "hosts", ["first", "second"])
+    with pytest.raises(RuntimeError, match=said) as raised, refusals.in_one_line(None):
         raise RuntimeError(said)
-    monkeypatch.setattr(ranks, "hosts", [])
-    with pytest.raises(RuntimeError) as raised, refusals.in_one_line(None):  # of one process
-        raise RuntimeError(said)
-    assert str(raised.value) == said
+    assert not isinstance(raised.value, LaunchError)
 
 
 @pytest.mark.parametrize(

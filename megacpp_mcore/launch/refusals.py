@@ -102,7 +102,7 @@ def _explained(error: BaseException) -> str | None:
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
         )
     if len(ranks.hosts) > 1 and isinstance(error, RuntimeError):
-        said = "".join(traceback.format_exception_only(error))  # with the class: TCPStore says no more than "Broken pipe"
+        said = "".join(traceback.format_exception_only(error))  # TCPStore says no more than "Broken pipe"
         rank, size, host = os.environ.get("RANK"), len(ranks.hosts), socket.gethostname()
         if found := _LOST.search(said):
             return (

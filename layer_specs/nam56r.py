@@ -266,7 +266,10 @@ def claim_save_folder(settings: plugin_config.PluginConfig | None) -> None:
     checkpoint_folder.load_newest_whole = settings is not None and settings.checkpoints.load_newest_whole
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs
     if arguments is not None and arguments.save and not arguments.skip_train:
-        checkpoint_folder.claim(arguments.save, arguments.load, arguments.ckpt_step, finetune=arguments.finetune)
+        checkpoint_folder.claim(
+            arguments.save, arguments.load, arguments.ckpt_step, finetune=arguments.finetune,
+            timeout_minutes=arguments.distributed_timeout_minutes,
+        )  # fmt: skip
 
 
 def apply_patches(settings: plugin_config.PluginConfig | None) -> None:

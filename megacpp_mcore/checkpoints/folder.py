@@ -66,13 +66,14 @@ def iteration_folder(folder: Path, name: str) -> Path:
     return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
 
 
-def claim(save: str, load: str | None, step: int | None, *, finetune: bool) -> None:
+def claim(save: str, load: str | None, step: int | None, *, finetune: bool, timeout_minutes: float = 10.0) -> None:
     """Make this the only run that saves in ``save``, until :func:`release` or the end of rank 0's process.
 
     Args:
         save, load: as in ``--save`` and ``--load``.
         step: ``--ckpt-step``, if it was passed.
         finetune: whether the run counts iterations from 0 whatever it loads.
+        timeout_minutes: after which collectives end the run; half of it is waited at most to see a file of rank 0.
 
     Raises:
         CheckpointError: another process saves there; the folder has a checkpoint later than where the run starts, and the run
@@ -82,9 +83,13 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool) -> N
     if _claimed == save or is_remote(save):
         return
     release()
-    holder = _on_rank_0(lambda: _lock(Path(save)))
-    sees = rank_and_size()[0] == 0 or _sees(Path(save, LOCK), holder)  # to close the file there would end its lock
-    if blind := [str(rank) for rank, one in enumerate(gathered(sees)) if not one]:
+    seen = _on_rank_0(lambda: _lock(Path(save)))
+    try:
+        sees = gathered(_sees(seen, min(VISIBLE_S, 30 * timeout_minutes)))
+    finally:
+        if _lock_file is not None:
+            _remove(seen)
+    if blind := [str(rank) for rank, one in enumerate(sees) if not one]:
         release()
         raise CheckpointError(
             f"--save {save} on the host of rank 0 is another folder than on that of rank {', '.join(blind)}; all ranks write "
@@ -104,20 +109,24 @@ def release() -> None:
     _claimed = _lock_file = None
 
 
-def _sees(lock: Path, holder: str) -> bool:
-    """Whether ``lock`` says ``holder`` here, in a minute at most, as a client of NFS may remember that it was not there."""
-    until = time.monotonic() + VISIBLE_S
-    while True:
-        with contextlib.suppress(OSError):
-            if lock.read_text(encoding="utf-8", errors="replace") == holder:
-                return True
+def _sees(path: Path, within_s: float) -> bool:
+    """Whether ``path`` exists here, in ``within_s`` at most, as a client of a network may remember that it was not there."""
+    until = time.monotonic() + within_s
+    while not os.path.exists(path):  # which raises nothing: the others wait
         if time.monotonic() > until:
             return False
         time.sleep(0.5)
+    return True
 
 
-def _lock(save: Path) -> str:
-    """Lock ``save`` and return what its lock says."""
+def _remove(path: Path) -> None:
+    """Remove a file that harms nobody; the others wait for no error of rank 0."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _lock(save: Path) -> Path:
+    """Lock ``save`` and return a new file in it, which is closed: object stores show others no file that is open."""
     global _lock_file
     _refuse_dangling(save)
     try:
@@ -137,13 +146,17 @@ def _lock(save: Path) -> str:
         ) from error
     except OSError as error:
         say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
-    stream.truncate(0)
     holder = f"process {os.getpid()} on {socket.gethostname()}"
+    stream.truncate(0)
     stream.write(holder)
     stream.flush()
     os.fsync(stream.fileno())
     _lock_file = stream
-    return holder
+    for left in save.glob(f"{LOCK}.*"):  # by a start that was killed
+        _remove(left)
+    seen = save / f"{LOCK}.{os.urandom(8).hex()}"
+    seen.write_text(holder, encoding="utf-8")
+    return seen
 
 
 def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -349,9 +350,32 @@ def test_a_folder_that_another_host_does_not_see_is_refused(saved: Path, monkeyp
         claim(str(saved), str(saved), None, finetune=False)
     assert checkpoint_folder._lock_file is None
     assert True in told
-    monkeypatch.setattr(checkpoint_folder, "VISIBLE_S", 0.0)
-    assert not checkpoint_folder._sees(saved / LOCK, "process 1 on another host")
-    assert not checkpoint_folder._sees(saved / "nothing", "process 1 on another host")
+    assert [path.name for path in saved.glob(f"{LOCK}*")] == [LOCK]
+    assert not checkpoint_folder._sees(saved / "nothing", 0.0)
+
+
+def test_other_ranks_look_for_a_closed_file_and_not_too_long(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store publishes a file when it is closed; a rank that looks longer than collectives wait names nothing."""
+    looked: list[tuple[Path, float]] = []
+
+    def sees(path: Path, within_s: float) -> bool:
+        assert path.parent == saved
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                assert descriptor.readlink() != path
+        looked.append((path, within_s))
+        return True
+
+    monkeypatch.setattr(checkpoint_folder, "_sees", sees)
+    left = saved / f"{LOCK}.of a start that was killed"
+    left.write_text("process 1 on another host")
+    for minutes in (1, 10):
+        claim(str(saved), str(saved), None, finetune=False, timeout_minutes=minutes)
+        assert [path.name for path in saved.glob(f"{LOCK}*")] == [LOCK]
+        checkpoint_folder.release()
+    assert [seconds for _, seconds in looked] == [30, 60]
+    assert looked[0][0] != looked[1][0]
 
 
 def test_only_rank_0_looks_for_links_to_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,8 @@ def test_a_lost_host_is_named_and_the_other_goes_on_alone(hosts: Hosts) -> None:
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused_for_checkpoints(hosts: Hosts) -> None:
-    command = torchrun(hosts.words("apart", "--save", "disk/saved", "--save-interval", "4"))
+    saving = ("--save", "disk/saved", "--save-interval", "4", "--distributed-timeout-minutes", "1")
+    command = torchrun(hosts.words("apart", *saving))
     outputs = [hosts.start(host, "apart", command) for host in (0, 1)]
     assert 0 not in hosts.statuses(400)
     for output in outputs:

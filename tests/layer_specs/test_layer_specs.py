@@ -487,10 +487,10 @@ def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save
     given = {"save": str(tmp_path), "load": None, "ckpt_step": 3, "finetune": False}
     with mock.patch.object(nam56r.checkpoint_folder, "claim") as claim:
         for skipped in (True, False):
-            arguments = SimpleNamespace(**given, skip_train=skipped)
+            arguments = SimpleNamespace(**given, skip_train=skipped, distributed_timeout_minutes=4)
             with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
                 nam56r.claim_save_folder(None)
-    assert claim.mock_calls == [mock.call(str(tmp_path), None, 3, finetune=False)]
+    assert claim.mock_calls == [mock.call(str(tmp_path), None, 3, finetune=False, timeout_minutes=4)]
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def row(length: int, vocabulary: int, *seed: int) -> tuple[NDArray[np.uint16], l
         ValueError: the vocabulary has too few keys for the length, or the row is too short for a distance.
     """
     needles, copies, keys = length // 32, length // 128, vocabulary // 2 - FILLERS
-    if needles + copies > keys or not 16 * NEAREST <= length <= EDGES[-1]:
+    if needles + copies > keys or not 16 * NEAREST <= length <= EDGES[-1] or vocabulary > 2**16:
         raise ValueError(
-            f"a row of {length} tokens with {needles + copies} different keys, of a vocabulary with {max(keys, 0)}; expected "
-            f"{16 * NEAREST} to {EDGES[-1]} tokens, and as many keys"
+            f"a row of {length} tokens with {needles + copies} keys, of a vocabulary of {vocabulary} with {max(keys, 0)}; "
+            f"expected {16 * NEAREST} to {EDGES[-1]} tokens, as many keys, and at most {2**16} in the vocabulary"
         )
     random = np.random.default_rng(seed)
     tokens_L = (1 + np.arange(length) % (FILLERS - 1)).astype(np.uint16)

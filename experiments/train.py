@@ -197,13 +197,14 @@ def _train(
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
         words = lower(Run(model, Layout(**arm.layout), training, arm.host))
         command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
-        (folder / "arguments.json").write_text(json.dumps(command[command.index("--") + 1 :]))
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if arm.via != "stock":
+        if arm.via != "bridge":
+            (folder / "arguments.json").write_text(json.dumps(words))
         environment["MEGACPP_CONFIG"] = str(folder / "megacpp.json")
     if args.device == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus if visible == [""] else (visible[int(gpu)] for gpu in gpus))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[int(gpu)] if visible else gpu for gpu in gpus)
     with (folder / "log").open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
     return folder, done.returncode, training.train_iters
@@ -325,6 +326,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("gpus", "per_gpu", "window", "nproc"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected 1 or more")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if args.device == "cuda" and visible is not None and len(visible.split(",")) < args.gpus:
+        parser.error(f"--gpus is {args.gpus}; expected at most those of CUDA_VISIBLE_DEVICES={visible}")
     if args.folder.exists():
         parser.error(f"--folder {args.folder} exists; expected a new one: name another, or remove it")
     return args

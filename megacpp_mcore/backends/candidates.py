@@ -135,7 +135,7 @@ _EVERY = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 _ARCHS = {
     "mamba3": ("sm_90",),
     "m2rnn": ("sm_80", "sm_89", "sm_90", "sm_120"),
-    "indexer": ("sm_89", "sm_90", "sm_100", "sm_120"),
+    "indexer": ("sm_90", "sm_100"),
     "indexer_grad": ("sm_90",),
     **dict.fromkeys(("sparse_mla", "grouped_mlp", "routed_mlp"), ("sm_90", "sm_100")),
     **dict.fromkeys(("router", "rms_norm", "mla_latents", "mla_projection", "mla_keys", "indexer_inputs"), _EVERY),

@@ -103,3 +103,37 @@ def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path, monkeypatc
     }
     assert metadata == {**content, **noted}
     assert dist_checkpointing.load_common_state_dict(str(folder))["content_metadata"] == content
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [(torch.int16, torch.float32), (torch.float32, torch.int16)])
+def test_flat_remainders_are_no_whole_main_parameters(tmp_path: Path, kept: torch.dtype, wanted: torch.dtype) -> None:
+    """Of one shape, which Megatron would load as numbers."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.param"
+    torch.distributed.checkpoint.save({key: torch.zeros(8, dtype=kept)}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint_layout.refuse_other_buckets(
+        str(tmp_path), {"its": ShardedTensor.from_rank_offsets(key, torch.zeros(8, dtype=kept))}
+    )
+    with raises(CheckpointError, str(kept), str(wanted), "--no-load-optim"):
+        checkpoint_layout.refuse_other_buckets(
+            str(tmp_path), {"its": ShardedTensor.from_rank_offsets(key, torch.zeros(8, dtype=wanted))}
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "is_rest"),
+    [
+        ({}, True),
+        ({"bf16": False}, False),
+        ({"optimizer_cpu_offload": True}, False),
+        ({"use_megatron_fsdp": True}, False),
+        ({"main_params_dtype": torch.float16}, False),
+        ({"main_params_dtype": torch.float32, "fp8_recipe": "delayed"}, True),
+        ({"fp8_recipe": "tensorwise"}, False),
+    ],
+)
+def test_what_main_parameters_are_kept_as(other: dict[str, Any], is_rest: bool) -> None:
+    """As Megatron decides it: offloaded ones, and those beside FP8 of other recipes, are whole."""
+    args = SimpleNamespace(**{"use_precision_aware_optimizer": True, "bf16": True, **other})
+    assert checkpoint_layout._keeps(args).startswith("as remainders") is is_rest

@@ -174,3 +174,12 @@ def test_a_row_has_the_memory_of_a_gpu_and_its_exposed_communication(tmp_path: P
         gathered = {"calls": 4, "ns": 9_000_000, "exposed_ns": exposed}
         (folder / "table.json").write_text(json.dumps({"steps": [16, 17], "collectives": {"AllGather": gathered}}))
     assert train._exposed(tmp_path) == "AllGather_exposed_ms:3.0"
+
+
+def test_more_gpus_than_are_visible_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(SystemExit):
+        train.main([str(ROOT / "experiments/gpus.yaml"), "--data", "corpus", "--gpus", "4"])
+    assert "CUDA_VISIBLE_DEVICES=2,3" in capsys.readouterr().err

@@ -99,6 +99,7 @@ def test_megatrons_bytes_of_a_parameter(name: str) -> None:
     assert states(model, **NARROW).total == 12 * parameters
     assert states(model, processes=4, **NARROW).total == pytest.approx(7.5 * parameters, abs=9)
     assert states(model, precision_aware=True).total == 16 * parameters
+    assert states(model, **NARROW | {"exp_avg": "fp8"}).total == 11 * parameters
     assert states(model, precision="fp32", **NARROW).total == 12 * parameters
     assert states(model, processes=4, torch_fsdp=True).total == pytest.approx(4 * parameters, abs=9)
     # Four ranks have a replica of all but the experts, and each has experts of its own.

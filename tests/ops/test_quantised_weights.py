@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops import quantised_weights
 from tests import stock
+from tests.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +119,12 @@ def test_every_step_of_megatrons_optimizers_ends_it(tmp_path: Path, distributed:
             assert torch.equal(kept(w), w)
             assert not torch.equal(kept(w), before)
         assert w._version == version or not distributed  # which is why a version alone will not do
+
+
+def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would not say that weights have changed."""
+    monkeypatch.setattr(quantised_weights, "_copies", {mock.Mock(is_cuda=True): None})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with raises(ModelError, "--optimizer-cuda-graph"):
+        quantised_weights.forget()
+    monkeypatch.undo()  # before the fixture forgets

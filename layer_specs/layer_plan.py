@@ -136,8 +136,6 @@ class LayerPlan:
             recompute_in_chunks(layer.mlp)
         if scopes is not None:
             scopes.install(layer.self_attention if family.is_mixer else layer.mlp.shared_experts, layer.layer_number)
-            if family is ATTENTION and not scopes.in_zone(layer.layer_number):
-                layer.self_attention.latents_backend = None  # it would bypass the modules, which run in FP8
 
 
 def with_inner_layer(

@@ -34,14 +34,15 @@ RECIPES = {
 }
 """Each recipe's class, and the function that says whether this machine can run it."""
 
-HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
-"""Names of modules that stay in BF16 inside of a scope."""
+HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter|linear_(q|kv)_(down|up)_proj")
+"""Names of modules that stay in BF16 inside of a scope; products with MLA's narrow latents take less time than quantising what
+is wide, and have an op of their own."""
 
 BLOCK = 128
 """Rows and values of a tensor that ``block`` gathers in FP8 over a sequence-parallel group are multiples of this."""
 
 _PRODUCTS = {
-    "attention": "attention",
+    "attention": "attention output projections",
     "shared_experts": "shared experts",
     "blanket": "Mamba output projections",
 }
@@ -56,7 +57,7 @@ class FP8:
 
     Attributes:
         recipe: ``delayed``, ``current``, ``block`` or ``mxfp8`` (Blackwell only); None: no FP8 here.
-        attention: whether the projections of A layers run in FP8.
+        attention: whether the output projections of A layers run in FP8.
         shared_experts: whether those of the shared experts of E layers do.
         blanket: whether the output projections of M layers do, too: everything that can. Receipts record it.
         first, last: how many layers at each end stay in BF16, at least 1.

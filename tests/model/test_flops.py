@@ -234,15 +234,17 @@ def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
 def test_what_fp8_scopes_contain_is_what_their_linear_layers_compute(
     measured: dict[str, dict[str, Counter[str]]],
 ) -> None:
-    """The products of every layer but the first and last, as a scope finds them; of M layers only the output projection."""
+    """The products of every layer but the first and last, as a scope finds them; of A and M layers the last one."""
     numbers = range(2, SMALL.depth)
     scoped = [number for number in numbers if SMALL.layers[number - 1] in "AME"]
     parts = by_precision(SMALL, step := flops.step(SMALL, BATCH), PLANS["bf16"], scoped=scoped)
     assert reduce(add, parts.values()) == step.families
     found = Counter[str]()
     for name in measured["forward"]:
-        match = re.fullmatch(r"GPTModel\.decoder\.layers\.(\d+)\.(self_attention\.\w+_proj|mlp\.shared_experts)", name)
-        if match and (number := int(match[1]) + 1) in scoped and not match[2].endswith(".in_proj"):
+        match = re.fullmatch(
+            r"GPTModel\.decoder\.layers\.(\d+)\.(self_attention\.(linear|out)_proj|mlp\.shared_experts)", name
+        )
+        if match and (number := int(match[1]) + 1) in scoped:
             found[SMALL.layers[number - 1]] += total(measured, name)
     fp8 = parts["fp8"]
     in_scopes = {"A": fp8.attention_projections, "M": fp8.mamba_projections, "E": fp8.shared_experts}

@@ -18,7 +18,6 @@ import torch
 from torch.nn import Linear, Module, ModuleDict
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.layer_specs.layer_plan import LayerPlan
 from megacpp_mcore.model import preset
 from megacpp_mcore.te import fp8_scopes
 from megacpp_mcore.te.fp8_scopes import FP8, Scopes
@@ -141,17 +140,17 @@ def test_the_history_of_delayed_scaling_covers_micro_batches(monkeypatch: pytest
 
 
 class Layer(Module):
-    """An attention layer: two projections, and an indexer with one of its own."""
+    """An attention layer: two projections, one of latents, and an indexer with one of its own."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__()
         self.linear_proj = Engine(**sizes)
         self.linear_q = Engine()
-        self.indexer = ModuleDict({"linear_wk": Engine()})
+        self.linear_kv_down_proj, self.indexer = Engine(), ModuleDict({"linear_wk": Engine()})
         self.norm, self.plain = torch.nn.LayerNorm(32), Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_proj(self.linear_q(x) + self.indexer["linear_wk"](x))
+        return self.linear_proj(self.linear_q(x) + self.linear_kv_down_proj(x) + self.indexer["linear_wk"](x))
 
 
 def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
@@ -159,7 +158,8 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
     assert scopes().install(layer, 3) == ("linear_proj", "linear_q")
     layer(torch.ones(16, 32))
     engines = {name: one.seen for name, one in layer.named_modules() if isinstance(one, Engine)}
-    assert engines == {"linear_proj": [True], "linear_q": [True], "indexer.linear_wk": [False]}
+    held = {name: [False] for name in ("linear_kv_down_proj", "indexer.linear_wk")}
+    assert engines == {"linear_proj": [True], "linear_q": [True]} | held
     assert layer.linear_q.disable_parameter_transpose_cache, "or a weight would be quantised once for ever"
     layer.eval()
     layer(torch.ones(16, 32))
@@ -171,15 +171,6 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
         scopes().install(Linear(32, 32), 3)
     with raises(ModelError, "layer 3", "linear_proj is (40, 32)", "multiples of 16"):
         scopes().install(Layer(outputs=40), 3)
-
-
-@pytest.mark.parametrize(("number", "latents"), [(3, None), (1, "the op")])
-def test_no_op_takes_the_weights_of_modules_in_a_scope(number: int, latents: str | None) -> None:
-    mixer: Any = SimpleNamespace(latents_backend="the op")
-    layer: Any = SimpleNamespace(layer_number=number, self_attention=mixer)
-    with mock.patch.object(Scopes, "install"):
-        LayerPlan(fp8=scopes()).apply(layer, "A")
-    assert mixer.latents_backend == latents
 
 
 def test_a_deep_copy_has_its_own_parameters() -> None:
@@ -304,10 +295,10 @@ def test_the_error_names_the_file_and_a_file_without_recipe_asks_for_nothing() -
     made = fp8_scopes.scopes_of(FP8(recipe="block"), config)
     assert made is not None
     assert (made.depth, FP8(recipe="block").on) == (6, ("attention", "shared_experts"))
-    assert FP8(recipe="block").label == "block: attention, shared experts"
+    assert FP8(recipe="block").label == "block: attention output projections, shared experts"
     blanket = FP8(recipe="delayed", blanket=True)
     assert blanket.on == ("attention", "shared_experts", "blanket")
-    assert blanket.label == "blanket delayed: attention, shared experts, Mamba output projections"
+    assert blanket.label == "blanket delayed: attention output projections, shared experts, Mamba output projections"
 
 
 def test_the_run_of_a_stock_script_is_refused_before_a_layer_is_built(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def precision_of(folder: Path, text: str) -> dict[str, Any]:
     ("text", "kernel_fp8", "dispatch", "owner"),
     [
         ("fp8: {}", "none", "none", "megatron"),
-        ("fp8: {recipe: current, shared_experts: false}\nrecompute: [a]", "current: attention", "refuse", "transformer_engine"),
+        ("fp8: {recipe: current, shared_experts: false}\nrecompute: [a]", "current: attention output projections", "refuse",
+         "transformer_engine"),
         ("fp8: {recipe: block, blanket: true}", FP8(recipe="block", blanket=True).label, "refuse", "megatron"),
     ],
 )  # fmt: skip

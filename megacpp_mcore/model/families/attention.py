@@ -312,9 +312,11 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
     return arguments
 
 
-def _scoped(shape: Shape, role: str | None, tokens: int, mla: MLA, _: DSA) -> tuple[str, Work]:
-    absorbed = mla.kv_lora_rank * shape.heads * (mla.qk_head_dim + mla.v_head_dim)
-    return "attention_projections", Work() if role not in SPARSE else product(tokens * absorbed)
+def _scoped(shape: Shape, _: str | None, tokens: int, mla: MLA, __: DSA) -> tuple[str, Work]:
+    """Only the output projection is in a scope."""
+    whole = mla_projections(tokens, shape.hidden_size, shape.heads, mla)
+    output = product(tokens * shape.heads * mla.v_head_dim * shape.hidden_size)
+    return "attention_projections", Work(whole.forward - output.forward, whole.backward - output.backward)
 
 
 def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:

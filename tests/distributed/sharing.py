@@ -132,19 +132,13 @@ def trained(model: Any, ranks: int, lengths: tuple[int, ...]) -> dict[str, Any]:
 @torch.no_grad()
 def reached(model: Any, ranks: int) -> dict[int, torch.Tensor]:
     """By how much the logits at each place change ``[S]`` when one token on either side of a border between chunks does."""
-    tokens, chunk = micro_batch.draw_tokens(1, S), S // (2 * ranks)
-
-    def logits() -> torch.Tensor:
-        inputs = shared(tokens)
-        return whole(model(**{**inputs, "labels": None, "loss_mask": None}))
-
-    before, found = logits(), {}
-    for place in sorted({border + side for border in range(chunk, S, chunk) for side in (-1, 0)}):
-        kept = tokens[0, place].item()
-        tokens[0, place] = (kept + 1) % 256
-        found[place] = (logits() - before)[0].abs().amax(-1)
-        tokens[0, place] = kept
-    return found
+    chunk = S // (2 * ranks)
+    places = sorted({border + side for border in range(chunk, S, chunk) for side in (-1, 0)})
+    tokens = micro_batch.draw_tokens(1, S).repeat(1 + len(places), 1)  # a change in each row but the first
+    for row, place in enumerate(places, 1):
+        tokens[row, place] = (tokens[row, place] + 1) % 256
+    before, *after = whole(model(**{**shared(tokens), "labels": None, "loss_mask": None}))
+    return {place: (logits - before).abs().amax(-1) for place, logits in zip(places, after, strict=True)}
 
 
 def main(folder: Path) -> None:

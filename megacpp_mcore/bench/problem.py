@@ -16,6 +16,7 @@ from megacpp_mcore import backends
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
+from megacpp_mcore.ops import quantised_weights
 
 FORWARD, BOTH = "forward", "forward+backward"
 
@@ -127,6 +128,17 @@ class Variant:
         }
         name, opening, rest = self.name.partition(" (")
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
+
+    def quantising(self) -> Variant:
+        """Return this variant with FP8 weights quantised in every call, like the first one after an optimizer's step."""
+
+        def anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
+            quantised_weights.forget()
+            found = run(inputs, **how)
+            quantised_weights.forget()
+            return found
+
+        return dataclasses.replace(self, runs={work: partial(anew, run) for work, run in self.runs.items()})
 
     def deterministic(self) -> Variant:
         """Return this variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode."""

@@ -22,7 +22,6 @@ from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
 from megacpp_mcore.model.flops import feed_forward
-from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.util import te_imports
@@ -124,23 +123,13 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
         variant = dataclasses.replace(found, limit=limits.get(found.name))
         if FP8 in variant.name and variant.runs:
             yield dataclasses.replace(variant, name=f"{FP8}, weights kept quantised")
-            variant = dataclasses.replace(
-                variant, runs={work: partial(_anew, run) for work, run in variant.runs.items()}
-            )
+            variant = variant.quantising()
         yield variant
         if variant.name in CAPTURED and variant.runs and options.device == "cuda":
             yield variant.captured()
         if variant.name in limits and variant.runs:
             runs = {BOTH: partial(_accumulated, variant.runs[FORWARD], {})}
             yield dataclasses.replace(variant, name=f"{variant.name}, dW into main_grad", runs=runs)
-
-
-def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
-    """Call that quantises the weights, like the first one after an optimizer's step, and does not cache them."""
-    quantised_weights.forget()
-    found = run(inputs, **how)
-    quantised_weights.forget()
-    return found
 
 
 def _accumulated(forward: Callable[..., Any], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:

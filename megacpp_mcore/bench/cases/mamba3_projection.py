@@ -19,7 +19,6 @@ from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.model.flops import product
-from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.te.fp8_scopes import RECIPES
 from megacpp_mcore.util import te_imports
@@ -126,7 +125,7 @@ def _ours(options: Options, wide: int) -> Iterator[Variant]:
         if options.device == "cuda":
             yield kept.captured()
         if FP8 in found.name:
-            yield dataclasses.replace(kept, runs={work: partial(_anew, run) for work, run in kept.runs.items()})
+            yield kept.quantising()
             kept = dataclasses.replace(kept, name=f"{found.name}, weights kept quantised")
         yield kept
         if found.name == FP8:
@@ -135,14 +134,6 @@ def _ours(options: Options, wide: int) -> Iterator[Variant]:
                 yield dataclasses.replace(kept, name=f"{kept.name}, {how}", around=partial(_summed, {direction: fast}))
         runs = {BOTH: partial(_accumulated, kept.runs[BOTH], {})}
         yield dataclasses.replace(kept, name=f"{kept.name}, dW into main_grad", runs=runs)
-
-
-def _anew(run: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call that quantises the weight, like the first one after an optimizer's step, and does not keep it."""
-    quantised_weights.forget()
-    found = run(inputs)
-    quantised_weights.forget()
-    return found
 
 
 @contextlib.contextmanager

@@ -28,16 +28,17 @@ SAMPLED = 64
 class IndexOverlap(Listener):
     """Samples the selections published in the index caches, in the first micro-batch of every ``interval``-th step.
 
-    Pairs are successive Full layers of this rank. The device is read once, after such a step. A CUDA graph samples whenever it
-    is replayed, into memory that it was captured with: of a layer in graphs the last micro-batch is read.
+    Pairs are successive Full layers of this rank, compared at its own queries, whose keys may be other ranks'. The device is
+    read once, after such a step. A CUDA graph samples whenever it is replayed, into memory that it was captured with: of a
+    layer in graphs the last micro-batch is read.
     """
 
     def __init__(self, interval: int = 10) -> None:
         self.interval = interval
         self.by_pair: dict[str, float] = {}
         """The last sampled share of keys that two layers have in common, keyed by their numbers: ``5-9``."""
-        self._rows: dict[int, tuple[Any, int]] = {}
-        self._captured: dict[int, tuple[Any, int]] = {}  # samples that graphs write
+        self._rows: dict[int, Any] = {}
+        self._captured: dict[int, Any] = {}  # samples that graphs write
         self._hooks = contextlib.ExitStack()
         self._sampling = False
         self._errors = HookErrors()
@@ -74,8 +75,7 @@ class IndexOverlap(Listener):
         self._sampling = False
         self._errors.raise_first()
         for one, other in itertools.pairwise(sorted(rows)):
-            index_BRN, keys = rows[one]
-            self.by_pair[f"{one}-{other}"] = overlap(index_BRN, rows[other][0], keys)
+            self.by_pair[f"{one}-{other}"] = overlap(rows[one], rows[other])
 
     def on_end(self, error: BaseException | None) -> None:
         """Remove the hooks, and let go of the graphs' memory."""
@@ -92,20 +92,19 @@ class IndexOverlap(Listener):
         if (layer in rows and rows is self._rows) or queries <= selected:
             return
         rows_R = torch.linspace(selected, queries - 1, min(SAMPLED, queries - selected), device=index_BSN.device)
-        rows[layer] = index_BSN.detach()[:, rows_R.round().long()].long(), queries
+        rows[layer] = index_BSN.detach()[:, rows_R.round().long()]
 
 
-def overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
+def overlap(one_BRN: Any, other_BRN: Any) -> float:
     """Return the share of the keys in ``other`` that are also in ``one``.
 
     Args:
-        one_BRN, other_BRN: selected keys, ``[B, R, N]``; entries below 0 select nothing.
-        keys: how many keys there are.
+        one_BRN, other_BRN: selected keys, ``[B, R, N]``, of any number of them; entries below 0 select nothing.
     """
     import torch
 
-    chosen = torch.zeros((*one_BRN.shape[:2], keys + 1), dtype=torch.bool, device=one_BRN.device)
-    chosen.scatter_(2, torch.where(one_BRN < 0, keys, one_BRN), True)  # last slot: entries that select nothing
+    sorted_BRN = one_BRN.sort(-1).values
+    place_BRN = torch.searchsorted(sorted_BRN, other_BRN).clamp_(max=sorted_BRN.shape[-1] - 1)
     valid = other_BRN >= 0
-    both = chosen.gather(2, torch.where(valid, other_BRN, keys)) & valid
+    both = (sorted_BRN.gather(-1, place_BRN) == other_BRN) & valid
     return float(both.sum() / valid.sum().clamp(min=1))

@@ -13,9 +13,9 @@ from tests.observe.recorded import a_step
 
 def test_the_overlap_of_two_selections() -> None:
     one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
-    assert overlap(one, one, 6) == 1
+    assert overlap(one, one) == 1
     other = torch.tensor([[[2, 3, 4], [4, -1, -1]]])
-    assert overlap(one, other, 6) == pytest.approx(2 / 4)
+    assert overlap(one, other) == pytest.approx(2 / 4)
 
 
 def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
@@ -34,14 +34,28 @@ def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
     assert "publish" not in vars(cache)
 
 
+def test_a_rank_s_queries_select_keys_of_all_ranks() -> None:
+    """Context parallelism: a rank has a part of the queries, and indices count every rank's keys."""
+    listener, cache = IndexOverlap(interval=1), IndexCache({})
+    listener.watch(cache)
+    listener.on_step_begin(1)
+    queries = 2 * SAMPLED
+    keys = torch.arange(queries, dtype=torch.int32).view(1, -1, 1) + torch.tensor([0, 7 * queries], dtype=torch.int32)
+    cache.publish(5, Selection(keys))
+    cache.publish(9, Selection(keys + torch.tensor([0, 1], dtype=torch.int32)))
+    listener.on_step(a_step(1))
+    assert listener.by_pair == {"5-9": 0.5}
+    listener.on_end(None)
+
+
 def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
     listener, cache = IndexOverlap(interval=1), IndexCache({})
     listener.watch(cache)
     listener.on_step_begin(1)
     queries, selected = 4 * SAMPLED + 3, 4
     cache.publish(5, Selection(torch.arange(queries).view(1, -1, 1).expand(2, -1, selected)))
-    rows_BRN, keys = listener._rows[5]
-    assert (rows_BRN.shape, keys) == ((2, SAMPLED, selected), queries)
+    rows_BRN = listener._rows[5]
+    assert rows_BRN.shape == (2, SAMPLED, selected)
     sampled = rows_BRN[0, :, 0]
     assert (int(sampled[0]), int(sampled[-1])) == (selected, queries - 1)
     assert set(sampled.diff().tolist()) <= {4, 5}

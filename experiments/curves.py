@@ -8,11 +8,13 @@ A line is the mean of an arm's seeds; the area around it ends at their extremes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 AXES = (("tokens", "tokens, millions", 1e6), ("seconds", "seconds", 1.0))
 
@@ -38,14 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None:
-    """Draw ``points``, by arm and step the rows of all seeds."""
+@contextlib.contextmanager
+def figure_of(panels: int, plot: Path, *, salt: str, **shared: bool) -> Iterator[Sequence[Any]]:
+    """Give axes side by side to draw on, and write them to ``plot``, the same bytes for the same drawing."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.hashsalt": "twins", "svg.fonttype": "none", "font.size": 9}):
+    with mpl.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
-        panels = figure.subplots(1, len(AXES), sharey=True)
+        found = figure.subplots(1, panels, **shared)
+        for axes in found:
+            axes.grid(linewidth=0.4, alpha=0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+        yield found
+        figure.savefig(plot, metadata={"Date": None})
+
+
+def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None:
+    """Draw ``points``, by arm and step the rows of all seeds."""
+    with figure_of(len(AXES), plot, salt="twins", sharey=True) as panels:
         for axes, (column, label, per) in zip(panels, AXES, strict=True):
             for arm, by_step in points.items():
                 at = [statistics.fmean(float(row[column]) for row in rows) / per for rows in by_step.values()]
@@ -54,11 +67,8 @@ def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None
                 lowest, highest = ([end(each) for each in losses] for end in (min, max))
                 axes.fill_between(at, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
             axes.set_xlabel(label)
-            axes.grid(linewidth=0.4, alpha=0.5)
-            axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("training loss, nats a token")
         panels[-1].legend(frameon=False)
-        figure.savefig(plot, metadata={"Date": None})
 
 
 if __name__ == "__main__":

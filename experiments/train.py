@@ -9,9 +9,9 @@ runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``r
 stock`` a model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that
 is named twice trains every arm twice. ``apart`` is the largest difference in a step's loss from the first run of the same arm
 and seed, or, for that run itself, from the first arm with as many steps. Column ``probe`` has the memory that was reserved, and
-estimated for an H200; of profiled steps, exposed communication by kind; and with ``probe: layers`` every layer's gradient norm
-and the load of its experts. ``--heldout`` is another dataset, on whose whole batches each run is evaluated at its end;
-``--curves`` writes the main loss by tokens and seconds (:mod:`experiments.curves` draws it).
+estimated for an H200; of profiled steps, milliseconds by family and exposed communication by kind; and with ``probe: layers``
+every layer's gradient norm and the load of its experts. ``--heldout`` is another dataset, on whose whole batches each run is
+evaluated at its end; ``--curves`` writes the main loss by tokens and seconds (:mod:`experiments.curves` draws it).
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _row(
         "mfu": "" if throughput.get("mfu") is None else f"{throughput['mfu']:.4f}",
         "peak_bytes": (receipt["memory"] or {}).get("allocated_peak_bytes") or "",
         "disqualified": " ".join(one["name"] for one in receipt["disqualifiers"]),
-        "probe": " ".join(filter(None, (probe.summary(folder), _memory(folder, receipt), _exposed(folder)))),
+        "probe": " ".join(filter(None, (probe.summary(folder), _memory(folder, receipt), _profiled(folder)))),
         **versions(*PACKAGES[2:]),
     }
 
@@ -294,15 +294,20 @@ def _memory(folder: Path, receipt: Mapping[str, Any]) -> str:
     return " ".join(f"{name}:{size / 1e9:.1f}" for name, size in sizes.items() if size is not None)
 
 
-def _exposed(folder: Path) -> str:
-    """Return milliseconds a step of each collective that no computation hid, of the rank with the most, in a profiled run."""
+def _profiled(folder: Path) -> str:
+    """Return milliseconds a step, of the rank with the most, of a profiled run.
+
+    They are the device time of each family, and what no computation hid of each collective.
+    """
     found: dict[str, float] = {}
     for file in (folder / "run" / profiles.FOLDER).glob("**/table.json"):
         table = profiles.read(file)
         first, last = table["steps"]
-        for name, one in table["collectives"].items():
-            found[name] = max(found.get(name, 0.0), one["exposed_ns"] / 1e6 / (last - first + 1))
-    return " ".join(f"{name}_exposed_ms:{ms:.1f}" for name, ms in sorted(found.items()))
+        spent = {f"{name}_ms": one["total_ns"] for name, one in table["families"].items()}
+        spent |= {f"{name}_exposed_ms": one["exposed_ns"] for name, one in table["collectives"].items()}
+        for name, nanoseconds in spent.items():
+            found[name] = max(found.get(name, 0.0), nanoseconds / 1e6 / (last - first + 1))
+    return " ".join(f"{name}:{ms:.1f}" for name, ms in sorted(found.items()))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 import yaml
 
-from experiments import train
+from experiments import lengths, train
 from experiments.curves import main as draw_curves
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read
@@ -149,7 +149,7 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         draw_curves([str(points), str(tmp_path / "none.svg")])
 
 
-def test_a_row_has_the_memory_of_a_gpu_and_its_exposed_communication(tmp_path: Path) -> None:
+def test_a_row_has_the_memory_of_a_gpu_and_what_its_profile_says(tmp_path: Path) -> None:
     """Of a launch on two H200s: what its allocator reserved, with the estimate of its own recompute; the rank with the most."""
     plan = Training(processes=2, data=("--mock-data",))
     words = lower(Run(preset("nam56r_long"), Layout(context=2), plan))
@@ -172,8 +172,32 @@ def test_a_row_has_the_memory_of_a_gpu_and_its_exposed_communication(tmp_path: P
         folder = tmp_path / "run" / "profile" / "16-17" / rank
         folder.mkdir(parents=True)
         gathered = {"calls": 4, "ns": 9_000_000, "exposed_ns": exposed}
-        (folder / "table.json").write_text(json.dumps({"steps": [16, 17], "collectives": {"AllGather": gathered}}))
-    assert train._exposed(tmp_path) == "AllGather_exposed_ms:3.0"
+        table = {
+            "steps": [16, 17],
+            "collectives": {"AllGather": gathered},
+            "families": {"M": {"total_ns": 5 * exposed}},
+        }
+        (folder / "table.json").write_text(json.dumps(table))
+    assert train._profiled(tmp_path) == "AllGather_exposed_ms:3.0 M_ms:15.0"
+
+
+def test_a_plot_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two GPUs take half of their milliseconds' tokens each; a small family is among the others."""
+    table, columns = tmp_path / "rows.csv", ("arm", "tokens_per_s", "step_ms", "probe")
+    one = {"arm": "two 64k context 2", "tokens_per_s": "32768", "step_ms": "2000"}
+    one["probe"] = "AllGather_exposed_ms:9 A_ms:1310.72 M_ms:655.36 norm_ms:6.5536"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows([one, one | {"arm": "32k", "probe": ""}])
+    assert lengths.microseconds(one) == pytest.approx({"A": 40.0, "M": 20.0, "other": 0.2})
+    assert lengths.main([str(table), str(tmp_path / "plot.svg")]) == 0
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(word in drawn for word in ("2 GPUs, context 2", "1 GPU<", "two 64k context 2", "other"))
+    table.write_text(table.read_text().replace("32k", "long"))
+    with pytest.raises(SystemExit):
+        lengths.main([str(table), str(tmp_path / "none.svg")])
+    assert "has the arm 'long'; expected names such as 32k" in capsys.readouterr().err
 
 
 def test_more_gpus_than_are_visible_are_refused(

@@ -1,0 +1,100 @@
+"""Draw tokens a second by a row's length, and what a token costs each family, from rows of ``experiments/long.yaml``.
+
+    python -m experiments.lengths experiments/results/long_h200.csv docs/long.svg
+
+An arm's name has its GPUs (none: one) and its length: ``two 64k context 2``. A run that was not profiled has no bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.curves import figure_of
+
+GPUS = {"": 1, "two": 2, "four": 4}
+ARM = re.compile(rf"({'|'.join(GPUS)}) ?(\d+)k ?(.*)")
+LEAST = 0.01
+"""Share of a step below which a family has no color of its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("plot", type=Path, help="an .svg to write")
+    args = parser.parse_args(argv)
+    with args.table.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["tokens_per_s"]]
+    if unnamed := [row["arm"] for row in rows if not ARM.fullmatch(row["arm"])]:
+        parser.error(f"{args.table} has the arm {unnamed[0]!r}; expected names such as 32k or 'two 64k context 2'")
+    if not rows:
+        parser.error(f"{args.table} has no row with a speed; expected rows of experiments/long.yaml")
+    draw(sorted(rows, key=lambda row: (length(row), row["arm"])), args.plot)
+    return 0
+
+
+def gpus(row: Mapping[str, str]) -> int:
+    """Return how many GPUs trained an arm."""
+    found = ARM.fullmatch(row["arm"])
+    assert found
+    return GPUS[found[1]]
+
+
+def length(row: Mapping[str, str]) -> int:
+    """Return the tokens of a row of an arm's data, in thousands (of 1024)."""
+    found = ARM.fullmatch(row["arm"])
+    assert found
+    return int(found[2])
+
+
+def microseconds(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the GPU-microseconds that a token costs each family, the smallest as ``other``; empty without a profile."""
+    cells = dict(cell.split(":") for cell in row["probe"].split())
+    spent = {
+        name.removesuffix("_ms"): float(ms)
+        for name, ms in cells.items()
+        if name.endswith("_ms") and not name.endswith("_exposed_ms")
+    }
+    tokens, total = float(row["tokens_per_s"]) * float(row["step_ms"]) / 1e3, sum(spent.values())
+    found: dict[str, float] = defaultdict(float)
+    for name, ms in sorted(spent.items(), key=lambda item: -item[1]):
+        found[name if ms >= LEAST * total else "other"] += ms * 1e3 * gpus(row) / tokens
+    return dict(found)
+
+
+def draw(rows: Sequence[Mapping[str, str]], plot: Path) -> None:
+    """Draw ``rows``, sorted by length."""
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        found = ARM.fullmatch(row["arm"])
+        assert found
+        line = f"{gpus(row)} GPU{'s' if gpus(row) > 1 else ''}{found[3] and ', ' + found[3]}"
+        lines[line].append((length(row), float(row["tokens_per_s"]) / gpus(row)))
+    with figure_of(2, plot, salt="long") as (left, right):
+        for line, points in lines.items():
+            left.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.4, label=line)
+        left.set_xscale("log", base=2)
+        left.set_xticks(sorted({length(row) for row in rows}), labels=sorted({length(row) for row in rows}))
+        left.set_ylim(bottom=0)
+        left.set_xlabel("tokens in a row, thousands")
+        left.set_ylabel("tokens a second, a GPU")
+        left.legend(frameon=False)
+        costs = {row["arm"]: cost for row in rows if (cost := microseconds(row))}
+        families = sorted({name for cost in costs.values() for name in cost}, key=lambda name: (name == "other", name))
+        ends = [0.0] * len(costs)
+        for name in families:
+            parts = [cost.get(name, 0.0) for cost in costs.values()]
+            right.barh(list(costs), parts, left=ends, label=name)
+            ends = [end + part for end, part in zip(ends, parts, strict=True)]
+        right.invert_yaxis()
+        right.set_xlabel("GPU-microseconds a token")
+        right.legend(frameon=False, ncols=2)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -93,7 +93,7 @@ def draw(rows: Sequence[Mapping[str, str]], plot: Path) -> None:
             ends = [end + part for end, part in zip(ends, parts, strict=True)]
         right.invert_yaxis()
         right.set_xlabel("GPU-microseconds a token")
-        right.legend(frameon=False, ncols=2)
+        right.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 if __name__ == "__main__":

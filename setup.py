@@ -12,7 +12,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSIONS = runpy.run_path(str(ROOT / "megacpp_mcore" / "versions.py"))
 
-# PyPI's `apex` and `deep-gemm` are neither NVIDIA Apex nor DeepGEMM: they are never named here.
+# PyPI's `apex` is not NVIDIA's: it is never named here.
 EXTRAS = {
     "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
     # These only work together: the MIMO kernels of mamba-ssm are written for this tilelang, and that for this tvm-ffi.
@@ -26,7 +26,6 @@ EXTRAS = {
         "tokenizers",
         "transformers>=5.8",
     ],  # for --tokenizer DIR: here and in Megatron's HuggingFaceTokenizer
-    "deepgemm": ["sgl-deep-gemm==0.2.1"],
     "liger": ["liger-kernel==0.8.5"],
     # Both want apache-tvm-ffi >= 0.1.11 between them, which the tilelang of `ssm` excludes: no environment has all three.
     "quack": ["quack-kernels[cu13]==0.6.5"],

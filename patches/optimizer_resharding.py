@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, UNSHARDED
+from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, UNSHARDED, load_into
 from megacpp_mcore.errors import CheckpointError, ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.collectives import gathered
@@ -42,17 +42,18 @@ _refusals: list[str] | None = None
 
 
 def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``load_checkpoint``: what the optimizer of one rank refuses is refused by all ranks.
+    """Replace ``load_checkpoint(ddp_model, optimizer, …)``: what the optimizer of one rank refuses is refused by all ranks.
 
     A rank that raised by itself would leave the others in the load's barrier; those without trainable parameters load nothing.
     """
 
     @functools.wraps(original)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         global _refusals
         refusals = _refusals = []
         try:
-            loaded = original(*args, **kwargs)
+            with load_into(optimizer):
+                loaded = original(ddp_model, optimizer, *args, **kwargs)
         finally:
             _refusals = None
         if refusals := [refusal for of_rank in gathered(refusals) for refusal in of_rank]:

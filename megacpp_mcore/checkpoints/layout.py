@@ -6,6 +6,8 @@ It is stored in the checkpoint's content metadata, which Megatron provides for s
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +39,19 @@ RESAVE = (
 YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 """What of YaRN is in Megatron's configuration, and in no argument."""
 _SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
+
+_weights_alone = False
+
+
+@contextlib.contextmanager
+def load_into(optimizer: Any) -> Iterator[None]:
+    """While Megatron's loop loads a checkpoint without an ``optimizer``, as a teacher's, refuse nothing for its state."""
+    global _weights_alone
+    before, _weights_alone = _weights_alone, optimizer is None
+    try:
+        yield
+    finally:
+        _weights_alone = before
 
 
 def recorded(model: Model) -> dict[str, Any]:
@@ -96,6 +111,7 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
     if (
         experts not in (None, saved)
         and metadata.get(FORMAT) == FLAT
+        and not _weights_alone
         and (args is None or not (args.no_load_optim or args.finetune))
     ):
         # Flat buffers concatenate all parameters: ours and stock's have equal length but different order.
@@ -119,7 +135,7 @@ def refuse_other_layout(state: Any, folder: str) -> None:
     if run is None or saved is None or run.finetune:
         return
     is_torch = getattr(saved, "ckpt_format", None) == "torch"
-    has_optimizer = not (run.no_load_optim or getattr(saved, "no_save_optim", False))
+    has_optimizer = not (_weights_alone or run.no_load_optim or getattr(saved, "no_save_optim", False))
     if has_optimizer and (was := _keeps(saved)) != (are := _keeps(run)):
         raise CheckpointError(
             f"the checkpoint {folder} has main parameters {was}, and the run keeps them {are}; train as it was saved, or load "

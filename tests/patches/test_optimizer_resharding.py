@@ -84,6 +84,23 @@ def test_main_parameters_of_another_form_are_refused() -> None:
     _refuse({"args": Namespace(bf16=False)}, use_precision_aware_optimizer=True, bf16=False)
 
 
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [
+        ({"use_precision_aware_optimizer": True}, "as remainders (--use-precision-aware-optimizer)"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size was 2"),
+    ],
+)
+def test_a_load_that_takes_no_optimizer_is_refused_nothing_of_its_state(saved: dict[str, object], named: str) -> None:
+    """As Megatron loads a teacher: ``load_checkpoint(model, None, None)``."""
+    run = {"tensor_model_parallel_size": 1, "use_precision_aware_optimizer": False, "bf16": True}
+    state = {"args": Namespace(**run | saved), "content_metadata": {LOADED_FROM: "saved", FORMAT: FLAT}}
+    load_checkpoint = MAKES["load_checkpoint"](lambda *_: _refuse(state, **run))
+    load_checkpoint([], None, None)
+    with raises(CheckpointError, named):
+        load_checkpoint([], object(), None)
+
+
 def test_remainders_have_a_name_of_their_own() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
     optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, distributed_optimizer_instance_id=0)
@@ -222,5 +239,7 @@ def test_groups_of_another_kind_match_by_the_names_of_nemo() -> None:
         _chained(inner)({"optimizer": tensors, "param_state": {}})
     ended: list[None] = []  # inside of Megatron's load, which other ranks are in as well, it is refused at the end
     with raises(CheckpointError, "'max_lr': None"):
-        MAKES["load_checkpoint"](lambda: ended.append(_chained(inner)({"optimizer": tensors, "param_state": {}})))()
+        MAKES["load_checkpoint"](lambda *_: ended.append(_chained(inner)({"optimizer": tensors, "param_state": {}})))(
+            [], object()
+        )
     assert ended == [None]

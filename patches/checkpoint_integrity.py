@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megacpp_mcore.checkpoints.layout import RESAVE, flat_folder, refuse_other_buckets, refuse_other_layout
+from megacpp_mcore.checkpoints.layout import REMAINDER, RESAVE, flat_folder, refuse_other_buckets, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.files import is_remote
@@ -73,6 +73,14 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}", code="not-loaded"
             ) from end
         except BaseException as error:  # torch's CheckpointException is no Exception
+            if f"{REMAINDER}." in str(error):  # a key that every checkpoint of remainders has
+                raise CheckpointError(
+                    f"the checkpoint in {load_dir} lacks {REMAINDER}, what weights leave of main parameters: Megatron by itself "
+                    "saves it (--use-precision-aware-optimizer --dist-ckpt-optim-fully-reshardable) as main parameters, and with "
+                    "several gradient buckets as another parameter's; load it without the optimizer's state (--no-load-optim), "
+                    "from which main parameters begin as the weights",
+                    code="remainders",
+                ) from error
             error.add_note(f"while loading the checkpoint in {load_dir}")
             raise
         if loaded[0] is None and getattr(args, "exit_on_missing_checkpoint", False):  # Megatron exits with status 0

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, UNSHARDED, load_into
+from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, REMAINDER, UNSHARDED, load_into
 from megacpp_mcore.errors import CheckpointError, ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 from megacpp_mcore.util.collectives import gathered
@@ -92,8 +92,8 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
                 if name == _STEP or (is_other and parameter.dtype == torch.float32):
                     continue
                 # Whole main parameters are none of 16 bits: no run may take one for the other.
-                kept = "remainder" if flat.dtype == torch.int16 else "fp32_param" if is_other else name
-                prefix = f"optimizer.state.{kept}."
+                named = f"optimizer.state.{'fp32_param' if is_other else name}"
+                prefix = f"{REMAINDER if flat.dtype == torch.int16 else named}."
                 replica = self.distributed_optimizer_instance_id
                 found = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
                 state[index][name] = {at: _owned(box, replica, is_loading) for at, box in found}

@@ -31,6 +31,8 @@ FORMAT = "distrib_optim_sharding_type"
 FULLY, FLAT = "fully_reshardable", "dp_reshardable"
 UNSHARDED = "megacpp_unsharded_optimizer"
 """Key there under which that patch notes that the checkpoint's optimizer was not distributed."""
+REMAINDER = "optimizer.state.remainder"
+"""Prefix, in the fully reshardable format, of what 16-bit weights leave of main parameters; Megatron's is that of ``param``."""
 RESAVE = (
     "load it once as it was saved, and save it for every layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
     "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"

@@ -70,6 +70,27 @@ def load(checkpointing: ModuleType, folder: Path, args: Namespace) -> Any:
     return common, state
 
 
+@pytest.mark.parametrize("strictness", ["assume_ok_unexpected", "raise_all"])
+def test_remainders_that_megatron_saved_by_itself_are_refused_by_name(
+    checkpointing: ModuleType, tmp_path: Path, strictness: str
+) -> None:
+    """As ``param``, beside other parameters' numbers, which nothing in them shows."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    write(
+        tmp_path / "iter_0000006",
+        {"optimizer.state.param.weight": torch.zeros(8, dtype=torch.int16)},
+        {},
+        {"iteration": 6},
+    )
+    (tmp_path / TRACKER).write_text("6")
+    args = arguments(dist_ckpt_strictness=strictness)
+    checkpointing._load_base_checkpoint(str(tmp_path), args, rank0=True)
+    wanted = ShardedTensor.from_rank_offsets("optimizer.state.remainder.weight", torch.zeros(8, dtype=torch.int16))
+    with raises(CheckpointError, str(tmp_path), "optimizer.state.remainder", "--no-load-optim", code="remainders"):
+        checkpointing._load_base_checkpoint(str(tmp_path), args, rank0=False, sharded_state_dict={"its": wanted})
+
+
 @pytest.mark.parametrize("where", ["metadata", "common", "object"])
 def test_no_code_in_a_checkpoint_is_run(checkpointing: ModuleType, tmp_path: Path, where: str) -> None:
     made = tmp_path / "made by the checkpoint"

@@ -75,10 +75,10 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:  # torch's CheckpointException is no Exception
             if f"{REMAINDER}." in str(error):  # a key that every checkpoint of remainders has
                 raise CheckpointError(
-                    f"the checkpoint in {load_dir} lacks {REMAINDER}, what weights leave of main parameters: Megatron by itself "
-                    "saves it (--use-precision-aware-optimizer --dist-ckpt-optim-fully-reshardable) as main parameters, and with "
-                    "several gradient buckets as another parameter's; load it without the optimizer's state (--no-load-optim), "
-                    "from which main parameters begin as the weights",
+                    f"the checkpoint in {load_dir} lacks {REMAINDER}, what weights leave of main parameters: Megatron by "
+                    "itself saves it (--use-precision-aware-optimizer --dist-ckpt-optim-fully-reshardable) as main parameters, "
+                    "and with several gradient buckets as another parameter's; load it without the optimizer's state "
+                    "(--no-load-optim), from which main parameters begin as the weights",
                     code="remainders",
                 ) from error
             error.add_note(f"while loading the checkpoint in {load_dir}")

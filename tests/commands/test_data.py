@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from megacpp_mcore.commands import data as command
 from megacpp_mcore.errors import DataError
+from tests import forks
 from tests.errors import raises
 
 
@@ -91,20 +91,16 @@ def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
         "if __name__ == '__main__':\n"
         "    sys.exit(cli.main(sys.argv[1:]))\n"
     )
-    words = [sys.executable, str(tmp_path / "main.py"), "data", "prepare", str(texts), "--output", str(output)]
-    words += ["--workers", "2"]
+    words = [tmp_path / "main.py", "data", "prepare", texts, "--output", output, "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = forks.start(list(map(str, words)), said := tmp_path / "said", env=environment)
     deadline = time.monotonic() + 60
     while not Path(f"{output}.unfinished", "dataset.0.bin").exists() and time.monotonic() < deadline:
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers are sent it too
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "interrupted" in errors
-    assert "Traceback" not in errors
+    assert process.wait(60) == 130, said.read_text()
+    assert "interrupted" in said.read_text()
+    assert "Traceback" not in said.read_text()
     assert list(output.parent.iterdir()) == []
     assert data("prepare", str(texts), "--output", str(output)) == 0
 

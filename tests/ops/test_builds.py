@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megacpp_mcore.commands import cli, kernels
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.launch import process
 from megacpp_mcore.ops import builds, triton_launch
+from tests import forks
 from tests.errors import raises
 from tests.ops.launching import Driver
 
@@ -35,8 +35,7 @@ pytestmark = [
 def launched(cache: Path, *record: Path) -> list[bool]:
     """For each kernel that a process launches, whether the cache had it."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ops.launching", *map(str, record)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = forks.run(["-m", "tests.ops.launching", *map(str, record)], env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[bool] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -57,8 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_launch_finds_what_was_built(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(builds.lines(run)) == 2
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    command = [sys.executable, "-m", "megacpp_mcore", "kernels", "build", str(run), "--jobs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    done = forks.run(["-m", "megacpp_mcore", "kernels", "build", str(run), "--jobs", "2"], timeout=120)
     assert done.stdout.startswith("2 kernels compiled, 0 were in the cache, 0 failed; ")
     assert launched(tmp_path, tmp_path / "gone" / builds.FILE) == [True, True, False]  # the record cannot be written
 

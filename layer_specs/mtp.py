@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -18,11 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training import global_vars
 
-from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention
+from megacpp_mcore.layer_specs.gradients import main_grad_of
+from megacpp_mcore.layer_specs.mla import replaces_modules
 from megacpp_mcore.layer_specs.norm import plain_norm, residual_norm
-from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.patches.embedding_gradient import depth_of_mtp
 from megacpp_mcore.util import te_imports
 
@@ -67,6 +71,54 @@ def check_gradients(config: TransformerConfig, arguments: Any) -> None:
         )
 
 
+class FeedForward(MLP):
+    """Stock's feed-forward layer by the op ``feed_forward``, on the weights of its modules, which are not called.
+
+    Attributes:
+        backend: of the op.
+    """
+
+    def forward(self, hidden_SBD: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """``[S, B, D] -> ([S, B, D], no bias)``."""
+        modules = self.linear_fc1, self.linear_fc2
+        replaces_modules(self.backend, *modules)
+        weights = [module.weight for module in modules]
+        main_grads = tuple(main_grad_of(weight, self.config) for weight in weights)
+        output_SBD: torch.Tensor = self.backend.fn(hidden_SBD, *weights, main_grads)
+        return output_SBD, None
+
+
+def feed_forward(stock: Callable[..., MLP], dispatcher: Dispatcher, fused: bool) -> Callable[..., MLP]:
+    """Return a builder of what ``stock`` builds, by the op where a backend of it is requested by name."""
+
+    def build(config: TransformerConfig, **given: Any) -> MLP:
+        sizes = {"hidden": config.hidden_size, "ffn": config.ffn_hidden_size}
+        backend = dispatcher.resolve_or_stock(
+            "feed_forward", why_stock_feed_forward(config, fused), **sizes, **backend_needs(config)
+        )
+        layer = stock(config=config, **given)
+        if backend.observed != STOCK:
+            layer.__class__ = FeedForward  # parameters keep their checkpoint keys
+        layer.backend = backend
+        return layer
+
+    return build
+
+
+def why_stock_feed_forward(config: TransformerConfig, fused: bool) -> str | None:
+    """Name the first feature that the run requests of the feed-forward layer and only stock's has, or None."""
+    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
+    for requested, what in (
+        (fused, "transformer_engine: {mtp: true}, which fuses its norm"),
+        (config.tensor_model_parallel_size > 1, "--tensor-model-parallel-size"),
+        (getattr(arguments, "use_torch_fsdp2", False), "--use-torch-fsdp2"),
+        (getattr(arguments, "use_megatron_fsdp", False), "--use-megatron-fsdp"),
+    ):
+        if requested:
+            return what
+    return None
+
+
 def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> MultiTokenPredictionBlockSubmodules:
     """One MTP layer, applied at every depth (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
 
@@ -78,6 +130,11 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> Multi
     """
     fused = te_imports.features().mtp and te_imports.entry("TELayerNormColumnParallelLinear")
     norm, plain = residual_norm(parts, dispatcher), plain_norm(parts, dispatcher)
+    linears = MLPSubmodules(
+        linear_fc1=fused or parts.column_linear,
+        linear_fc2=parts.row_linear,
+        activation_func=parts.backend.activation_func(),
+    )
     block = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -86,14 +143,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> Multi
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused else norm,
             sharded_state_dict_keys_map=FUSED_NORM if fused else {},
-            mlp=partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(
-                    linear_fc1=fused or parts.column_linear,
-                    linear_fc2=parts.row_linear,
-                    activation_func=parts.backend.activation_func(),
-                ),
-            ),
+            mlp=feed_forward(partial(MLP.as_mlp_submodule, submodules=linears), dispatcher, bool(fused)),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -94,6 +94,10 @@ _MAMBA3_PROJECTION_FP8 = Support(
 )
 """``outputs`` are the rows of z, x, B and C on a rank. PyTorch's product takes multiples of 16; a program holds a whole row."""
 
+_FEED_FORWARD_FP8 = dataclasses.replace(
+    _MAMBA3_PROJECTION_FP8, dims=dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16, largest=32768))
+)
+
 _UNDIVIDED = {"expert_ranks": Dim(one_of=(1,))}
 """Of ``routed_mlp``: experts that are not divided over ranks, so that every token has as many of them here."""
 
@@ -208,6 +212,17 @@ def own_candidates() -> tuple[Candidate, ...]:
         # layer's parts and keeps its own function: the one named here only documents it.
         _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), f"{ops}.rms_norm.reference:rms_norm"),
         _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
+        _candidate("feed_forward", STOCK, Speed.COMPILED, Support(), "megatron.core.transformer.mlp:MLP"),
+        _candidate(
+            "feed_forward",
+            "triton_fp8",
+            Speed.KERNEL,
+            _FEED_FORWARD_FP8,
+            f"{ops}.feed_forward.triton:feed_forward",
+            _GPU_TRITON,
+            probe=hopper,
+            auto=False,
+        ),
         *(
             _candidate(
                 op,
@@ -270,6 +285,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("routed_mlp", "grouped_mlp", "routed_mlp"),
                 ("router", "router", "route"),
                 ("rms_norm", "rms_norm", "rms_norm"),
+                ("feed_forward", "feed_forward", "feed_forward"),
             )
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),

@@ -94,6 +94,7 @@ def _sizes(model: Model) -> dict[str, int]:
         "checkpoint_every": rnn.checkpoint_every, "experts": moe.experts, "routed": moe.topk,
         "wide": wide_width(model.hidden_size, ssm), "narrow": 3 * model.mamba_heads + ssm.angles,
         "expert_width": moe.ffn_hidden_size, "hidden": model.hidden_size, "vocab": model.vocab_size_padded(1),
+        "ffn": model.ffn_hidden_size,
     }  # fmt: skip
 
 
@@ -145,6 +146,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                    full=_SISO | {"chunk": 64}, tiny=_SISO),
         _benchmark("mamba3_projection", OP, "mamba3_projection", "the input projection of a Mamba-3 mixer",
                    "hidden wide narrow"),
+        _benchmark("feed_forward", OP, "feed_forward", "the dense feed-forward layer of MTP", "hidden ffn"),
         _benchmark("m2rnn", OP, "m2rnn", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
         _benchmark("grouped_mlp", OP, "grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
                    "experts routed hidden expert_width"),

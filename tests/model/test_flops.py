@@ -271,3 +271,12 @@ def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
     assert both["bf16"].mamba_projections == Work(each * narrow, 2 * each * narrow)
     whole = recomputed(SMALL, step, Recomputation(own=Recompute(m=True)))
     assert by_precision(SMALL, whole, PLANS["bf16"], projected=numbers)["fp8"].total == Work(each * wide)
+
+
+def test_the_feed_forward_layer_of_mtp_in_fp8_is_both_of_its_products_at_every_depth() -> None:
+    step = flops.step(SMALL, BATCH)
+    found = by_precision(SMALL, step, PLANS["bf16"], predicted=True)
+    assert reduce(add, found.values()) == step.families
+    forward = 2 * step.tokens * SMALL.hidden_size * SMALL.ffn_hidden_size * 2 * SMALL.mtp.depth
+    assert found["fp8"].total == found["fp8"].dense_ffn == Work(forward, 2 * forward)
+    assert forward

@@ -48,7 +48,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "sparse_mla, 576/512": ("sparse_mla.wide.",),
     "grouped_mlp, routed_mlp": ("grouped_mlp.kernels.",),
     "the same in FP8": ("grouped_mlp.fp8.", "fp8."),
-    "mamba3_projection, in FP8": ("mamba3_projection.",),
+    "mamba3_projection, feed_forward, in FP8": ("mamba3_projection.", "feed_forward."),
     "mla_latents, mla_projection, mla_keys, indexer_inputs": ("mla_projection.",),
     "router": ("router.",),
     "rms_norm": ("rms_norm.",),

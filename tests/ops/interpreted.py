@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
 from megacpp_mcore.ops import adam, embedding, fp8
+from megacpp_mcore.ops.feed_forward import reference as feed_forward_reference
+from megacpp_mcore.ops.feed_forward import triton as feed_forward
 from megacpp_mcore.ops.grouped_mlp import fp8 as grouped_fp8
 from megacpp_mcore.ops.grouped_mlp import reference as experts
 from megacpp_mcore.ops.grouped_mlp import triton as grouped
@@ -46,6 +48,7 @@ from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.ops import (
     add_case,
     embedding_case,
+    feed_forward_case,
     grouped_mlp_case,
     indexer_case,
     m2rnn_case,
@@ -230,6 +233,50 @@ def mamba3_projection_in_fp8(**sizes: int) -> None:
             found = mamba3_projection_case.outcome(op, case, inputs, main_grad=dtype)
             mamba3_projection_case.assert_same(found, truth, 2e-6)
             assert products == [(True, True), (True, False)] + [(False, False)] * of_gradient, products
+
+
+def feed_forward_in_fp8(**sizes: int) -> None:
+    """Fail unless operands are divided by powers of two to fit E4M3, and results are right but for its rounding.
+
+    Scaled numbers stay float32, as those of the experts.
+    """
+    case = feed_forward_case.Case(**sizes)
+    feed_forward.DTYPES, fp8.E4M3, fp8.CAPABILITY = (torch.float32,), torch.float32, "no GPU"
+    feed_forward.TRANSPOSED.update({"BP": 32, "BW": 16})
+    fp8.WEIGHTS.update({"BN": 32, "BW": 16})
+    fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
+    products = []
+
+    def product(left: torch.Tensor, right: torch.Tensor, **how: Any) -> torch.Tensor:
+        """``torch._scaled_mm`` with a scale per row of the left and per column of the right, or with one of each."""
+        assert left.is_contiguous()
+        assert right.t().is_contiguous()
+        assert not any(width % 16 for width in (left.shape[1], *right.shape))
+        shapes = how["scale_a"].shape, how["scale_b"].shape
+        by_row = shapes == ((len(left), 1), (1, right.shape[1]))
+        assert by_row or shapes == ((), ())
+        for operand, scale in ((left, how["scale_a"]), (right.t(), how["scale_b"])):
+            if by_row and operand is not left:  # a weight
+                continue
+            mantissa, _ = torch.frexp(scale)
+            assert bool((mantissa == 0.5).all())
+            largest = operand.abs().amax(-1, keepdim=True) if by_row else operand.abs().amax()
+            empty = (scale < 1e-30) & (largest == 0)  # a row of zeros
+            assert bool((empty | ((largest > 223.9) & (largest <= 448))).all())
+        products.append((by_row, how["use_fast_accum"]))
+        return (left * how["scale_a"]) @ (right * how["scale_b"])
+
+    torch._scaled_mm = product
+    poison_new_memory(UNUSED)
+    inputs = feed_forward_case.draw(case)
+    truth = feed_forward_case.outcome(feed_forward_reference.feed_forward, inputs, torch.float64)
+    for dtype in (None, torch.float32, torch.float64):  # of main_grad
+        products.clear()
+        found = feed_forward_case.outcome(feed_forward.feed_forward, inputs, main_grad=dtype)
+        feed_forward_case.assert_same(found, truth, 1e-5)  # the error function is within 1.5e-7
+        assert products == [(True, True)] * 2 + [(True, False)] * 2 + [(False, False)] * 2, products
+    added = feed_forward_case.outcome(feed_forward_reference.feed_forward, inputs, torch.float64, torch.float64)
+    feed_forward_case.assert_same(added, truth, 1e-12)
 
 
 def indexer_rows() -> None:
@@ -659,6 +706,9 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "grouped_mlp, FP8, one of four ranks": partial(experts_in_fp8, ranks=4),
     "mamba3_projection, FP8": partial(mamba3_projection_in_fp8, T=37),
     "mamba3_projection, FP8, one token": partial(mamba3_projection_in_fp8, T=1, D=16, rows=16, narrow=8),
+    "feed_forward, FP8": partial(feed_forward_in_fp8, T=37),
+    "feed_forward, FP8, one token": partial(feed_forward_in_fp8, T=1, D=16, F=16),
+    "feed_forward, FP8, wide": partial(feed_forward_in_fp8, T=70, D=144, F=1040),
     "indexer, rows": indexer_rows,
     "indexer, pieces": indexer_pieces,
     "indexer, long rows": indexer_long_rows,

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from megacpp_mcore.backends.probes import triton_release
 from megacpp_mcore.ops import adam, add, embedding, fp8
+from megacpp_mcore.ops.feed_forward import triton as feed_forward
 from megacpp_mcore.ops.grouped_mlp import fp8 as experts_fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
@@ -153,6 +154,17 @@ def fp8_variants() -> Iterator[Variant]:
         yield f"FP8, rows of M, {width}", mamba3_projection.scale_rows, given, row
         yield f"FP8, rows of M alone, {width}", mamba3_projection.scale_rows, given, row | {"largest_CT": None}
         yield f"FP8, columns of M, {width}", mamba3_projection.scale_columns, given, columns | {"W": width}
+    given = types(bf16="x_TW h_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale")
+    for width in (D, 18944, 256, 16, feed_forward.WIDEST):
+        row = feed_forward.row(width)
+        for name, absent in (("", "h_TW"), (", activation", "x_TW"), (", its gradient", "")):
+            yield f"FP8, feed-forward, {width}{name}", feed_forward.scale_rows, given, row | without(*absent.split())
+        yield (
+            f"FP8, feed-forward, transposed, {width}",
+            feed_forward.transpose,
+            given,
+            feed_forward.TRANSPOSED | {"W": width},
+        )
 
 
 def small_variants() -> Iterator[Variant]:

@@ -29,6 +29,7 @@ QUANTIZED = 0.15
 """The worst row of products in FP8: two operands of E4M3 are off by 2.6 % each (rms), a gradient in E5M2 by 5 %."""
 
 Call = Callable[..., tuple[torch.Tensor, ...]]
+Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def problem(options: Options) -> Problem:
@@ -83,7 +84,16 @@ def _plain(wide: int) -> Variant:
 
 def _engine(options: Options, inputs: Inputs, wide: int) -> Iterator[Variant]:
     """Yield Transformer Engine's linear layer in its FP8 recipes, which quantise the weight in every call."""
-    weight = inputs.leaves["weight"]
+    for name, made in engine_in_fp8(options, inputs.leaves["weight"]):
+        if isinstance(made, str):
+            yield Variant.missing(name, made)
+            continue
+        (linear,), scope = made
+        yield _variant(name, PEER, partial(_in_scope, linear, scope), wide, linear.weight, limit=QUANTIZED)
+
+
+def engine_in_fp8(options: Options, *weights: torch.Tensor) -> Iterator[tuple[str, str | tuple[list[Any], Scope]]]:
+    """Yield Transformer Engine's FP8 recipes, each with linear layers of these weights and its scope, or why it cannot run."""
     for recipe in ("current", "block"):
         name = f"Transformer Engine, FP8 {recipe}"
         reason = lacking(options.device, ENGINE, name)
@@ -92,18 +102,19 @@ def _engine(options: Options, inputs: Inputs, wide: int) -> Iterator[Variant]:
             can, why = te_imports.entry(asks)(return_reason=True)
             reason = "" if can else f"not here: {why}"
         if reason:
-            yield Variant.missing(name, reason)
+            yield name, reason
             continue
-        made: dict[str, Any] = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
-        linear = te_imports.entry("Linear")(weight.shape[1], len(weight), **made)
-        with torch.no_grad():
-            linear.weight.copy_(weight)
-        call = partial(_in_scope, linear, te_imports.entry(kind)())
-        yield _variant(name, PEER, call, wide, linear.weight, limit=QUANTIZED)
+        linears = []
+        for weight in weights:
+            made: dict[str, Any] = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
+            linears.append(te_imports.entry("Linear")(weight.shape[1], len(weight), **made))
+            with torch.no_grad():
+                linears[-1].weight.copy_(weight)
+        yield name, (linears, partial(te_imports.entry("autocast"), enabled=True, recipe=te_imports.entry(kind)()))
 
 
-def _in_scope(linear: torch.nn.Module, recipe: Any, inputs: Inputs) -> tuple[torch.Tensor]:
-    with te_imports.entry("autocast")(enabled=True, recipe=recipe):
+def _in_scope(linear: torch.nn.Module, scope: Scope, inputs: Inputs) -> tuple[torch.Tensor]:
+    with scope():
         return (linear(inputs.leaves["x"]),)
 
 

@@ -43,6 +43,7 @@ def by_precision(
     scoped: Collection[int] = (),
     projected: Collection[int] = (),
     gradient: bool = True,
+    predicted: bool = False,
 ) -> dict[str, Families]:
     """``step`` split by the precision whose peak applies; the parts sum to the whole.
 
@@ -55,10 +56,11 @@ def by_precision(
         scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.fp8_scopes`).
         projected: those of M layers whose wide input projections run in FP8.
         gradient: whether the products for these weights' gradients do, too.
+        predicted: whether the feed-forward layer of MTP does.
     """
     usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype
     experts = expert_layers(model) if plan.kernel_fp8 == "experts" else experts
-    if not (experts or scoped or projected):
+    if not (experts or scoped or projected or predicted):
         return {usual: step.families}
     numbered = list(enumerate(step.layers, start=1))
     routed = [Families(routed_experts=part.routed_experts) for number, part in numbered if number in experts]
@@ -69,7 +71,8 @@ def by_precision(
         for number, part in numbered
         if number in projected
     ]
-    fp8 = reduce(add, [*routed, *dense, *inputs], Families())
+    mtp = Families(dense_ffn=step.families.dense_ffn) if predicted else Families()
+    fp8 = reduce(add, [*routed, *dense, *inputs], mtp)
     rest = {name: _less(getattr(step.families, name), getattr(fp8, name)) for name in NAMES}
     return {"fp8": fp8, usual: Families(**rest)}
 

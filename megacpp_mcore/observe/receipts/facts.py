@@ -73,7 +73,10 @@ _ROUTING = (
     "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 _BY_TRITON = "triton_fp8"
-_IN_FP8 = {"routed_mlp": "experts", "grouped_mlp": "experts", "mamba3_projection": "Mamba input projections"}
+_IN_FP8 = {
+    "routed_mlp": "experts", "grouped_mlp": "experts", "mamba3_projection": "Mamba input projections",
+    "feed_forward": "MTP feed-forward",
+}  # fmt: skip
 """What ops with backends called so compute in FP8, by the names in receipts."""
 _OF_MODEL = ("model", "family", "pattern", "flops", "indexer")
 """Fields that are unknown where the model's definition is."""
@@ -321,6 +324,7 @@ def _flops(
         "experts": _numbers(model, EXPERTS) if f"experts by {_BY_TRITON}" in kernels else (),
         "projected": _numbers(model, MAMBA) if any(inputs in name for name in kernels) else (),
         "gradient": f"{inputs} by {_BY_TRITON}" in kernels,
+        "predicted": f"{_IN_FP8['feed_forward']} by {_BY_TRITON}" in kernels,
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }

@@ -1,0 +1,136 @@
+"""MTP's feed-forward layer by the op ``feed_forward``: the model is stock's, and what stock alone can do stays with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.mlp import MLP
+
+from megacpp_mcore.backends import AUTO, STOCK, Dispatcher, probes
+from megacpp_mcore.backends.probes import ProbeResult
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs.mtp import FeedForward, why_stock_feed_forward
+from megacpp_mcore.model import preset
+from megacpp_mcore.ops.feed_forward.reference import feed_forward
+from tests import micro_batch, stock
+from tests.distributed.comparing import differing_tensors
+from tests.errors import raises
+
+S, B = 32, 2
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
+
+
+def built(folder: Path, backend: str, *words: str) -> Any:
+    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"feed_forward": backend}).train()
+
+
+def layer_of(model: Any) -> Any:
+    return model.mtp.layers[0].mtp_model_layer.mlp
+
+
+def outcome(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    stock.loss_scale(1.0)
+    losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
+    losses_BS.mean().backward()
+    return losses_BS.detach(), micro_batch.gradients(model)
+
+
+def test_the_model_is_stocks_to_rounding_and_so_are_its_checkpoints(process: Path) -> None:
+    theirs = built(process, AUTO)
+    assert (type(layer_of(theirs)), layer_of(theirs).backend.observed) == (MLP, STOCK)
+    losses_BS, gradients = outcome(theirs)
+    ours = built(process, "reference")
+    assert (type(layer_of(ours)), layer_of(ours).backend.observed) == (FeedForward, "reference")
+    found_BS, found = outcome(ours)
+    torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
+    assert differing_tensors(gradients, found, 1e-5) == []
+    keys = [{one.key for one in layer_of(model).sharded_state_dict().values()} for model in (ours, theirs)]
+    assert keys[0] == keys[1] >= {"linear_fc1.weight", "linear_fc2.weight"}
+
+
+def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(
+    process: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, given = layer_of(built(process, "reference")), []
+    monkeypatch.setattr(layer.config, "gradient_accumulation_fusion", True)
+    for module in (layer.linear_fc1, layer.linear_fc2):
+        monkeypatch.setattr(module, "forward", None)
+        module.weight.main_grad = torch.ones_like(module.weight)
+        module.weight.grad_added_to_main_grad = False
+
+    def op(*arguments: Any) -> torch.Tensor:
+        given.append(arguments)
+        return feed_forward(*arguments)
+
+    monkeypatch.setattr(layer, "backend", SimpleNamespace(fn=op, observed="triton_fp8"))
+    hidden_SBD = torch.randn(5, 2, 128)
+    output_SBD, bias = layer(hidden_SBD)
+    output_SBD.sin().sum().backward()
+    weights = [module.weight.detach().clone().requires_grad_() for module in (layer.linear_fc1, layer.linear_fc2)]
+    expected_SBD = torch.nn.functional.gelu(hidden_SBD @ weights[0].T) @ weights[1].T
+    expected_SBD.sin().sum().backward()
+    assert bias is None
+    torch.testing.assert_close(output_SBD, expected_SBD)
+    ((_, *parameters, main_grads),) = given
+    for parameter, weight, main_grad in zip(parameters, weights, main_grads, strict=True):
+        assert main_grad.buffer is parameter.main_grad
+        assert parameter.grad_added_to_main_grad
+        assert weight.grad is not None
+        torch.testing.assert_close(parameter.main_grad - 1, weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fused", "tensor", "flag", "named"),
+    [
+        (True, 1, "", "transformer_engine: {mtp: true}"),
+        (False, 2, "", "--tensor-model-parallel-size"),
+        (False, 1, "use_torch_fsdp2", "--use-torch-fsdp2"),
+        (False, 1, "use_megatron_fsdp", "--use-megatron-fsdp"),
+        (False, 1, "", None),
+    ],
+)
+def test_what_stock_alone_can_do_is_refused_by_name(
+    fused: bool, tensor: int, flag: str, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = SimpleNamespace(tensor_model_parallel_size=tensor)
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(**{flag: True} if flag else {}))
+    why = why_stock_feed_forward(config, fused)
+    if named is None:
+        assert why is None
+        return
+    assert why is not None
+    needs: dict[str, Any] = {"hidden": 128, "ffn": 512, "device": "cpu", "dtype": torch.float32}
+    with raises(BackendError, named, "feed_forward: triton_fp8", code="stock-only"):
+        Dispatcher({"feed_forward": "triton_fp8"}).resolve_or_stock("feed_forward", why, **needs)
+    assert named in Dispatcher({}).resolve_or_stock("feed_forward", why, **needs).reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "refusal"),
+    [
+        ({"hidden": 120}, "hidden 120 is not a multiple of 16"),
+        ({"ffn": 40}, "ffn 40 is not a multiple of 16"),
+        ({"ffn": 65536}, "ffn 65536 > 32768"),
+        ({"device": "cpu"}, "not on cpu"),
+        ({"dtype": torch.float16}, "dtype float16 is not one of bfloat16"),
+    ],
+)
+def test_fp8_by_name_refuses_by_name(changed: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {"hidden": 3584, "ffn": 18944, "device": "cuda", "dtype": torch.bfloat16, "capturable": True}
+    monkeypatch.setattr(probes, "requirement", lambda name: ProbeResult(True))
+    for capability, sizes, why in (((9, 0), changed, refusal), ((8, 0), {}, "(8, 0), not Hopper")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        with raises(BackendError, "triton_fp8", "op feed_forward", why, code="cannot-run"):
+            Dispatcher({"feed_forward": "triton_fp8"}).request("feed_forward", **(needs | sizes))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 16), (32, 24), (16, 32)), ((3, 16), (32, 16), (32, 16)), ((3, 16), (32,), (32,))]
+)
+def test_widths_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
+    with raises(ModelError, str(shapes[1]), "[F, D]"):
+        feed_forward(*(torch.zeros(shape) for shape in shapes))

@@ -26,7 +26,7 @@ help:
 	@echo "make kernels    the GPU kernels without a GPU: interpreted, and compiled for an H200 (nothing spilled, tensor cores used)"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
-	@echo "make test-newest  kernels, ops, patches and CPU lane with the newest torch that pip installs (5 GB, removed at the end)"
+	@echo "make test-newest  the CPU suite and the kernels with the newest torch that pip installs (5 GB, removed at the end)"
 	@echo "make test-upstream  Megatron's own unit tests with and without patches, on a GPU host"
 	@echo "make lint       ruff, check and format; who imports whom"
 	@echo "make typecheck  mypy"
@@ -86,7 +86,7 @@ test-exhaustive:
 test-newest:
 	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; "$(BASE_PYTHON)" -m venv "$$folder/venv"; python="$$folder/venv/bin/python"; \
 	"$$python" -m pip install --quiet --disable-pip-version-check ".[dev]"; \
-	"$$python" -m pytest -n 2 --dist worksteal -m "not gpu and not exhaustive" tests/cpu tests/ops tests/patches
+	"$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not exhaustive" tests --ignore=tests/gpu
 
 # With the host's own Python: the environment of this file has no Transformer Engine.
 test-upstream:

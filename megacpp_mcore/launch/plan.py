@@ -87,7 +87,7 @@ def plan(
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_spec(script, spec, arguments, allowed_spec_prefixes)
-    _check_supported(script, arguments, lowering.preset_of(spec) is not None)
+    _check_supported(script, arguments, spec)
     resolved = _resolve_device(device, nproc, environment)
     chosen = Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
     if chosen.has_own_spec:
@@ -200,11 +200,19 @@ _PACKAGES = {
 """What Megatron's tokenizers import, by ``--tokenizer-type``."""
 
 
-def _check_supported(script: Path | None, arguments: Sequence[str], has_own_layers: bool) -> None:
-    """Refuse what the loop does not do, what our layers would not read, and a tokenizer whose package is not installed."""
+def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequence[str] | None) -> None:
+    """Refuse what the loop does not do, what the layers would not read, and a tokenizer whose package is not installed."""
     given = flags.read(arguments)
-    if has_own_layers:  # first, as another script would not help
+    if lowering.preset_of(spec) is not None:  # first, as another script would not help
         lowering.check_unused(arguments)
+    engine = flags.first(given, "--transformer-impl") in (None, "transformer_engine")
+    if spec is None and engine and "--reset-attention-mask" in given:
+        raise LaunchError(
+            "--reset-attention-mask makes a mask that Transformer Engine's causal attention does not read: tokens would "
+            "attend to other documents (NVIDIA/Megatron-LM#2357); pass --dataloader-inter-document-masking instead, or "
+            "--transformer-impl local",
+            code="mask-unread",
+        )
     if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(
             f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the "

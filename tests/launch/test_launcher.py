@@ -251,6 +251,15 @@ def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path, n
     assert plan(*words).script is None
 
 
+def test_a_mask_that_stock_attention_does_not_read_is_refused() -> None:
+    """Stock's layers of Transformer Engine are causal whatever mask they get; those of a spec may be others."""
+    for extra in ((), ("--transformer-impl", "transformer_engine")):
+        with raises(LaunchError, "--reset-attention-mask", "--dataloader-inter-document-masking", code="mask-unread"):
+            plan("--reset-attention-mask", *extra)
+    assert plan("--reset-attention-mask", *CPU_ARGUMENTS).spec is None
+    launch_plan._check_supported(None, ["--reset-attention-mask"], ("our_specs", "block"))
+
+
 @pytest.mark.parametrize("available", [True, False])
 def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch

@@ -33,6 +33,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from packaging.version import Version
+
 ROOT = Path(__file__).parents[1]
 _LIBRARIES = (
     "torch._inductor.compile_fx", "torch.distributed._symmetric_memory", "torch.distributed.checkpoint",
@@ -285,6 +287,8 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     _lend_a_fork()
+    if Version(sys.modules["triton"].__version__) >= Version("3.9"):  # which lists on stderr what is alive at the end
+        atexit.register(gc.unfreeze)
     first, *words = request["words"]
     paths = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     if first == "-m":

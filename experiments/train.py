@@ -5,13 +5,14 @@
 The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
 definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
 (``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
-runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via:
-stock`` a model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that
-is named twice trains every arm twice. ``apart`` is the largest difference in a step's loss from the first run of the same arm
-and seed, or, for that run itself, from the first arm with as many steps. Column ``probe`` has the memory that was reserved, and
-estimated for an H200; of profiled steps, milliseconds by family and exposed communication by kind; and with ``probe: layers``
-every layer's gradient norm and the load of its experts. ``--heldout`` is another dataset, on whose whole batches each run is
-evaluated at its end; ``--curves`` writes the main loss by tokens and seconds (:mod:`experiments.curves` draws it).
+runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via: stock`` a
+model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that is named
+twice trains every arm twice. ``--rates`` trains every arm with each of these learning rates. ``apart`` is the largest
+difference in a step's loss from the first run of the same arm and seed, or, for that run itself, from the first arm with as
+many steps. Column ``probe`` has the memory that was reserved, and estimated for an H200; of profiled steps, milliseconds by
+family and exposed communication by kind; and with ``probe: layers`` every layer's gradient norm and the load of its experts.
+``--heldout`` is another dataset, on whose whole batches each run is evaluated at its end; ``--curves`` writes the main loss by
+tokens and seconds (:mod:`experiments.curves` draws it).
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ COLUMNS = (
 )  # fmt: skip
 
 CURVE = ("experiment", "arm", "seed", "step", "tokens", "seconds", "loss", "commit")
+OF_GPUS = ("--moe-permute-fusion", "--moe-grouped-gemm")
+"""Stock words of kernels that a CPU has not, without which the same is computed."""
 EACH = 10
 """Steps that a point of a curve is the mean of."""
 HELDOUT = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
@@ -96,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in content["arms"]:
             sys.exit(f"{args.file} has no arm {name!r}; {nearest(name, content['arms'])}")
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
+    if args.rates:
+        arms = [_with_rate(arm, rate) for arm in arms for rate in args.rates]
     asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
     if args.heldout and any(arm.via == "bridge" for arm in arms):
         sys.exit("--heldout is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
@@ -143,6 +148,11 @@ def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
     return Arm(**{**part, **both, "name": name, "words": words})
 
 
+def _with_rate(arm: Arm, rate: float) -> Arm:
+    training = {**arm.training, "learning_rate": rate}
+    return dataclasses.replace(arm, name=f"{arm.name} at {rate:g}", training=training)
+
+
 def _on_gpus(
     content: Mapping[str, Any],
     job: tuple[Arm, int],
@@ -177,6 +187,8 @@ def _train(
     if args.steps:
         given["train_iters"] = args.steps
     extra = tuple(str(word).format(folder=args.folder.resolve()) for word in arm.words)
+    if args.device == "cpu" and arm.via == "stock":
+        extra = (*(word for word in extra if word not in OF_GPUS), "--no-rope-fusion")
     extra += tuple(_evaluated(args.heldout, model, given))
     data = ("--data-path", args.data, "--split", "100,0,0")
     training = Training(
@@ -319,6 +331,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     parser.add_argument("--steps", type=int, help="instead of the file's")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates, instead of the file's")
     parser.add_argument("--window", type=int, default=20, help="last steps that a loss is the mean of")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, help="of this machine, that runs share (default: --nproc)")

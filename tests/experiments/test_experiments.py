@@ -20,12 +20,15 @@ from megacpp_mcore.arguments.read import read
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, memory, preset, with_overrides
+from megacpp_mcore.model.flops import count
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from tests import forks, stock
 
 ROOT = Path(__file__).parents[2]
+TWIN = 0.817e9
+"""FLOPs of training a token of the twins."""
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
 
 
@@ -50,27 +53,40 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         assert arm.via == "launch" or arm.recipe in RECIPES
 
 
+def test_the_twins_take_the_same_work_a_token() -> None:
+    content = yaml.safe_load((ROOT / "experiments/twins.yaml").read_text())
+    arms = [train._arm(content, name, part or {}) for name, part in content["arms"].items()]
+    models = {arm.name: with_overrides(preset(content["model"]), arm.overrides) for arm in arms if arm.via == "launch"}
+    work = {name: count.step(model).training_per_token for name, model in models.items()}
+    assert work.pop("nam56r") == pytest.approx(TWIN, rel=0.01)
+    assert min(work.pop("prediction"), work.pop("full attention")) > 1.03 * TWIN  # which is what they are about
+    assert work
+    assert all(one == pytest.approx(TWIN, rel=0.03) for one in work.values())
+
+
 def assert_stock_trains(words: list[str]) -> None:
     """Megatron takes what a stock arm says, on the CPU's layers, and counts what the file says."""
     from megatron.training.training import num_floating_point_operations
 
-    of_gpus = ("--moe-permute-fusion", "--moe-grouped-gemm", "--bf16")
+    of_gpus = {*train.OF_GPUS, "--bf16"}
     on_cpu = [{"transformer_engine": "local"}.get(word, word) for word in words if word not in of_gpus]
     vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32767"]
     arguments = stock.parse([*on_cpu, *vocabulary, "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"])
     assert arguments.lr == 1e-3
     arguments.padded_vocab_size = 32768
-    assert num_floating_point_operations(arguments, 1) / arguments.seq_length == pytest.approx(0.817e9, rel=0.01)
+    assert num_floating_point_operations(arguments, 1) / arguments.seq_length == pytest.approx(TWIN, rel=0.01)
 
 
 def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy: set[str] = set()
     begun: list[str] = []
+    rates: list[str] = []
     seen: list[tuple[str, int]] = []
 
     def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",")
         begun.append(command[command.index("--nproc") + 1])
+        rates.append(command[command.index("--lr") + 1])
         assert not busy.intersection(gpus)
         busy.update(gpus)
         time.sleep(0.2)
@@ -85,6 +101,11 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     arms = yaml.safe_load((ROOT / "experiments/gpus.yaml").read_text())["arms"].values()
     assert sorted(seen) == sorted((str(arm["training"]["processes"]), arm["training"]["processes"]) for arm in arms)
     assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file, beside each other, before the one of 8
+    rates.clear()
+    swept = ["--folder", str(tmp_path / "swept"), "--arms", "one", "two", "--rates", "1e-3", "0.002"]
+    assert train.main([*words, "--gpus", "2", *swept]) == 1
+    assert sorted(rates) == ["0.001", "0.001", "0.002", "0.002"]
+    assert sorted(path.name for path in (tmp_path / "swept").iterdir())[1] == "01_one_at_0.002_1234"
     with pytest.raises(SystemExit, match="8 GPUs"):
         train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match=r"no arm 'fuor'.*four"):

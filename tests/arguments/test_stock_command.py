@@ -207,44 +207,6 @@ def test_every_recipe_has_every_form_and_they_agree(
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["nam56r", "--partition", "x"], "--partition is an option of a batch job"),
-        (["nam56r_tiny", "--as", "slurm"], "add --device cuda"),
-        (["nam56r_tiny", "--via", "bare"], "needs the CPU lane"),
-        (["nam56r", "--nodes", "0"], "--nodes is 0"),
-        (["nam56r", "--expert", "8", "--nodes", "3"], "8 processes do not spread evenly over 3 nodes"),
-        (["nam56r", "--expert", "8", "--gpus-per-node", "3"], "a multiple of 8 processes, and 1 nodes × 3 are 3"),
-        (["nam56r", "--set", "depth"], "'depth' is not of the form KEY=VALUE"),
-        (["nam56r", "--set", "dept=3"], "unknown key 'dept' in 'dept=3'; did you mean 'depth'"),
-        (["nam56r", "--set", "topk=3"], "did you mean 'dsa.topk' or 'moe.topk'?"),
-        (["nam56r", "--set", "depth=3", "depth=4"], "depth is given twice"),
-        (["nam56r", "--set", "depth=many"], "'depth=many': 'many' is not a whole number"),
-        (["nam56r", "--set", "m2rnn.heads=x"], "'x' is not a whole number or none"),
-        (["nam56r", "--set", "moe.topk=99"], "nam56r with moe.topk=99 is no model that can be built"),
-        (
-            ["nam56r", "--set", "pattern=AXE", "depth=3"],
-            "nam56r with pattern=AXE, depth=3 is no model.*'X' at position 2",
-        ),
-        (["nam56r", "--set", "train_iters=0"], "train_iters is 0; expected 1 or more"),
-        (["nam56r", "--set", "adam_beta2=1.5"], "adam_beta2 is 1.5; expected less than 1"),
-        (["nam56r", "--set", "heads=3"], r"hidden_size \(3584\) is not a multiple of heads \(3\)"),
-        (["nam56r", "--set", f"seed={2**32}"], "seed is 4294967296; expected less than 2\\*\\*32"),
-        (["nam56r", "--set", "seed=-1"], "seed is -1; expected 1 or more"),
-        (["nam56r", "--set", "seed=0"], "seed is 0; expected 1 or more"),
-        (["nam56r", "--set", "seed=1", "train_iters=3", "--train-iters", "3"], "--train-iters"),
-        (["nam56r", "--set", "dsa.topk=64"], "add --settings FILE"),
-        (["nam56r", "--settings", "x.yaml"], "nothing is changed"),
-        (["nam56r", "--set", "dsa.topk=64", "--settings", "no folder/x.yaml"], "cannot be written"),
-    ],
-)
-def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
-    import re
-
-    assert re.search(says, emit(capsys, *words, status=2))
-
-
 def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
     of_model, of_training = set(dict(schema.plain_keys(Model))), set(dict(schema.plain_keys(Training)))
     assert not of_model & of_training

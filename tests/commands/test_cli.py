@@ -63,22 +63,6 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["launch", "--device", "cpu", "pretrain_gpt.py", "--lr", "1"], "launch [OPTIONS] -- pretrain_gpt.py …"),
-        (["launch", "--lr", "1"], "--lr 1"),
-        (["recipe", "show", "launch", "--", "nam56r"], "unrecognized arguments"),
-        (["recipe", "list", "--lr"], "unrecognized arguments: --lr"),
-    ],
-)
-def test_words_in_the_wrong_place_are_named(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err
-
-
 def test_errors_of_the_command_line_alone_come_before_heavy_imports(tmp_path: Path) -> None:
     commands = {
         "launch --profile 5-2 --observe run -- --num-layers 2": "'5-2'",
@@ -183,19 +167,6 @@ def test_how_errors_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     fail(monkeypatch, KeyboardInterrupt())
     assert cli.main(["launch", "--", "x.py"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-@pytest.mark.parametrize(
-    "argv", [[], ["no-such-command"], ["launch", "--device", "tpu"], ["patch"], ["doctor", "--", "x"]]
-)
-def test_usage_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("megacpp-mcore")
-    assert printed.endswith(" --help\n")
-    assert printed.count("\n") == 1
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -76,14 +76,6 @@ def test_show_is_the_whole_definition(capsys: pytest.CaptureFixture[str], name: 
     assert shown["rope_theta"] == model.rope_theta
 
 
-def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for action in ("show", "emit"):
-        said = recipe(capsys, action, "nam56", status=2)
-        assert "there is no model or recipe 'nam56'; did you mean 'nam56r'" in said
-    name = next(iter(RECIPES))
-    assert f"did you mean '{name}'" in recipe(capsys, "emit", name.replace("pretrain", "petrain"), status=2)
-
-
 @pytest.mark.parametrize(
     ("options", "processes"),
     [
@@ -233,27 +225,6 @@ def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]
         env={"PATH": "/usr/bin:/bin", "DATA_PREFIX": "a b"},
     )  # fmt: skip
     assert "--data-path a b --split" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--pipeline", "2"], "layer 29"),
-        (["--tensor", "3"], "not a multiple of tensor parallelism (3)"),
-        (["--expert", "7", "--set", "dsa.topk=8", "--settings", "new.yaml"], "expert parallelism (7)"),  # not the batch
-        (["--expert", "16"], "global batch of 8 is not a multiple of the micro-batch (1) × 16"),
-        (["--train-iters", "-5"], "--train-iters is -5"),
-        (["--as", "args"], "add --data PREFIX"),
-        (["--lr", "nan"], "--lr is nan"),
-        (["--device", "cpu", "--impl", "transformer_engine"], "CPU lane has no Transformer Engine"),
-    ],
-)
-def test_layouts_that_cannot_be_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert says in recipe(capsys, "emit", "nam56r", *options, status=2)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

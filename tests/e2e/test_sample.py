@@ -14,7 +14,7 @@ import torch
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.launch import launcher, sampling, scoring
+from megacpp_mcore.launch import launcher, sampling, schedule_search, scoring
 from megacpp_mcore.launch.heldout import tokenizer_of
 from megacpp_mcore.model import Layout
 from tests import tiny_run
@@ -83,27 +83,43 @@ def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "script", "options"),
     [
-        (["sample", "--prompt=-y", "--tokens", "3"], sampling, ["--prompt=-y", "--tokens=3", "--temperature=0.8"]),
-        (["score", "--heldout", "text", "--nproc", "2"], scoring, ["--heldout=text", "--batch=8"]),
+        ("sample --prompt=-y --tokens 3", sampling, "--prompt=-y --tokens=3 --temperature=0.8"),
+        ("score --heldout text --nproc 2", scoring, "--heldout=text --batch=8"),
+        (
+            "advise index-cache --heldout text --tokens 9", schedule_search,
+            "--heldout=text --tokens=9 --batch=8 --tolerance=0.001",
+        ),
     ],
-)
-def test_a_command_is_a_launch(
-    words: list[str], script: Any, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+)  # fmt: skip
+def test_a_command_is_a_launch(words: str, script: Any, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     monkeypatch.setattr(launcher, "launch", lambda *given, **more: launched.append((given, more)) or 0)
-    assert cli.main([*words, "--device", "cpu", "--", "--load", "x"]) == 0
+    assert cli.main([*words.split(), "--device", "cpu", "--", "--load", "x"]) == 0
     (((command,), more),) = launched
-    assert command == [script.__file__, "--load", "x", "--skip-train", *options]
+    assert command == [script.__file__, "--load", "x", "--skip-train", *options.split()]
     assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
     assert more["nproc"] == (2 if "--nproc" in words else 1)
 
 
-@pytest.mark.parametrize("words", [["sample", "--tokens", "0"], ["score", "--heldout", "x", "--batch", "-1"]])
-def test_numbers_are_checked_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+ADVISE = "advise index-cache --heldout text"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("sample --tokens 0", "whole number, 1 or more"),
+        ("score --heldout x --batch -1", "whole number, 1 or more"),
+        (f"{ADVISE} --tokens -5", "whole number, 1 or more"),
+        (f"{ADVISE} --batch two", "whole number, 1 or more"),
+        (f"{ADVISE} --tolerance -1", "finite number, 0 or more"),
+        (f"{ADVISE} --tolerance nan", "finite number, 0 or more"),
+        (f"{ADVISE} --tolerance much", "finite number, 0 or more"),
+    ],
+)
+def test_numbers_are_checked_at_once(words: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main([*words, "--", "--load", "x"])
-    assert f"found {words[-1]!r}, expected a whole number, 1 or more" in capsys.readouterr().err
+        cli.main([*words.split(), "--", "--load", "x"])
+    assert f"found {words.split()[-1]!r}, expected a {kind}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -10,9 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.launch import launcher, schedule_search
 from megacpp_mcore.launch.schedule_search import Round, Schedules, advice, describe, search
 from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.model import preset
@@ -84,17 +82,6 @@ def test_the_advice_is_the_last_schedule_within_the_tolerance(process: Path) -> 
     assert "the schedule as it is" in advice(schedules, rounds, 1e-4)
 
 
-def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Any] = []
-    monkeypatch.setattr(launcher, "launch", lambda *given, **more: launched.append((given, more)) or 0)
-    words = ["advise", "index-cache", "--device", "cpu", "--heldout", "text", "--tokens", "9", "--", "--load", "x"]
-    assert cli.main(words) == 0
-    (((command,), more),) = launched
-    assert command[0] == schedule_search.__file__
-    assert " ".join(command[1:]) == "--load x --skip-train --heldout=text --tokens=9 --batch=8 --tolerance=0.001"
-    assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [(), ("--bf16",)])
@@ -107,18 +94,3 @@ def test_a_checkpoint_is_searched(dtype: tuple[str, ...], tmp_path: Path) -> Non
     said = tiny_run.start((*search_, "--tokens", "2000", "--"), [*words, "--load", saved], data).finish()
     assert len(re.findall(rf"^{tiny_run.SCHEDULE}  as it is ", said, re.MULTILINE)) == 1
     assert "advised: " in said
-
-
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        *((words, "whole number, 1 or more") for words in (["--batch", "0"], ["--tokens", "-5"], ["--batch", "two"])),
-        *((["--tolerance", value], "finite number, 0 or more") for value in ("-1", "nan", "much")),
-    ],
-)
-def test_a_number_that_scores_nothing_is_refused(
-    words: list[str], kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["advise", "index-cache", "--heldout", "text", *words, "--", "--load", "x"])
-    assert f"found {words[1]!r}, expected a {kind}" in capsys.readouterr().err

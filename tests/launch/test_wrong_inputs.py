@@ -24,11 +24,20 @@ from tests import stock, tiny_run
 from tests.errors import raises
 
 EMIT = "recipe emit nam56r_tiny"
+WHOLE = "recipe emit nam56r"
 LAUNCH = "launch --device cpu -- {words}"
 
 AT_THE_COMMAND_LINE = [
+    ("", " --help"),
+    ("patch", " --help"),
+    ("launch --device tpu", " --help"),
+    ("doctor -- x", " --help"),
     ("recpie list", "did you mean 'recipe'?"),
-    ("recipe emit nam56r_tyni", "did you mean 'nam56r_tiny'"),
+    ("recipe list --lr", "unrecognized arguments: --lr"),
+    ("recipe show launch -- nam56r", "unrecognized arguments"),
+    ("recipe show nam56", "there is no model or recipe 'nam56'; did you mean 'nam56r'"),
+    ("recipe emit nam56r_tyni", "there is no model or recipe 'nam56r_tyni'; did you mean 'nam56r_tiny'"),
+    ("recipe emit nam56r_petrain_1gpu_h200_bf16", "did you mean 'nam56r_pretrain_1gpu_h200_bf16'"),
     (f"{EMIT} --tokenizer nope", "tokenizer folder nope has no tokenizer.json"),
     (f"{EMIT} --global-batchsize 4", "did you mean '--global-batch-size'"),
     (f"{EMIT} --lr abc", "invalid float value: 'abc'"),
@@ -38,12 +47,37 @@ AT_THE_COMMAND_LINE = [
     (f"{EMIT} --set hidden_size=64 --settings afile", "choose another file, or add --overwrite"),
     (f"{EMIT} --global-batch-size 3 --micro-batch-size 2", "change --global-batch-size or --micro-batch-size"),
     (f"{EMIT} --tensor 3", "the nearest divisor is 4"),
-    (f"{EMIT} --nodes 0", "expected 1 or more"),
+    (f"{EMIT} --nodes 0", "--nodes is 0; expected 1 or more"),
     (f"{EMIT} --lr=-1", "error: --lr is -1.0"),
+    (f"{EMIT} --lr nan", "error: --lr is nan"),
+    (f"{EMIT} --train-iters -5", "--train-iters is -5"),
     (f"{EMIT} --set clip_grad=-1", "error: clip_grad is -1.0"),
+    (f"{EMIT} --as slurm", "add --device cuda"),
+    (f"{EMIT} --as args", "add --data PREFIX"),
+    (f"{EMIT} --via bare", "needs the CPU lane"),
+    (f"{EMIT} --settings x.yaml", "nothing is changed"),
+    (f"{EMIT} --set dsa.topk=64 --settings 'no folder/x.yaml'", "cannot be written"),
+    (f"{WHOLE} --partition x", "--partition is an option of a batch job"),
+    (f"{WHOLE} --pipeline 2", "layer 29"),
+    (f"{WHOLE} --expert 7 --set dsa.topk=8 --settings new.yaml", "expert parallelism (7)"),  # not the batch
+    (f"{WHOLE} --expert 16", "global batch of 8 is not a multiple of the micro-batch (1) × 16"),
+    (f"{WHOLE} --expert 8 --nodes 3", "8 processes do not spread evenly over 3 nodes"),
+    (f"{WHOLE} --expert 8 --gpus-per-node 3", "a multiple of 8 processes, and 1 nodes × 3 are 3"),
+    (f"{WHOLE} --device cpu --impl transformer_engine", "CPU lane has no Transformer Engine"),
+    (f"{WHOLE} --set topk=3", "did you mean 'dsa.topk' or 'moe.topk'?"),
+    (f"{WHOLE} --set depth=3 depth=4", "depth is given twice"),
+    (f"{WHOLE} --set depth=many", "'depth=many': 'many' is not a whole number"),
+    (f"{WHOLE} --set m2rnn.heads=x", "'x' is not a whole number or none"),
+    (f"{WHOLE} --set moe.topk=99", "nam56r with moe.topk=99 is no model that can be built"),
+    (f"{WHOLE} --set pattern=AXE depth=3", "'X' at position 2"),
+    (f"{WHOLE} --set heads=3", "hidden_size (3584) is not a multiple of heads (3)"),
+    (f"{WHOLE} --set train_iters=0", "train_iters is 0; expected 1 or more"),
+    (f"{WHOLE} --set adam_beta2=1.5", "adam_beta2 is 1.5; expected less than 1"),
+    (f"{WHOLE} --set seed={2**32}", "seed is 4294967296; expected less than 2**32"),
+    (f"{WHOLE} --set seed=0", "seed is 0; expected 1 or more"),
+    (f"{WHOLE} --set train_iters=3 --train-iters 3", "--train-iters"),
     (f"{EMIT} -- --lr 1", "--set learning_rate="),
     (f"{EMIT} -- --tensor-model-parallel-size 2", "--set tensor="),
-    (f"{EMIT} -- --hidden-size 64", "--hidden-size"),
     (f"{EMIT} -- --spec local", "--spec"),
     (f"{EMIT} -- --use-checkpoint-args", "--use-checkpoint-args"),
     (f"{EMIT} -- --save x", "--save-interval"),
@@ -54,6 +88,8 @@ AT_THE_COMMAND_LINE = [
     ("data prepare nope.txt --output x/y", "No such file or directory"),
     ("data prepare afile --output y --tokenizer nope", "pass the folder that holds tokenizer.json"),
     ("report compare nope nope2", "expected the folder of a run that was observed, or a receipt"),
+    ("launch --lr 1", "--lr 1"),
+    ("launch --device cpu pretrain_gpt.py --lr 1", "launch [OPTIONS] -- pretrain_gpt.py …"),
     ("launch --device cpu {words}", "before --: "),
     ("launch --device cpu -- latest {words}", "neither a script (*.py) nor an argument"),
     ("launch --device cpu -- pretrian_gpt.py {words}", "pretrian_gpt.py was not found"),
@@ -90,7 +126,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "afile").write_text("a: 1\n")
     (tmp_path / "key.yaml").write_text("modle: nam56r_tiny\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    for variable in ("MEGATRON_LM", "MEGACPP_CONFIG"):
+        monkeypatch.delenv(variable, raising=False)
     return tmp_path
 
 
@@ -104,7 +141,7 @@ def test_a_wrong_command_is_one_line_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = shlex.split(command.format(words=shlex.join(words)))
-    if given[0].startswith("MEGACPP_CONFIG="):
+    if command and given[0].startswith("MEGACPP_CONFIG="):
         monkeypatch.setenv(*given.pop(0).split("="))
     left = sorted(os.listdir(here))
     try:

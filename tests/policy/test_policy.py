@@ -104,6 +104,10 @@ def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> N
     ("words", "processes", "message"),
     [
         ("--tensor-model-parallel-size 3", 1, "tensor 3 .* 1"),
+        ("--tensor-model-parallel-size 4", 1, "tensor 4 takes 4 processes"),
+        ("--expert-model-parallel-size 4", 1, "expert 4 takes 4 processes"),
+        ("--tensor-model-parallel-size 4", 4, None),
+        ("--expert-model-parallel-size 4", 4, None),
         ("--pipeline-model-parallel-size 2 --context-parallel-size 3", 8, "pipeline 2 × context 3 .*6 .* 8"),
         ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, None),
     ],
@@ -485,13 +489,6 @@ def test_tf32_that_torch_was_set_to_is_named() -> None:
         ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, tf32_products=True
     ).warnings
     assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
-
-
-def test_a_layout_of_more_processes_than_there_are_is_refused() -> None:
-    for flag in ("--expert-model-parallel-size", "--tensor-model-parallel-size"):
-        resolve(read(flag, "4", world_size=4), environment={})
-        with pytest.raises(LaunchError, match=r"(expert|tensor) 4 takes 4 processes"):
-            resolve(read(flag, "4", world_size=1), environment={})
 
 
 def test_a_layout_from_elsewhere_leaves_how_a_run_is_carried_out() -> None:

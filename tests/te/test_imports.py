@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.backends import Dispatcher, te_disabled
-from megacpp_mcore.errors import BackendError, ConfigFileError
+from megacpp_mcore.errors import BackendError
 from megacpp_mcore.settings import load
 from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.probe import ProbeResult
@@ -138,21 +138,6 @@ def test_a_feature_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         te_imports.feature("atention")
     off = [name for name in te_imports.FEATURES if not getattr(te_imports.Features(), name)]
     assert off == ["mtp", "linear"]  # which change a model
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("transformer_engine: {atention: true}", ["transformer_engine", "'atention'", "'attention'"]),
-        ("transformer_engine: {attention: 1}", ["transformer_engine.attention is 1", "true or false"]),
-        ("fp8: {recipe: blockwise}", ["fp8.recipe is 'blockwise'", "delayed, current, block, mxfp8 or null"]),
-        ("fp8: {recipe: block, first: 0}", ["fp8.first is 0", "above 0"]),
-        ("fp8: {attention: 'yes'}", ["fp8.attention is 'yes'", "true or false"]),
-    ],
-)
-def test_what_the_file_may_not_say(text: str, values: list[str], tmp_path: Path) -> None:
-    with raises(ConfigFileError, *values):
-        load(write(tmp_path, text))
 
 
 def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,13 +145,14 @@ def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch)
     with stock.cpu_lane():
         from megatron.core.transformer.identity_op import IdentityOp
 
-        from megacpp_mcore.layer_specs import parts
+        from megacpp_mcore.layer_specs import mtp, parts
         from megacpp_mcore.layer_specs.mtp import FUSED_NORM, mtp_block
 
         te_imports.configure(te_imports.Features(mtp=True), "a file")
         with raises(BackendError, "TELayerNormColumnParallelLinear", "transformer_engine"):
             mtp_block(parts._local_parts(), Dispatcher(), None)
         monkeypatch.setattr(te_imports, "entry", lambda name: type(name, (), {}))
+        monkeypatch.setattr(mtp, "feed_forward", lambda stock, *_: stock)
         (layer,) = mtp_block(parts._local_parts(), Dispatcher(), None).layer_specs
         inner = layer.submodules.mtp_model_layer.submodules
         assert inner.pre_mlp_layernorm is IdentityOp

@@ -231,8 +231,31 @@ def overhead() -> Iterator[Line]:
         yield f"`{row['commit']}`", number(row["step_ms"]), number(row["listeners_ms"])
 
 
+def megatrons() -> Iterator[Line]:
+    """Megatrons and torches on the CPU, of each part the newest row."""
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows("megatrons_cpu"):
+        part = row["part"] if row["part"] != "steps" else row["found"].partition(" ")[0]
+        cells.setdefault((row["megatron"], row["torch"]), {})[part] = row
+    figures = {
+        "compat": r"(\d+ of \d+)",
+        "gpt": r"lm loss (\d+\.\d{6}).*digest (\w{6})",
+        "hybrid": r"lm loss (\d+\.\d{6}).*digest (\w{6})",
+        "demo": r"per byte (\d+\.\d+);",
+        "tests": r"((?:\d+ failed, )?\d+ passed)",
+    }
+    yield "Megatron", "torch", "targets equal", "GPTModel", "HybridModel", "demo", "CPU suite", "commits"
+    for (name, torch), parts in sorted(
+        cells.items(), key=lambda cell: (cell[0][1], cell[0][0] != "wheel 0.19.2", cell[0][0])
+    ):
+        found = {part: re.search(pattern, parts[part]["found"]) for part, pattern in figures.items() if part in parts}
+        shown = [" ".join(match.groups()) if (match := found.get(part)) else "" for part in figures]
+        commits = ", ".join(f"`{commit[:7]}`" for commit in dict.fromkeys(row["commit"] for row in parts.values()))
+        yield name, torch, *shown, commits
+
+
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
-    each.__name__: each for each in (ops, models, layouts, compiled, fp8, vendors, evidence, overhead)
+    each.__name__: each for each in (ops, models, layouts, compiled, fp8, vendors, evidence, overhead, megatrons)
 }
 
 

@@ -112,10 +112,10 @@ def makes(patch: Patch) -> dict[str, Callable[[Any], Any]]:
     return {edit.target.partition(":")[2]: edit.make for edit in patch.edits}
 
 
-def printed(code: str, *words: str, first: Path | None = None) -> Any:
+def printed(code: str, *words: str, first: Path | None = None, timeout: float = 300) -> Any:
     """The JSON of the last line that ``code`` prints in a Python of its own, with ``first`` before all on its path."""
     path = os.pathsep.join([str(root) for root in (first, ROOT) if root is not None])
-    ended = forks.run(["-c", code, *words], env=os.environ | {"PYTHONPATH": path})
+    ended = forks.run(["-c", code, *words], env=os.environ | {"PYTHONPATH": path}, timeout=timeout)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

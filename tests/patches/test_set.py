@@ -73,5 +73,5 @@ def test_every_patch_goes_in_and_out(tree: str, subsets: str, request: pytest.Fi
     first = request.getfixturevalue("megatron_lm") if tree == "checkout" else None
     code = f"import json; from tests.patches.test_set import *; go_round(SUBSETS[{subsets!r}]); "
     code += "from megacpp_mcore.patches.machinery.registry import megatron_core_version as version; "
-    found = stock.printed(code + "print(json.dumps(version()))", first=first)
+    found = stock.printed(code + "print(json.dumps(version()))", first=first, timeout=1200)
     assert found == SourceTree((first or wheel_root(),)).version()

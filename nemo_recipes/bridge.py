@@ -23,10 +23,13 @@ from packaging.version import InvalidVersion, Version
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.exit_signal import answer_a_step_later
 from megacpp_mcore.util import host
-from megacpp_mcore.versions import MEGATRON_BRIDGE
+from megacpp_mcore.versions import MEGATRON_BRIDGE, MEGATRON_CORE
 
 _LEAST = {
-    "megatron-core": ("0.19", "a plain `pip install megatron-bridge` goes back to 0.13 without a word"),
+    "megatron-core": (
+        MEGATRON_CORE.partition(",")[0].removeprefix(">="),
+        "a plain `pip install megatron-bridge` goes back to 0.13 without a word",
+    ),
     "nvidia-resiliency-ext": (
         "0.6",
         "Bridge imports it, and pip takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39",

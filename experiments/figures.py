@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from experiments import lengths
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->)", re.DOTALL)
@@ -107,8 +109,8 @@ def models() -> Iterator[Line]:
         ("four H200s", "nam56r", ("gpus_h200",), ("four micro-batch 2",)),
         ("two H100s", "nam56r", ("gpus_h100",), ("two",)),
         ("four H100s", "nam56r", ("gpus_h100",), ("four",)),
-        ("one H200, FP8[^fp8]", "nam56r", ("nam56r_h200",), ("fp8 experts and current scopes",)),
-        ("four H200s, FP8[^fp8]", "nam56r", ("gpus_h200",), ("four fp8",)),
+        ("one H200, FP8[^fp8]", "nam56r", ("nam56r_h200",), ("fp8 projections and MTP",)),
+        ("four H200s, experts and scopes in FP8[^fp8]", "nam56r", ("gpus_h200",), ("four fp8",)),
         ("`nam56r_quarter` on one H200", "nam56r_quarter", ("quarter_h200",), graphs["nam56r_quarter"]),
         ("one H100", "nam56r_quarter", ("quarter_h100",), ("graphs",)),
     ):
@@ -175,18 +177,22 @@ def fp8() -> Iterator[Line]:
         ("scopes of A, M and shared experts, `block`", "fp8 scopes", "yes"),
         ("both", "fp8 experts and scopes", "yes"),
         ("both, without A", "fp8 experts, M and shared experts", "yes"),
-        ("**both, scopes `current`** (the recipe)", "fp8 experts and current scopes", "yes"),
+        ("both, scopes `current`", "fp8 experts and current scopes", "yes"),
         ("bf16", "no graphs", "no"),
         ("`bf16_te_fp8_experts`", "fp8 experts by Transformer Engine", "no"),
     ):
         row = one("nam56r_h200", arm=arm, commit="cbb992c")
         yield f"52 layers, {what}", graphs, number(row["step_ms"]), number(row["tokens_per_s"])
-    for what, arm in (("bf16", "bf16"), ("**the recipe**", "fp8 experts and current scopes")):
-        five = sorted(
-            (row for row in select("nam56r_h200", arm=arm, commit="698943d")), key=lambda row: float(row["step_ms"])
-        )
-        for which, row in (("fastest", five[0]), ("slowest", five[-1])):
-            yield f"{what}, the {which} of five runs", "yes", number(row["step_ms"]), number(row["tokens_per_s"])
+    for machine, commit, what, arm in (
+        ("a second", "02d1adf3", "experts and scopes `current`", "fp8 experts and current scopes"),
+        ("a second", "02d1adf3", "these and `mamba3_projection`", "fp8 projections"),
+        ("a second", "02d1adf3", "the same, its wgrad in bf16", "fp8 projections, gradient in bf16"),
+        ("a third", "f99dafa7", "bf16", "bf16"),
+        ("a third", "f99dafa7", "experts, scopes, `mamba3_projection` and `feed_forward` (**the recipe**)",
+         "fp8 projections and MTP"),
+    ):  # fmt: skip
+        row = one("nam56r_h200", arm=arm, commit=commit)
+        yield f"{machine} machine, {what}", "yes", number(row["step_ms"]), number(row["tokens_per_s"])
 
 
 def vendors() -> Iterator[Line]:
@@ -254,8 +260,17 @@ def megatrons() -> Iterator[Line]:
         yield name, torch, *shown, commits
 
 
+def long() -> Iterator[Line]:
+    """``nam56r_long`` by a row's length, as ``experiments/long.yaml`` trains it."""
+    yield "", "GPUs", "tokens/s a GPU", "MFU %", "GB a GPU"
+    for row in sorted(rows("long_h200"), key=lambda row: (lengths.gpus(row), lengths.length(row))):
+        count = lengths.gpus(row)
+        speed = number(int(row["tokens_per_s"]) / count)
+        yield row["arm"], str(count), speed, number(float(row["mfu"]) * 100), gigabytes(row)
+
+
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
-    each.__name__: each for each in (ops, models, layouts, compiled, fp8, vendors, evidence, overhead, megatrons)
+    each.__name__: each for each in (ops, models, layouts, compiled, fp8, vendors, evidence, overhead, megatrons, long)
 }
 
 

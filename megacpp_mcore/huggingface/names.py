@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, WINDOWED
 
@@ -30,7 +31,16 @@ class Tensor(NamedTuple):
 
 
 def tensors(model: Model) -> Iterator[Tensor]:
-    """Return every tensor of ``model``, in the order of its layers."""
+    """Return every tensor of ``model``, in the order of its layers.
+
+    Raises:
+        ModelError: it has layers that no export has.
+    """
+    if others := sorted(set(model.layers) - _MIXERS.keys()):
+        raise ModelError(
+            f"{model.name} has layers of {', '.join(others)}, and an export only of {', '.join(_MIXERS)}; add their tensors "
+            "and their module to megacpp_mcore/huggingface"
+        )
     hidden, head = model.hidden_size, (model.vocab_size, model.hidden_size)
     yield Tensor("embedding.word_embeddings.weight", "model.embed_tokens.weight", head, rows_may_follow=True)
     for number, (letter, role) in enumerate(zip(model.layers, model.roles, strict=True)):

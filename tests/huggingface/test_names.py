@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import megacpp_mcore.huggingface
-from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.errors import CheckpointError, ModelError
+from megacpp_mcore.huggingface import names
 from megacpp_mcore.huggingface.load import model_of
 from megacpp_mcore.huggingface.names import PLAIN, configuration, tensors
 from megacpp_mcore.model import PRESETS, preset, with_overrides
@@ -26,6 +27,12 @@ def test_the_tensors_are_the_models_parameters(name: str) -> None:
     padding = 2 * (model.vocab_size_padded(1) - model.vocab_size) * model.hidden_size
     biases = model.moe.experts * model.layers.count("E")  # of the balancing of experts, which is no parameter
     assert sum(math.prod(one.shape) for one in found) - biases + padding == sum(model.parameters().values())
+
+
+def test_a_letter_of_ones_own_has_no_tensors_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(names._MIXERS, "R")
+    with raises(ModelError, "nam56r_tiny", "layers of R", "A, E, M"):
+        list(tensors(preset("nam56r_tiny")))
 
 
 def test_every_size_is_an_argument_of_the_configuration() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import IO
 import pytest
 import yaml
 
-from experiments import lengths, train
+from experiments import lengths, megatrons, train
 from experiments.curves import main as draw_curves
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read
@@ -23,7 +25,7 @@ from megacpp_mcore.model import Layout, memory, preset, with_overrides
 from megacpp_mcore.model.flops import count
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests import forks, stock
 
 ROOT = Path(__file__).parents[2]
@@ -228,3 +230,18 @@ def test_more_gpus_than_are_visible_are_refused(
     with pytest.raises(SystemExit):
         train.main([str(ROOT / "experiments/gpus.yaml"), "--data", "corpus", "--gpus", "4"])
     assert "CUDA_VISIBLE_DEVICES=2,3" in capsys.readouterr().err
+
+
+def test_a_megatron_has_a_row_of_what_compat_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one that is installed; a part that fails fails the script."""
+    output = tmp_path / "rows.csv"
+    monkeypatch.setattr(sys, "argv", ["megatrons", "this", "--parts", "compat", "--output", str(output)])
+    assert megatrons.main() == 0
+    monkeypatch.setattr(megatrons.trial, "train", lambda *_, **__: ([], ["died of signal 9", "no more"]))
+    monkeypatch.setattr(sys, "argv", ["megatrons", "this", "--parts", "steps", "--output", str(output)])
+    assert megatrons.main() == 1
+    with output.open(newline="") as text:
+        compared, *trained = csv.DictReader(text)
+    assert re.fullmatch(r"fits: (\d+) of \1 targets equal", compared["found"])
+    assert [row["found"] for row in trained] == [f"{host} host: died of signal 9; no more" for host in (GPT, HYBRID)]
+    assert [row["status"] for row in (compared, *trained)] == ["0", "1", "1"]

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def figure_of(panels: int, plot: Path, *, salt: str, **shared: bool) -> Iterator[Sequence[Any]]:
+def figure_of(panels: int, plot: Path, *, salt: str, **shared: Any) -> Iterator[Sequence[Any]]:
     """Give axes side by side to draw on, and write them to ``plot``, the same bytes for the same drawing."""
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, tokens_path, output = sys.argv[1:]
 assert importlib.util.find_spec("megacpp_mcore") is None
+sys.modules["megatron"] = None  # which this environment has
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 tokens = torch.load(tokens_path)["tokens"]
@@ -28,8 +29,11 @@ with torch.no_grad():
     found["padded"] = model(both, attention_mask=mask).logits
     greedy = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     found["generated"] = model.generate(tokens[:, :cut], **greedy)
+    found["long"] = model.generate(tokens[:, :cut], **greedy | {"max_new_tokens": 200})
     found["by two"] = model.generate(both[:, :cut], attention_mask=mask[:, :cut], **greedy)
     found["beams"] = model.generate(tokens[:, :cut], max_new_tokens=5, num_beams=3)
+    rounded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16).eval()
+    found["bf16"] = rounded(tokens, use_cache=False).logits
 model.train()
 model.gradient_checkpointing_enable()
 for checkpointing in (True, False):

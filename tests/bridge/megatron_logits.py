@@ -16,14 +16,14 @@ def main() -> None:
 
     args = parsed(more)
     model, found = load_model(args), torch.load(args.tokens)
-    tokens = found["tokens"]
-    positions, ahead = torch.arange(tokens.shape[1])[None], []
+    tokens = found["tokens"].to(next(model.parameters()).device)
+    positions, ahead = torch.arange(tokens.shape[1], device=tokens.device)[None], []
     model.mtp.register_forward_hook(lambda *call: ahead.append(call[-1]))
     with torch.no_grad():
-        found["logits"] = model(tokens, positions, None)
+        found["logits"] = model(tokens, positions, None).cpu()
         model(tokens, positions, None, labels=tokens.roll(-1, 1))
         predicted = ahead[-1].chunk(2, dim=0)[1]
-        found["ahead"] = model.output_layer(predicted, weight=None)[0].transpose(0, 1)
+        found["ahead"] = model.output_layer(predicted, weight=None)[0].transpose(0, 1).cpu()
     torch.save(found, args.tokens)
 
 

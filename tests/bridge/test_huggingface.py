@@ -128,6 +128,14 @@ def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.T
     assert found["text"] == "ümläut(\n"
 
 
+def test_bf16_rounds_as_megatrons_does(found: dict[str, Any], place: Path) -> None:
+    exact = found["logits"]
+    theirs = megatrons(place, place / "saved", "--bf16")["logits"][..., : exact.shape[-1]]
+    assert found["bf16"].dtype == theirs.dtype == torch.bfloat16
+    ours, stock = (float((one.float() - exact).square().mean().sqrt()) for one in (found["bf16"], theirs))
+    assert 0 < ours < 1.5 * stock, (ours, stock)
+
+
 def test_caches_and_padding_change_nothing(found: dict[str, Any]) -> None:
     logits = found["logits"]
     torch.testing.assert_close(found["cached"], logits, rtol=0, atol=1e-5)
@@ -143,10 +151,10 @@ def test_caches_and_padding_change_nothing(found: dict[str, Any]) -> None:
 
 def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -> None:
     prompt = bytes(torch.load(place / "megatron.pt")["tokens"][0, :CUT].tolist()).decode()
-    options = ("--device", "cpu", "--prompt", prompt, "--tokens", "40", "--temperature", "0", "--")
+    options = ("--device", "cpu", "--prompt", prompt, "--tokens", "200", "--temperature", "0", "--")
     words = ["--load", str(place / "saved"), *tiny_run.words(place, 1)]
     said = tiny_run.start(("megacpp_mcore", "sample", *options), words, place).finish()
-    generated = bytes(found["generated"][0].tolist())
+    generated = bytes(found["long"][0].tolist())
     assert said.strip().endswith(generated.decode(errors="replace").strip())
 
 

@@ -238,8 +238,8 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
         call = partial(_call, module)
     made = dispatcher.observed_backends()
     names = ", ".join(dict.fromkeys(f"{one['op']} {one['observed']}" for one in made))
-    # Backends that only choose modules compute nothing themselves.
-    computing = [one["observed"] for one in made if one["op"] != EXPERTS and one["observed"] != STOCK]
+    compared = {one.op for one in own_candidates() if one.name == REFERENCE}  # of other ops the truth is the same
+    computing = [one["observed"] for one in made if one["op"] in compared and one["observed"] != STOCK]
     return Built(module, call, names or "stock's modules", all(one == REFERENCE for one in computing))
 
 

@@ -61,6 +61,10 @@ POLICIES: Mapping[tuple[str, str], str] = {
         "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
         "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
     ),
+    (
+        "feed_forward",
+        "stock",
+    ): "Megatron's own layer; the reference is the truth of triton_fp8, which runs by name alone",
     ("mla", "te"): "by name: sdpa covers every call that it covers, and comes first",
 }
 """By op and backend, why it is preferred without evidence that it is the faster one."""

@@ -140,7 +140,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
     model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
-    classes = {"linear", "norm", "rms_norm", "experts", "router", "loss", "optimizer"}
+    classes = {"linear", "norm", "rms_norm", "feed_forward", "experts", "router", "loss", "optimizer"}
     assert {op for op, _ in ops} == model_ops | classes | {"mamba3_projection"}
     assert {observed for (op, _), observed in ops.items() if op == "mamba3_projection"} == {"torch"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import integrity
@@ -77,6 +78,8 @@ def test_remainders_that_megatron_saved_by_itself_are_refused_by_name(
     """As ``param``, beside other parameters' numbers, which nothing in them shows."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    if strictness == "raise_all" and "strides" in TensorProperties.__dataclass_fields__:
+        pytest.skip("Megatron cannot list the keys of a checkpoint of this torch: it hands torch.empty strides")
     write(
         tmp_path / "iter_0000006",
         {"optimizer.state.param.weight": torch.zeros(8, dtype=torch.int16)},

@@ -165,7 +165,8 @@ def test_the_backend_is_chosen_by_the_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_loop_of_the_examples_learns() -> None:
-    done = forks.run([str(ROOT / "examples" / "ops_loop.py"), "--steps", "11", "--device", "cpu"], timeout=300)
+    words = [str(ROOT / "examples" / "ops_loop.py"), "--steps", "11", "--device", "cpu"]
+    done = forks.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = (float(line.split()[3]) for line in done.stdout.splitlines())
     assert last < first < 5.6

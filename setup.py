@@ -12,7 +12,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSIONS = runpy.run_path(str(ROOT / "megacpp_mcore" / "versions.py"))
 
-# PyPI's `apex` is not NVIDIA's: it is never named here.
+# PyPI's `apex` and `deep-gemm` are neither NVIDIA Apex nor DeepGEMM: they are never named here.
 EXTRAS = {
     "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
     # These only work together: the MIMO kernels of mamba-ssm are written for this tilelang, and that for this tvm-ffi.

@@ -119,6 +119,12 @@ _RMS_NORM_TRITON = Support(
 )
 """One program holds a whole row."""
 
+_E4M3 = ("float8_e4m3fn",)
+_DEEP_GEMM = Support(
+    devices=("cuda",), dtypes=_E4M3, dims={"inputs": Dim(multiple_of=128), "outputs": Dim(multiple_of=128)}
+)
+
+
 _MLA_PROJECTION_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
@@ -290,6 +296,19 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
         _candidate(EXPERTS, STOCK, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"),
+    )
+
+
+def grouped_fp8_candidates() -> tuple[Candidate, ...]:
+    """Return the implementations of the grouped FP8 GEMM, which no layer of the model requests yet."""
+    path = "megacpp_mcore.ops.grouped_fp8"
+    kernel = _candidate(
+        "grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,)
+    )
+    truth = dataclasses.replace(_REFERENCE, dtypes=_E4M3)
+    return (
+        dataclasses.replace(kernel, probe=lambda: _load(f"{path}.deep_gemm:probe")()),
+        _candidate("grouped_fp8", "reference", Speed.REFERENCE, truth, f"{path}.reference:grouped_product"),
     )
 
 

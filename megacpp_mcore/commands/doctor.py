@@ -28,7 +28,7 @@ from packaging.version import InvalidVersion, Version
 import megacpp_mcore
 from megacpp_mcore import settings, versions
 from megacpp_mcore.backends import markdown, own_candidates, vendor_switches
-from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
+from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.commands import trial
 from megacpp_mcore.errors import BackendError, CheckoutError, ConfigFileError, PatchError
@@ -140,6 +140,15 @@ version = transformer_engine.__version__
 """
 
 # Importing does not prove that vendors' kernels work: on a GPU one call is run, and compared with plain PyTorch.
+_DEEP_GEMM = """
+import torch, deep_gemm
+from megacpp_mcore.ops.grouped_fp8 import deep_gemm as adapter
+version = getattr(deep_gemm, "__version__", None)
+details["deep_gemm"] = adapter.record()
+found = adapter.probe()
+if torch.cuda.is_available() and not found.ok:
+    raise SystemExit(found.reason + "; no backend that auto takes needs it")
+"""
 _FLASH4 = """
 import torch
 from megacpp_mcore.ops.mla import flash4
@@ -175,6 +184,9 @@ COMPONENTS: tuple[Component, ...] = (
                      "install transformer-engine[pytorch], or uninstall every transformer-engine package"),
     Component(name="mamba-ssm", module="mamba_ssm", probe=_PLAIN.format(module="mamba_ssm.modules.mamba3")),
     Component(name="tilelang", module="tilelang"),
+    Component(name="deep_gemm", module="deep_gemm", probe=_DEEP_GEMM, distributions=("sgl-deep-gemm", "deep-gemm"),
+              genuine="include", impostor="no DeepGEMM: it has no CUDA sources to compile; run `pip uninstall deep-gemm` and "
+                                          "install sgl-deep-gemm==0.2.1"),
     Component(name="flash-attn-4", module="flash_attn.cute", probe=_FLASH4, advice=_CUTE, vendor="flash4"),
     Component(name="quack-kernels", module="quack.linear_cross_entropy", probe=_REDUCED.format(name="quack"),
               vendor="quack"),
@@ -250,7 +262,7 @@ def _find_and_try(component: Component, time_limit_s: float) -> Finding:
         reason = f"install {component.name}{component.versions}" if component.required else component.if_absent
         return found(ABSENT, None, reason, component.required)
     if component.genuine and not any((folder / component.genuine).is_dir() for folder in place):
-        return found(IMPOSTOR, installed, f"{place[0]} is {component.impostor}", True)
+        return found(IMPOSTOR, installed, f"{place[0]} is {component.impostor}", component.module == "apex")
     version, details, problem = _try(component.probe or _PLAIN.format(module=component.module), time_limit_s)
     version = version or installed
     if not problem and component.versions and not _in_range(version, component.versions):
@@ -417,7 +429,7 @@ def run(args: argparse.Namespace) -> int:
     if args.backends:
         if unreadable is not None:
             raise ConfigFileError(unreadable.reason)
-        known = [*own_candidates(), *linear_cross_entropy_candidates()]
+        known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         engine = f"features of Transformer Engine {te_imports.version() or '(not installed)'}:\n{specs.text()}"
         print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
         return 0

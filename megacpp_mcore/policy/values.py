@@ -204,6 +204,10 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
         ("TRITON_CACHE_DIR", "triton", shared, "kernels that Triton has compiled, by all ranks of a host"),
         ("TORCHINDUCTOR_CACHE_DIR", "inductor", None, in_temporary),
     )
+    if speed.cache_root or lookup.asked("DG_JIT_CACHE_DIR") is not None:
+        rows += (
+            ("DG_JIT_CACHE_DIR", "deep_gemm", None, "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),
+        )
     found = []
     for name, folder, default, note in rows:
         wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None

@@ -76,6 +76,16 @@ def test_nvidia_apex_with_and_without_its_extensions(folder: Path) -> None:
     assert found["apex: amp_C"].version == "0.1"
 
 
+def test_deep_gemm_of_another_origin(folder: Path) -> None:
+    place = package(folder, "deep_gemm", "", "deep-gemm", "1.0.0")
+    finding = only("deep_gemm")["deep_gemm"]
+    assert (finding.state, finding.version, finding.blocks) == (IMPOSTOR, "1.0.0", False)
+    assert "sgl-deep-gemm==0.2.1" in finding.reason
+    (place / "include").mkdir()
+    (folder / "torch.py").unlink()  # the real one: on a GPU a grouped call would be run
+    assert only("deep_gemm")["deep_gemm"].state == WORKS
+
+
 @pytest.mark.parametrize(
     ("value", "state", "reason"),
     [("1", OFF, "MEGACPP_DISABLE_TE=1 disables"), ("0", WORKS, "$"), ("yes", WORKS, "MEGACPP_DISABLE_TE is 'yes'; expected 1")],

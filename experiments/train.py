@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.exit(f"{args.file} has no arm {name!r}; {nearest(name, content['arms'])}")
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
     if args.rates:
+        if any(arm.via == "bridge" for arm in arms):
+            sys.exit("--rates is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
         arms = [_with_rate(arm, rate) for arm in arms for rate in args.rates]
     asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
     if args.heldout and any(arm.via == "bridge" for arm in arms):

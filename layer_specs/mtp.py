@@ -24,7 +24,7 @@ from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import full_attention
 from megacpp_mcore.layer_specs.gradients import main_grad_of
-from megacpp_mcore.layer_specs.mla import replaces_modules
+from megacpp_mcore.layer_specs.mla import wait_for_parameters
 from megacpp_mcore.layer_specs.norm import plain_norm, residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.patches.embedding_gradient import depth_of_mtp
@@ -81,7 +81,8 @@ class FeedForward(MLP):
     def forward(self, hidden_SBD: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         """``[S, B, D] -> ([S, B, D], no bias)``."""
         modules = self.linear_fc1, self.linear_fc2
-        replaces_modules(self.backend, *modules)
+        for module in modules:
+            wait_for_parameters(module)
         weights = [module.weight for module in modules]
         main_grads = tuple(main_grad_of(weight, self.config) for weight in weights)
         output_SBD: torch.Tensor = self.backend.fn(hidden_SBD, *weights, main_grads)

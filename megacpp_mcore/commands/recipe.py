@@ -158,13 +158,15 @@ def estimated(args: argparse.Namespace) -> str:
     model.check_layout(layout)
     given = {"processes": args.gpus, "micro_batch_size": args.micro_batch_size}
     training = dataclasses.replace(run.training, **{name: value for name, value in given.items() if value is not None})
-    run = dataclasses.replace(run, model=model, layout=layout, training=training)
+    settings = run.settings if recipe is None or recipe.settings is None else plugin_config.of_recipe(recipe)
+    run = dataclasses.replace(run, model=model, layout=layout, training=training, settings=settings)
     held, ways = memory.states(run), memory.choices(run)
     if held is None or not ways:
         raise ModelError(f"the memory of {args.name} is not estimated: pipeline stages hold several micro-batches")
     fitting = [one for one in ways if one.total <= memory.usable(round(args.gpu_gb * 1e9))]
     best = fitting[0] if fitting else ways[-1]
     parts = {"states": held.total} | (memory.activations(run, best.how) or {})
+    parts |= {"FP8 copies of weights": copies} if (copies := memory.quantised(run, held)) else {}
     rows = training.micro_batch_size * model.seq_length // layout.context
     lines = [
         f"{args.name}: {rows} tokens a GPU and micro-batch, {run.processes} GPU{'s' * (run.processes > 1)}, estimated",

@@ -206,11 +206,13 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
     if lowering.preset_of(spec) is not None:  # first, as another script would not help
         lowering.check_unused(arguments)
     engine = flags.first(given, "--transformer-impl") in (None, "transformer_engine")
-    if spec is None and engine and "--reset-attention-mask" in given:
+    fused = {"--bf16", "--fp16"} & given.keys() and "--no-masked-softmax-fusion" not in given
+    of_stock = spec is None or spec[0].startswith("megatron.")
+    if of_stock and (engine or fused) and "--reset-attention-mask" in given:
         raise LaunchError(
-            "--reset-attention-mask makes a mask that Transformer Engine's causal attention does not read: tokens would "
-            "attend to other documents (NVIDIA/Megatron-LM#2357); pass --dataloader-inter-document-masking instead, or "
-            "--transformer-impl local",
+            "--reset-attention-mask makes a mask that neither Transformer Engine's causal attention (NVIDIA/Megatron-LM#2357) "
+            "nor Megatron's fused softmax reads: tokens would attend to other documents; pass "
+            "--dataloader-inter-document-masking instead, or --transformer-impl local --no-masked-softmax-fusion",
             code="mask-unread",
         )
     if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:

@@ -98,7 +98,7 @@ def usable(gpu_bytes: int) -> int:
     return gpu_bytes - gpu_bytes // ROOM
 
 
-def _quantised(run: Run, held: States) -> int:
+def quantised(run: Run, held: States) -> int:
     """Return the bytes of FP8 copies of weights, in both orders; all of them, where some are in FP8."""
     own = run.settings is not None and (
         run.settings.fp8.recipe is not None or any("fp8" in name for name in run.settings.backends.values())
@@ -123,7 +123,7 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     step += (wider + gathered) * model.layers.count("E") * tokens
     if run.settings is not None and not run.settings.speed_defaults.linear_cross_entropy:
         step += 6 * model.vocab_size * (1 + model.mtp.depth) * tokens
-    free = usable(gpu_bytes) - held.total - step - _quantised(run, held)
+    free = usable(gpu_bytes) - held.total - step - quantised(run, held)
     for kept, size in _mamba_kept(model).items():
         if size * tokens * model.layers.count("M") <= free:
             return kept
@@ -204,7 +204,7 @@ def estimate(run: Run, gpu_bytes: int) -> int | None:
     keeps, repeated = mamba_keeps(run, gpu_bytes), layers.granularity == "full" or MAMBA.recompute in own.on
     kept = 0 if keeps is None or repeated else _mamba_kept(model)[keeps] * model.layers.count(MAMBA.letter)
     tokens = run.training.micro_batch_size * model.seq_length // run.layout.context // run.layout.tensor
-    return held.total + sum(parts.values()) + kept * tokens + _quantised(run, held)
+    return held.total + sum(parts.values()) + kept * tokens + quantised(run, held)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def choices(run: Run) -> list[Choice]:
             if one.recompute in on
         )
         seconds = recomputed(model, step, how).total.training / step.tokens / _RATE + scans
-        found.append(Choice(how, held.total + sum(of_parts.values()), seconds))
+        found.append(Choice(how, held.total + sum(of_parts.values()) + quantised(run, held), seconds))
     least, front = math.inf, []
     for choice in sorted(found, key=lambda one: (one.seconds, one.total)):
         if choice.total < least:

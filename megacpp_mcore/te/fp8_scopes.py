@@ -35,8 +35,8 @@ RECIPES = {
 """Each recipe's class, and the function that says whether this machine can run it."""
 
 HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter|linear_(q|kv)_(down|up)_proj")
-"""Names of modules that stay in BF16 inside of a scope; products with MLA's narrow latents take less time than quantising what
-is wide, and have an op of their own."""
+"""Names of modules that stay in BF16 inside of a scope; products with MLA's narrow latents take less time, by estimate, than
+quantising what is wide, and have an op of their own."""
 
 BLOCK = 128
 """Rows and values of a tensor that ``block`` gathers in FP8 over a sequence-parallel group are multiples of this."""

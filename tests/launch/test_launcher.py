@@ -252,10 +252,17 @@ def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path, n
 
 
 def test_a_mask_that_stock_attention_does_not_read_is_refused() -> None:
-    """Stock's layers of Transformer Engine are causal whatever mask they get; those of a spec may be others."""
-    for extra in ((), ("--transformer-impl", "transformer_engine")):
+    """Transformer Engine's attention and the fused softmax are causal whatever mask they get; a spec's may be others."""
+    local = ("--transformer-impl", "local", "--bf16")
+    for extra in (
+        (),
+        ("--transformer-impl", "transformer_engine"),
+        local,
+        ("--spec", "megatron.core.models.hybrid", "x"),
+    ):
         with raises(LaunchError, "--reset-attention-mask", "--dataloader-inter-document-masking", code="mask-unread"):
             plan("--reset-attention-mask", *extra)
+    launch_plan._check_supported(None, ["--reset-attention-mask", *local, "--no-masked-softmax-fusion"], None)
     assert plan("--reset-attention-mask", *CPU_ARGUMENTS).spec is None
     launch_plan._check_supported(None, ["--reset-attention-mask"], ("our_specs", "block"))
 

@@ -18,6 +18,7 @@ import torch
 from torch.nn import Linear, Module, ModuleDict
 
 from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs.layer_plan import LayerPlan
 from megacpp_mcore.model import preset
 from megacpp_mcore.te import fp8_scopes
 from megacpp_mcore.te.fp8_scopes import FP8, Scopes
@@ -171,6 +172,14 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
         scopes().install(Linear(32, 32), 3)
     with raises(ModelError, "layer 3", "linear_proj is (40, 32)", "multiples of 16"):
         scopes().install(Layer(outputs=40), 3)
+
+
+def test_the_op_of_latents_stays_in_a_layer_with_a_scope() -> None:
+    """Its products are in BF16 anyway."""
+    layer: Any = SimpleNamespace(layer_number=3, self_attention=SimpleNamespace(latents_backend="the op"))
+    with mock.patch.object(Scopes, "install"):
+        LayerPlan(fp8=scopes()).apply(layer, "A")
+    assert layer.self_attention.latents_backend == "the op"
 
 
 def test_a_deep_copy_has_its_own_parameters() -> None:

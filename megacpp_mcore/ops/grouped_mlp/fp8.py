@@ -242,7 +242,8 @@ def weight_gradient(
 ):  # fmt: skip
     """[M, N] of an expert: left · rightᵀ over its positions; with ADD the float32 sum is added to what is there.
 
-    By atomic operations, which saves loading it; no other program adds to the same element.
+    By atomic operations, which saves loading it; no other program adds to the same element. A tile's products accumulate in
+    Hopper's fast mode, as PyTorch's grouped product did.
     """
     expert = tl.program_id(1)
     across: tl.constexpr = (N + BN - 1) // BN

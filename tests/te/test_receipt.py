@@ -38,6 +38,7 @@ def precision_of(folder: Path, text: str) -> dict[str, Any]:
         ("fp8: {}", "none", "none", "megatron"),
         ("fp8: {recipe: current, shared_experts: false}\nrecompute: [a]", "current: attention output projections", "refuse",
          "transformer_engine"),
+        ("backends: {feed_forward: triton_fp8}", "MTP feed-forward by triton_fp8", "refuse", "megatron"),
         ("fp8: {recipe: block, blanket: true}", FP8(recipe="block", blanket=True).label, "refuse", "megatron"),
     ],
 )  # fmt: skip

@@ -234,8 +234,10 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         if any(one.recompute in settings.recompute.on for one in mixers):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     backends = [one.backend for one in _modules(chunks) if getattr(one, "backend", None) is not None]
-    named = {f"{_IN_FP8[one.op]} by {one.observed}" for one in backends if one.observed.startswith(_BY_TRITON)}
-    for name in sorted(named):
+    called = {(one.op, one.observed) for one in backends}
+    # A backend by name runs wherever the op does: in other stages of a pipeline, too.
+    called |= set(settings.backends.items()) if settings is not None else set()
+    for name in sorted({f"{_IN_FP8[op]} by {name}" for op, name in called if name.startswith(_BY_TRITON)}):
         plan = in_fp8(name)
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):

@@ -73,8 +73,9 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(site: Path, where: Path) -> Path:
-    """Import the package from ``site``, treated as a site-packages folder (so that .pth files count)."""
-    code = f"import site; site.addsitedir({str(site)!r})\n{SHOW}"
+    """Import the package from ``site``, treated as the first site-packages folder (so that .pth files count)."""
+    first = "sys.path = sorted(sys.path, key=lambda path: path in known)"
+    code = f"import site, sys; known = {{*sys.path}}; site.addsitedir({str(site)!r}); {first}\n{SHOW}"
     return Path(call(sys.executable, "-c", code, cwd=where).strip())
 
 

@@ -263,8 +263,8 @@ def megatrons() -> Iterator[Line]:
 def long() -> Iterator[Line]:
     """``nam56r_long`` by a row's length, as ``experiments/long.yaml`` trains it."""
     yield "", "GPUs", "tokens/s a GPU", "MFU %", "GB a GPU"
-    for row in sorted(rows("long_h200"), key=lambda row: (lengths.gpus(row), lengths.length(row))):
-        count = lengths.gpus(row)
+    for row in sorted(rows("long_h200"), key=lambda row: lengths.read_arm(row["arm"])[:2]):
+        count, *_ = lengths.read_arm(row["arm"])
         speed = number(int(row["tokens_per_s"]) / count)
         yield row["arm"], str(count), speed, number(float(row["mfu"]) * 100), gigabytes(row)
 

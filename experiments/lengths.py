@@ -30,26 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with args.table.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["tokens_per_s"]]
-    if unnamed := [row["arm"] for row in rows if not ARM.fullmatch(row["arm"])]:
-        parser.error(f"{args.table} has the arm {unnamed[0]!r}; expected names such as 32k or 'two 64k context 2'")
     if not rows:
         parser.error(f"{args.table} has no row with a speed; expected rows of experiments/long.yaml")
-    draw(sorted(rows, key=lambda row: (length(row), row["arm"])), args.plot)
+    try:
+        rows.sort(key=lambda row: (read_arm(row["arm"])[1], row["arm"]))
+    except ValueError as error:
+        parser.error(f"{args.table}: {error}")
+    draw(rows, args.plot)
     return 0
 
 
-def gpus(row: Mapping[str, str]) -> int:
-    """Return how many GPUs trained an arm."""
-    found = ARM.fullmatch(row["arm"])
-    assert found
-    return GPUS[found[1]]
+def read_arm(arm: str) -> tuple[int, int, str]:
+    """Return an arm's GPUs, the tokens of a row in thousands (of 1024), and what else its name says.
 
-
-def length(row: Mapping[str, str]) -> int:
-    """Return the tokens of a row of an arm's data, in thousands (of 1024)."""
-    found = ARM.fullmatch(row["arm"])
-    assert found
-    return int(found[2])
+    Raises:
+        ValueError: the name has no length.
+    """
+    found = ARM.fullmatch(arm)
+    if found is None:
+        raise ValueError(f"the arm {arm!r} has no length; expected names such as 32k or 'two 64k context 2'")
+    return GPUS[found[1]], int(found[2]), found[3]
 
 
 def microseconds(row: Mapping[str, str]) -> dict[str, float]:
@@ -63,7 +63,7 @@ def microseconds(row: Mapping[str, str]) -> dict[str, float]:
     tokens, total = float(row["tokens_per_s"]) * float(row["step_ms"]) / 1e3, sum(spent.values())
     found: dict[str, float] = defaultdict(float)
     for name, ms in sorted(spent.items(), key=lambda item: -item[1]):
-        found[name if ms >= LEAST * total else "other"] += ms * 1e3 * gpus(row) / tokens
+        found[name if ms >= LEAST * total else "other"] += ms * 1e3 * read_arm(row["arm"])[0] / tokens
     return dict(found)
 
 
@@ -71,15 +71,15 @@ def draw(rows: Sequence[Mapping[str, str]], plot: Path) -> None:
     """Draw ``rows``, sorted by length."""
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
-        found = ARM.fullmatch(row["arm"])
-        assert found
-        line = f"{gpus(row)} GPU{'s' if gpus(row) > 1 else ''}{found[3] and ', ' + found[3]}"
-        lines[line].append((length(row), float(row["tokens_per_s"]) / gpus(row)))
+        gpus, length, rest = read_arm(row["arm"])
+        line = f"{gpus} GPU{'s' if gpus > 1 else ''}{rest and ', ' + rest}"
+        lines[line].append((length, float(row["tokens_per_s"]) / gpus))
+    lengths = sorted({read_arm(row["arm"])[1] for row in rows})
     with figure_of(2, plot, salt="long") as (left, right):
         for line, points in lines.items():
             left.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.4, label=line)
         left.set_xscale("log", base=2)
-        left.set_xticks(sorted({length(row) for row in rows}), labels=sorted({length(row) for row in rows}))
+        left.set_xticks(lengths, labels=lengths)
         left.set_ylim(bottom=0)
         left.set_xlabel("tokens in a row, thousands")
         left.set_ylabel("tokens a second, a GPU")

@@ -220,7 +220,7 @@ def test_a_plot_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     table.write_text(table.read_text().replace("32k", "long"))
     with pytest.raises(SystemExit):
         lengths.main([str(table), str(tmp_path / "none.svg")])
-    assert "has the arm 'long'; expected names such as 32k" in capsys.readouterr().err
+    assert "the arm 'long' has no length; expected names such as 32k" in capsys.readouterr().err
 
 
 def test_more_gpus_than_are_visible_are_refused(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +42,23 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("process") / "store"), 1)
     with process_groups(0, store=store, rank=0, world_size=1):
         yield
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written first reads as NaN, in E4M3 too."""
+    import torch
+
+    from megacpp_mcore.ops import fp8
+
+    plain = torch.Tensor.new_empty
+
+    def empty(*args: Any, **how: Any) -> torch.Tensor:
+        made = plain(*args, **how)
+        if made.dtype == fp8.E4M3:
+            made.view(torch.uint8).fill_(255)
+        elif made.is_floating_point():
+            made.fill_(float("nan"))
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", empty)

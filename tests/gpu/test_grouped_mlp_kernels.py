@@ -82,9 +82,13 @@ def test_fp8(name: str) -> None:
     case = CASES[name]
     inputs = draw(case, "cuda")
     found = outcome(fp8.routed_mlp, case, inputs)
-    _same_in_fp8(found, outcome(reference.routed_mlp, case, inputs, torch.float64))
+    truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
+    _same_in_fp8(found, truth)
     for each, tensor in outcome(fp8.routed_mlp, case, inputs).items():
         assert torch.equal(tensor, found[each]), each
+    added = [outcome_added(fp8.routed_mlp, case, inputs) for _ in range(2)]
+    _same_in_fp8(added[0], truth)
+    assert all(torch.equal(tensor, added[1][each]) for each, tensor in added[0].items())
     found = outcome_of_rows(fp8.grouped_mlp, case, inputs)
     _same_in_fp8(found, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
     dropped = dict(found, y=found["y"].index_fill(0, torch.tensor([5], device="cuda"), 0))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,6 +147,7 @@ def experts_in_fp8(ranks: int = 1) -> None:
     grouped_fp8.ELEMENTS = 32  # parts of a row
     fp8.WEIGHTS.update({"BN": 32, "BW": 16})
     grouped_fp8.TRANSPOSED.update({"BP": 32, "BW": 16})
+    grouped_fp8.WEIGHT_GRADIENT.update({"BM": 32, "BN": 16, "BK": 16})
     fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
     fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
     products = []
@@ -159,25 +161,25 @@ def experts_in_fp8(ranks: int = 1) -> None:
         offs: Any,
         **_: Any,
     ) -> torch.Tensor:
-        """``torch._scaled_grouped_mm`` of rows and of a stack of matrices; and of columns, with a scale for each expert."""
+        """``torch._scaled_grouped_mm`` of rows and of a stack of matrices."""
         ends, found = [0, *offs.tolist()], []
         products.append(right.dim())
-        if right.dim() == 3:
-            largest = left[: ends[-1]].abs().amax(-1)
-            torch.testing.assert_close(largest, torch.full_like(largest, 448.0))
-            torch.testing.assert_close(right.abs().amax((1, 2)), torch.full((len(right),), 448.0))
-            for expert, (start, end) in enumerate(itertools.pairwise(ends)):
-                rows = left[start:end] * left_scale[start:end, None]
-                found.append(rows @ (right[expert] * right_scale[expert]))
-            unused = torch.full((len(left) - ends[-1], right.shape[2]), UNUSED)
-            return torch.cat([*found, unused])
-        for side in (left[:, : ends[-1]], right[: ends[-1]]):
-            torch.testing.assert_close(side.abs().max(), torch.tensor(448.0))
-        scales = zip(left_scale.view(len(offs), -1), right_scale.view(len(offs), -1), strict=True)
-        for (start, end), (mine, theirs) in zip(itertools.pairwise(ends), scales, strict=True):
-            found.append((left[:, start:end] * mine[:, None]) @ (right[start:end] * theirs))
-        return torch.stack(found)
+        largest = left[: ends[-1]].abs().amax(-1)
+        torch.testing.assert_close(largest, torch.full_like(largest, 448.0))
+        torch.testing.assert_close(right.abs().amax((1, 2)), torch.full((len(right),), 448.0))
+        for expert, (start, end) in enumerate(itertools.pairwise(ends)):
+            rows = left[start:end] * left_scale[start:end, None]
+            found.append(rows @ (right[expert] * right_scale[expert]))
+        unused = torch.full((len(left) - ends[-1], right.shape[2]), UNUSED)
+        return torch.cat([*found, unused])
 
+    def transposed(*given: Any) -> Any:
+        made = transpose(*given)
+        columns.append(float(made.values_WP[:, : made.end_P[-1]].abs().max()))
+        return made
+
+    columns: list[float] = []
+    transpose, grouped_fp8.transposed = grouped_fp8.transposed, transposed
     torch._scaled_grouped_mm, fp8.CAPABILITY = product, "no GPU"
     poison_new_memory(UNUSED)  # a maximum leaves NaN out
     inputs = grouped_mlp_case.draw(case)
@@ -187,10 +189,11 @@ def experts_in_fp8(ranks: int = 1) -> None:
     )
     rows = grouped_mlp_case.outcome_of_rows(experts.grouped_mlp, case, inputs, torch.float64)
     grouped_mlp_case.assert_same(grouped_mlp_case.outcome_of_rows(grouped_fp8.grouped_mlp, case, inputs), rows, 2e-6)
-    assert sorted(products) == [2] * 4 + [3] * 8  # of tokens and of rows: four products of rows, two of columns
-    grouped_mlp_case.assert_same(
-        grouped_mlp_case.outcome_added(grouped_fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"]
-    )
+    assert products == [3] * 8  # of tokens and of rows, four each
+    assert columns == pytest.approx([448.0] * 8)  # operands of two kernels' products each
+    for dtype in (torch.float32, torch.float64):
+        added = grouped_mlp_case.outcome_added(grouped_fp8.routed_mlp, case, inputs, dtype)
+        grouped_mlp_case.assert_same(added, truth, 2e-6, inputs["routing"])
 
 
 def mamba3_projection_in_fp8(**sizes: int) -> None:

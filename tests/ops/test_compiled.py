@@ -123,12 +123,12 @@ def fp8_variants() -> Iterator[Variant]:
     given = types(
         bf16="x x_NW w w_ENW h_RF a_RF da_RF gradient", i32="row_NC end_E end_P row_P token_R",
         fp8e4nv="values values_ENW values_EWN values_WP",
-        fp32="scales scale_EN scale_EW largest largest_EP largest_4R x_scale_R dy_scale_R prob_R dprob_R total",
+        fp32="scales scale_EN scale_EW scale_1 largest largest_EP largest_4R x_scale_R dy_scale_R prob_R dprob_R total",
     )  # fmt: skip
     row = {"ROWS": 1, "BLOCK": 4096, "W": D, "num_warps": 4}
     width = {"F": F, "ROWS": 4, "BLOCK": 1024, "num_warps": 4}
     back = width | {"ROWS": experts_fp8.BACKWARD["elements"] // 1024, "num_warps": experts_fp8.BACKWARD["warps"]}
-    columns = experts_fp8.TRANSPOSED | {"EXPERTS": E, "PARTS": fp8.LARGEST_ROW["PARTS"]}
+    columns = experts_fp8.TRANSPOSED | {"PARTS": fp8.LARGEST_ROW["PARTS"]}
     launches: dict[str, tuple[Any, dict[str, Any]]] = {
         "tokens": (experts_fp8.scale_rows, row | {"COPIES": K}),
         "rows": (experts_fp8.scale_rows, row | {"COPIES": 1, "row_NC": None}),
@@ -136,7 +136,7 @@ def fp8_variants() -> Iterator[Variant]:
         "largest row": (fp8.largest_parts, fp8.LARGEST_ROW),
         "weights": (fp8.scale_weights, fp8.WEIGHTS | {"PARTS": fp8.LARGEST_OF["PARTS"]}),
         "added": (fp8.add, {"BLOCK": fp8.ADDED, "num_warps": 4}),
-        "places": (experts_fp8.pad, {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE, "num_warps": 1}),
+        "places": (experts_fp8.pad, {"EXPERTS": 256, "MULTIPLE": experts_fp8.WEIGHT_GRADIENT["BK"], "num_warps": 1}),
         "transposed tokens": (experts_fp8.transpose_rows, columns | {"W": D, "STEPS": 28}),
         "transposed rows": (experts_fp8.transpose_rows, columns | {"W": F, "STEPS": 7, "token_R": None}),
         "activate, erf": (experts_fp8.activate, width | {"TANH": False}),
@@ -147,6 +147,13 @@ def fp8_variants() -> Iterator[Variant]:
     }
     for name, (kernel, constants) in launches.items():
         yield f"FP8, {name}", kernel, given, constants
+    tile = experts_fp8.WEIGHT_GRADIENT
+    for widths, dtype in itertools.product(((D, F), (F, D), (48, 32)), ("fp32", "bf16")):
+        made = types(fp32="left_scale_1 right_scale_1", i32="end_P") | {"dw_EMN": f"*{dtype}"}
+        for side, rows in (("left", "BM"), ("right", "BN")):
+            made[f"{side}_tiles"] = f"tensordesc<fp8e4nv[{tile[rows]},{tile['BK']}]>"
+        constants = tile | {"M": widths[0], "N": widths[1], "ADD": dtype == "fp32"}
+        yield f"FP8, weights, {widths}, {dtype}", experts_fp8.weight_gradient, made, constants
     given = types(bf16="x_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale_W largest_CT largest_CM")
     columns = mamba3_projection.COLUMNS | {"BLOCK": mamba3_projection.BLOCK, "MAXIMA": fp8.LARGEST_ROW["PARTS"]}
     for width in (D, 18432, 9216, 256, mamba3_projection.WIDEST):
@@ -361,9 +368,9 @@ def projection_variants(dtype: str) -> Iterator[Variant]:
 
 
 PRODUCTS = (
-    experts.product, experts.weight_gradient, indexer.score_keys, indexer.learn, dense.log_sums, dense.targets,
-    dense.learn_queries, dense.learn_keys, sparse_mla.forward, sparse_mla.means, sparse_mla.sums, sparse_mla.backward,
-    wide_sparse_mla.forward, wide_sparse_mla.scores, wide_sparse_mla.queries, wide_sparse_mla.keys,
+    experts.product, experts.weight_gradient, experts_fp8.weight_gradient, indexer.score_keys, indexer.learn, dense.log_sums,
+    dense.targets, dense.learn_queries, dense.learn_keys, sparse_mla.forward, sparse_mla.means, sparse_mla.sums,
+    sparse_mla.backward, wide_sparse_mla.forward, wide_sparse_mla.scores, wide_sparse_mla.queries, wide_sparse_mla.keys,
 )  # fmt: skip
 SMALL_PRODUCTS = recurrence.advance, recurrence.reverse, mla_projection.project, mla_projection.project_backward
 VARIANTS = [*experts_variants(), *fp8_variants(), *small_variants(), *m2rnn_variants()]

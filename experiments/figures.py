@@ -110,6 +110,12 @@ def models() -> Iterator[Line]:
         ("two H100s", "nam56r", ("gpus_h100",), ("two",)),
         ("four H100s", "nam56r", ("gpus_h100",), ("four",)),
         ("one H200, FP8[^fp8]", "nam56r", ("nam56r_h200",), ("fp8 projections and MTP",)),
+        (
+            "the same, micro-batches of four, [moments in bf16](docs/recipes.md#moments-in-bf16)",
+            "nam56r",
+            ("nam56r_h200",),
+            ("fp8 projections and MTP, micro-batch 4, moments in bf16",),
+        ),
         ("four H200s, experts and scopes in FP8[^fp8]", "nam56r", ("gpus_h200",), ("four fp8",)),
         ("`nam56r_quarter` on one H200", "nam56r_quarter", ("quarter_h200",), graphs["nam56r_quarter"]),
         ("one H100", "nam56r_quarter", ("quarter_h100",), ("graphs",)),
@@ -187,9 +193,11 @@ def fp8() -> Iterator[Line]:
         ("a second", "02d1adf3", "experts and scopes `current`", "fp8 experts and current scopes"),
         ("a second", "02d1adf3", "these and `mamba3_projection`", "fp8 projections"),
         ("a second", "02d1adf3", "the same, its wgrad in bf16", "fp8 projections, gradient in bf16"),
-        ("a third", "f99dafa7", "bf16", "bf16"),
-        ("a third", "f99dafa7", "experts, scopes, `mamba3_projection` and `feed_forward` (**the recipe**)",
+        ("a third", "3845f229", "bf16", "bf16"),
+        ("a third", "3845f229", "experts, scopes, `mamba3_projection` and `feed_forward` (**the recipe**)",
          "fp8 projections and MTP"),
+        ("a third", "3845f229", "the same, micro-batches of four, moments in bf16",
+         "fp8 projections and MTP, micro-batch 4, moments in bf16"),
     ):  # fmt: skip
         row = one("nam56r_h200", arm=arm, commit=commit)
         yield f"{machine} machine, {what}", "yes", number(row["step_ms"]), number(row["tokens_per_s"])

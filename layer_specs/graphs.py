@@ -32,6 +32,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from megatron.training import global_vars
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import OWN_EXPERTS
@@ -55,6 +56,9 @@ NOT_REPEATED = ("core_attn", "mlp", "moe", "shared_experts")
 
 IN_GRAPHS = ("block", "current")
 """The FP8 recipes that graphs hold: their scales are computed from each tensor, whatever came before."""
+
+VARYING = ("rampup_batch_size", "step_batch_size_schedule")
+"""Arguments by which a step has more micro-batches later."""
 
 MTP = "MTP"
 """Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
@@ -81,11 +85,16 @@ class GraphLayer(PlannedLayer):
 
     Args:
         not_captured: why the layer is not captured; empty if it is.
+        receives, sends: whether the layer is the first or the last of a pipeline's stage. Megatron frees what a stage has sent,
+            and may still send a gradient while the next layer runs: both are copies of what graphs hold.
     """
 
-    def __init__(self, *args: Any, not_captured: str, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, not_captured: str, receives: bool = False, sends: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.not_captured = not_captured  # read for receipts
+        self._receives, self._sends = receives, sends
         if not not_captured:
             self.cudagraph_manager = GraphManager(self.config)
             quantised_weights.renew_before_replays(_matrices(self))
@@ -102,9 +111,12 @@ class GraphLayer(PlannedLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock method."""
-        if self._should_call_local_cudagraph(*args, **kwargs):
-            return self.run_captured(**kwargs)
-        return super().__call__(*args, **kwargs)
+        if not self._should_call_local_cudagraph(*args, **kwargs):
+            return super().__call__(*args, **kwargs)
+        if self._receives and kwargs["hidden_states"].requires_grad:
+            kwargs["hidden_states"].register_hook(torch.clone)
+        hidden_SBD, *others = self.run_captured(**kwargs)
+        return (hidden_SBD.clone() if self._sends else hidden_SBD, *others)
 
     def run_captured(
         self, *, hidden_states: torch.Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **kwargs: Any
@@ -148,13 +160,14 @@ class GraphPlan:
     def __bool__(self) -> bool:
         return bool(self.letters)
 
-    def spec(self, layer: ModuleSpec, key: int | str) -> ModuleSpec:
-        """Return the spec of layer ``key`` under this plan, or ``layer`` itself without graphs."""
+    def spec(self, layer: ModuleSpec, key: int | str, stage: range = range(0)) -> ModuleSpec:
+        """Return the spec of layer ``key``, of a pipeline's ``stage``, under this plan; ``layer`` itself without graphs."""
         if not self:
             return layer
         module = GraphLayer if FAMILIES[self.letters[key]].is_mixer else GraphExpertLayer
+        ends = {"receives": key in stage[:1], "sends": key in stage[-1:]}
         return dataclasses.replace(
-            layer, module=module, params={**layer.params, "not_captured": self.eager.get(key, "")}
+            layer, module=module, params={**layer.params, "not_captured": self.eager.get(key, ""), **ends}
         )
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
@@ -230,6 +243,8 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
     recomputed = [f"recompute: {name}" for name in families if name != "experts"]
     if config.recompute_granularity == "selective":
         recomputed += [f"--recompute-modules {name}" for name in config.recompute_modules or () if name in NOT_REPEATED]
+    arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
+    changing = [f"--{name.replace('_', '-')}" for name in VARYING if getattr(arguments, name, None) is not None]
     for wrong, what in (
         (
             config.cuda_graph_impl != IMPLEMENTATION,
@@ -247,9 +262,9 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             "--transformer-impl transformer_engine does; use that, or leave --cuda-graph-impl out",
         ),
         (
-            config.pipeline_model_parallel_size > 1,
-            "Megatron frees the output of a pipeline stage once it is sent, and a replay writes there again; leave "
-            "--cuda-graph-impl out or train in one stage",
+            config.pipeline_model_parallel_size > 1 and bool(changing),
+            f"{' and '.join(changing)} changes the number of micro-batches, each of which has graphs of its own in a pipeline; "
+            "leave it out, or --cuda-graph-impl",
         ),
         (
             config.context_parallel_size > 1,

@@ -89,7 +89,6 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
         ({}, [], "cpu", ["--cuda-graph-impl", "CPU"]),
         ({"cuda_graph_modules": [CudaGraphModule.moe_router, CudaGraphModule.attn]}, [], "cuda", ["attn moe_router"]),
         ({"transformer_impl": "local"}, [], "cuda", ["--transformer-impl transformer_engine"]),
-        ({"pipeline_model_parallel_size": 2}, [], "cuda", ["--cuda-graph-impl", "one stage"]),
         ({"context_parallel_size": 2}, [], "cuda", ["--context-parallel-size", "--cuda-graph-impl"]),
         ({}, ["m", "experts"], "cuda", ["recompute: m"]),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [], "cuda", ["-modules core_attn"]),
@@ -102,6 +101,15 @@ def test_graphs_that_layers_cannot_be_given_are_refused(
     settings: Any = SimpleNamespace(recompute=Recompute(**dict.fromkeys(recompute, True)), fp8=fp8)
     with mock.patch.object(graphs, "compute_device", return_value=device), raises(ModelError, "nam56r", *values):
         graphs.check_graphs(preset("nam56r"), run(**changes), settings)
+
+
+def test_a_pipeline_s_graphs_are_of_as_many_micro_batches_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = SimpleNamespace(recompute=Recompute(), fp8=FP8())
+    monkeypatch.setattr(graphs, "compute_device", lambda: "cuda")
+    monkeypatch.setattr(graphs.global_vars, "_GLOBAL_ARGS", SimpleNamespace(rampup_batch_size=[8, 8, 100]))
+    graphs.check_graphs(preset("nam56r"), run(), settings)
+    with raises(ModelError, "--rampup-batch-size", "--cuda-graph-impl"):
+        graphs.check_graphs(preset("nam56r"), run(pipeline_model_parallel_size=2), settings)
 
 
 def test_graphs_that_layers_can_be_given_are_not() -> None:

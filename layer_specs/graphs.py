@@ -85,16 +85,14 @@ class GraphLayer(PlannedLayer):
 
     Args:
         not_captured: why the layer is not captured; empty if it is.
-        receives, sends: whether the layer is the first or the last of a pipeline's stage. Megatron frees what a stage has sent,
-            and may still send a gradient while the next layer runs: both are copies of what graphs hold.
+        sends: whether the layer is the last of a pipeline's stage, whose output is a copy: Megatron frees what it has sent, and
+            a replay would write there. Of the gradient that a stage sends, autograd makes a copy itself.
     """
 
-    def __init__(
-        self, *args: Any, not_captured: str, receives: bool = False, sends: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, not_captured: str, sends: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.not_captured = not_captured  # read for receipts
-        self._receives, self._sends = receives, sends
+        self._sends = sends
         if not not_captured:
             self.cudagraph_manager = GraphManager(self.config)
             quantised_weights.renew_before_replays(_matrices(self))
@@ -113,10 +111,8 @@ class GraphLayer(PlannedLayer):
         """As the stock method."""
         if not self._should_call_local_cudagraph(*args, **kwargs):
             return super().__call__(*args, **kwargs)
-        if self._receives and kwargs["hidden_states"].requires_grad:
-            kwargs["hidden_states"].register_hook(torch.clone)
-        hidden_SBD, *others = self.run_captured(**kwargs)
-        return (hidden_SBD.clone() if self._sends else hidden_SBD, *others)
+        output = self.run_captured(**kwargs)
+        return (output[0].clone(), *output[1:]) if self._sends else output
 
     def run_captured(
         self, *, hidden_states: torch.Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **kwargs: Any
@@ -160,15 +156,13 @@ class GraphPlan:
     def __bool__(self) -> bool:
         return bool(self.letters)
 
-    def spec(self, layer: ModuleSpec, key: int | str, stage: range = range(0)) -> ModuleSpec:
-        """Return the spec of layer ``key``, of a pipeline's ``stage``, under this plan; ``layer`` itself without graphs."""
+    def spec(self, layer: ModuleSpec, key: int | str, *, sends: bool = False) -> ModuleSpec:
+        """Return the spec of layer ``key`` under this plan (``sends``: of :class:`GraphLayer`), or ``layer`` without graphs."""
         if not self:
             return layer
         module = GraphLayer if FAMILIES[self.letters[key]].is_mixer else GraphExpertLayer
-        ends = {"receives": key in stage[:1], "sends": key in stage[-1:]}
-        return dataclasses.replace(
-            layer, module=module, params={**layer.params, "not_captured": self.eager.get(key, ""), **ends}
-        )
+        more = {"not_captured": self.eager.get(key, ""), "sends": sends}
+        return dataclasses.replace(layer, module=module, params={**layer.params, **more})
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer under this plan."""

@@ -157,11 +157,11 @@ def block_submodules(
     plan, graphs = layer_plan(settings, config), graph_plan(model, config, dispatcher, settings)
     for line in graphs.describe() if not vp_stage else ():  # of all layers, once
         print_rank_0(f"megacpp-mcore: {line}")
-    stage = layers if config.pipeline_model_parallel_size > 1 else range(0)
+    last = layers[-1:] if config.pipeline_model_parallel_size > 1 else ()
     specs = []
     for number in layers:
         spec = layer_spec(model, config, number, parts, dispatcher, index_cache)
-        specs.append(graphs.spec(plan.spec(spec, model.layers[number - 1]), number, stage))
+        specs.append(graphs.spec(plan.spec(spec, model.layers[number - 1]), number, sends=number in last))
     has_mtp = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) > 0
     mtp = mtp_submodules(model, config, dispatcher, settings) if has_mtp else None
     return HybridBlockSubmodules(layer_specs=specs, layer_norm=parts.norm, mtp=mtp)

@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
 }
 """A small model of the sizes that kernels cover: no graph can hold a reference."""
 SPARSE = {"pattern": "AEMEAMR", "depth": 7, "mtp": {"depth": 0}}
+STAGES = {1: "AEAE|AMRA", 2: "AEA|ME|ARA|ME"}
+"""Patterns of a pipeline of two by its virtual stages; a stage with two sparse layers has a Full one and its Shared one."""
 CUT, DIVIDED = Layout(tensor=2, sequence_parallel=True), Layout(expert=2)
 PACKED: tuple[dict[str, Any], tuple[str, ...]] = (
     # Without full MLA, whose kernels have no fixed order of sums.
@@ -176,40 +178,67 @@ def test_replays_on_two_gpus_train_bit_for_bit_as_the_layers_do(
     # Packed rows of several samples: their load is balanced one by one, and stages take other shapes.
     words += ("--micro-batch-size", "1") if layout.sequence_parallel or layout.pipeline > 1 else ()
     if layout.pipeline > 1:
-        cut = "AE|ME|AM|RE" if layout.virtual > 1 else "AEME|AMRE"
-        overrides = overrides | {"pattern": cut, "depth": 8, "dsa": {**overrides["dsa"], "schedule": "F"}}
+        pattern = STAGES[layout.virtual]
+        overrides = overrides | {"pattern": pattern, "depth": len(pattern.replace("|", ""))}
+    eager, replayed = trained_on_two(corpus, tmp_path, overrides, words, GRAPHS, layout=layout, **settings)
+    assert scalars(replayed) == scalars(eager)
+    assert held(replayed) == set(range(1, overrides["depth"] + 1))
+
+
+def trained_on_two(
+    corpus: str, tmp_path: Path, overrides: dict[str, Any], words: tuple[str, ...], graphs: tuple[str, ...], **run: Any
+) -> list[Path]:
+    """The folders of a run without and with ``graphs``, trained side by side on the same two GPUs."""
     trainings = [
-        begin(
-            tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more,
-            layout=layout, processes=2, **settings,
-        )
-        for more in ((), GRAPHS)
-    ]  # fmt: skip
-    logs = [tmp_path / f"graphs {with_graphs}" / "log" for with_graphs in (False, True)]
-    for training, log in zip(trainings, logs, strict=True):
-        assert training.wait() == 0, log.read_text()[-6000:]
-    eager, replayed = (scalars(log.parent) for log in logs)
-    assert replayed == eager
-    assert held(logs[1].parent) == set(range(1, overrides["depth"] + 1))
+        begin(tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more, processes=2, **run)
+        for more in ((), graphs)
+    ]
+    folders = [tmp_path / f"graphs {with_graphs}" for with_graphs in (False, True)]
+    for training, folder in zip(trainings, folders, strict=True):
+        assert training.wait() == 0, (folder / "log").read_text()[-6000:]
+    return folders
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+def test_a_pipeline_replays_mixers_and_the_prediction_between_layers_that_are_not_captured(
+    corpus: str, tmp_path: Path
+) -> None:
+    """On HybridModel: one stage ends with a layer that is not captured, the next trains two depths in each micro-batch."""
+    sizes, words = WHOLE
+    overrides, words = sizes | {"pattern": "AEME|AEMEAEMR"}, (*words, "--micro-batch-size", "1")
+    graphs = (*GRAPHS, "--cuda-graph-modules", "attn")
+    layout = Layout(pipeline=2)
+    eager, replayed = trained_on_two(corpus, tmp_path, overrides, words, graphs, layout=layout, host=HYBRID)
+    assert_close(scalars(replayed), scalars(eager))
+    assert captured(eager) == {}
+    # A forward and a backward graph for each of four micro-batches; MTP's layer is applied at two depths.
+    assert captured(replayed) == {"1, 3, 5, 7, 9, 11-12": "8 graphs", "mtp": "16 graphs"}
 
 
 @pytest.mark.parametrize("case", ["whole", "whole hybrid"])
 def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
     trained: dict[tuple[str, bool], Path], case: str
 ) -> None:
-    eager, replayed = (scalars(trained[case, with_graphs]) for with_graphs in (False, True))
+    eager, replayed = (trained[case, with_graphs] for with_graphs in (False, True))
+    assert_close(scalars(replayed), scalars(eager))
+    assert captured(eager) == {}
+    # A forward and a backward graph a layer; MTP's layer is applied at two depths.
+    assert captured(replayed) == {"1-12": "2 graphs", "mtp": "4 graphs"}
+
+
+def assert_close(replayed: list[dict[str, float]], eager: list[dict[str, float]]) -> None:
+    """Of runs whose sums have no fixed order."""
     for before, after in zip(eager[:2], replayed[:2], strict=True):  # step 2 is the first of replays
         assert after == pytest.approx(before, rel=1e-3)
     for before, after in zip(eager, replayed, strict=True):  # what sums in another order makes of a few steps
         assert after["lm loss"] == pytest.approx(before["lm loss"], rel=0.05)
     assert replayed[-1]["lm loss"] < replayed[0]["lm loss"]
-    captured = []
-    for graphs in (False, True):
-        rows = [row for row in receipts.read(trained[case, graphs] / "run")["backends"] if row["op"] == "cuda_graph"]
-        asked = [row for row in rows if (row["requested"], row["observed"]) == ("local", "local")]
-        captured.append({row["layers"]: row["reason"] for row in asked})
-    # A forward and a backward graph a layer; MTP's layer is applied at two depths.
-    assert captured == [{}, {"1-12": "2 graphs", "mtp": "4 graphs"}]
+
+
+def captured(folder: Path) -> dict[str, str]:
+    """How many graphs a run's receipt says that its layers have, of those to be captured."""
+    rows = [row for row in receipts.read(folder / "run")["backends"] if row["op"] == "cuda_graph"]
+    return {row["layers"]: row["reason"] for row in rows if (row["requested"], row["observed"]) == ("local", "local")}
 
 
 def test_a_resumed_run_with_evaluations_replays_as_the_whole_one(corpus: str, tmp_path: Path) -> None:

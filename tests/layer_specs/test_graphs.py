@@ -6,7 +6,6 @@ Shape legend: S sequence, B batch.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +22,9 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import graphs
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID, Recompute
 from megacpp_mcore.ops import quantised_weights
-from megacpp_mcore.settings import VARIABLE
 from megacpp_mcore.te.fp8_scopes import FP8
 from megacpp_mcore.util.graph_reset import reset_graphs
 from tests import micro_batch, stock
@@ -212,33 +210,6 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
             documents_BS = given.pop("attention_mask")
             assert (documents_BS.dtype, documents_BS.shape) == (torch.int32, (1, S))
         assert not given
-
-
-@pytest.mark.parametrize(("pattern", "ends"), [("AEME|AEMEAEMR", [4]), ("AE|MEAE|MEA|EMR", [2, 9])])
-def test_the_layer_that_ends_a_stage_gives_a_copy_of_what_its_graph_holds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pattern: str, ends: list[int]
-) -> None:
-    overrides = {"pattern": pattern, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}}
-    file = tmp_path / "megacpp.json"
-    file.write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides}))
-    monkeypatch.setenv(VARIABLE, str(file))
-    model = with_overrides(preset("nam56r_tiny"), overrides)
-    layout = Layout(pipeline=2, virtual=len(ends))
-    with (
-        stock.one_rank(0, 2, layout),
-        mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=plan(model)),
-        mock.patch("megacpp_mcore.policy.ranks.compare"),
-        mock.patch.object(graphs, "GraphManager", Recording),
-    ):
-        chunks = stock.build_on_meta(model, layout, 2)
-    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-    layers[0].config.cuda_graph_impl = "local"
-    made = torch.ones(4, requires_grad=True) * 2
-    with mock.patch.object(graphs.GraphLayer, "run_captured", return_value=(made, None)):
-        given = {layer.layer_number: layer(hidden_states=made)[0] for layer in layers}
-    assert all(torch.equal(one, made) for one in given.values())
-    copies = [number for number, one in given.items() if one.data_ptr() != made.data_ptr()]
-    assert copies == ends
 
 
 def test_a_graph_is_for_training_alone(build: Callable[..., Any]) -> None:

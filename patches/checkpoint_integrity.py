@@ -163,11 +163,33 @@ def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
     return write_preloaded_data
 
 
+def _without_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``load_tensors_metadata(self, checkpoint_dir, metadata)``, which makes of each stored tensor an empty one.
+
+    It hands ``torch.empty`` all of a tensor's properties; the strides, which torch 2.15 keeps among them, it does not take. No
+    tensor is read by them.
+    """
+
+    @functools.wraps(original)
+    def load_tensors_metadata(self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
+        from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
+
+        if metadata is None:
+            metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
+        for stored in metadata.state_dict_metadata.values():
+            if hasattr(stored, "properties"):  # a tensor, no object
+                vars(stored.properties).pop("strides", None)
+        return original(self, checkpoint_dir, metadata)
+
+    return load_tensors_metadata
+
+
 PATCH = Patch(
     name="checkpoint-integrity",
     fixes=(
         "damaged checkpoints and tracker files: some train on with other values, some end the run with status 0, most end it "
-        "with a traceback that names no file; code in a checkpoint's metadata or objects is run"
+        "with a traceback that names no file; code in a checkpoint's metadata or objects is run; with torch 2.15 every "
+        "`--dist-ckpt-strictness` that lists a checkpoint's keys ends in a TypeError of torch.empty"
     ),
     source=(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and megatron/core/dist_checkpointing (--verify-integrity, by "
@@ -197,6 +219,11 @@ PATCH = Patch(
             "d6182c03ee672d1a8751c7dc6d27fee22e2bce89be41cbffa9bf4b3c84eedbd6",
             _digested,
         ),
+        Edit.of(
+            "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
+            "be79bb1bfc40a756b1ba4e88bdcaffb44e80a7ad2ab9263e4ec8057fb82e02f8",
+            _without_strides,
+        ),
     ),
     seam=(
         "_load_base_checkpoint is where Megatron's loop reads the tracker file and everything in a checkpoint, on all ranks; "
@@ -207,7 +234,10 @@ PATCH = Patch(
         "what is saved and loaded; other formats' files; checkpoints in object storage; Megatron's own --verify-integrity, "
         "which checks the same manifest"
     ),
-    retire_when="upstream checks every file on all ranks before it unpickles any, and names the newest whole checkpoint",
+    retire_when=(
+        "upstream checks every file on all ranks before it unpickles any, names the newest whole checkpoint, and lists the "
+        "keys of one that torch 2.15 wrote"
+    ),
     cost="two saves of a file of 10 GB took 12.0 and 14.3 s without digests, 13.4 and 14.2 s with them, on 32 cores; "
     "a thread beside each writer hashes what was written, at 0.8 s of a core per GB",
 )

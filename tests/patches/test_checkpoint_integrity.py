@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
@@ -78,8 +79,6 @@ def test_remainders_that_megatron_saved_by_itself_are_refused_by_name(
     """As ``param``, beside other parameters' numbers, which nothing in them shows."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    if strictness == "raise_all" and "strides" in TensorProperties.__dataclass_fields__:
-        pytest.skip("Megatron cannot list the keys of a checkpoint of this torch: it hands torch.empty strides")
     write(
         tmp_path / "iter_0000006",
         {"optimizer.state.param.weight": torch.zeros(8, dtype=torch.int16)},
@@ -92,6 +91,32 @@ def test_remainders_that_megatron_saved_by_itself_are_refused_by_name(
     wanted = ShardedTensor.from_rank_offsets("optimizer.state.remainder.weight", torch.zeros(8, dtype=torch.int16))
     with raises(CheckpointError, str(tmp_path), "optimizer.state.remainder", "--no-load-optim", code="remainders"):
         checkpointing._load_base_checkpoint(str(tmp_path), args, rank0=False, sharded_state_dict={"its": wanted})
+
+
+@pytest.mark.parametrize("strides", [None, (3, 1)])
+def test_keys_of_a_checkpoint_are_listed_whatever_the_torch_that_wrote_it(
+    checkpointing: ModuleType, tmp_path: Path, strides: tuple[int, int] | None
+) -> None:
+    """torch 2.15 keeps strides with a tensor's properties, older ones do not: here both do, one after the other."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    write(tmp_path / "saved", {"weight": torch.zeros(2, 3, dtype=torch.bfloat16)}, {"rng_state/shard_0_1": [7]})
+    metadata = FileSystemReader(tmp_path / "saved").read_metadata()
+    vars(metadata.state_dict_metadata["weight"].properties)["strides"] = strides
+    for given in (metadata, None):
+        listed = TorchDistLoadShardedStrategy().load_tensors_metadata(tmp_path / "saved", given)
+        assert {name: (found.global_shape, found.dtype) for name, found in listed.items()} == {
+            "weight": ((2, 3), torch.bfloat16)
+        }
+
+
+def test_what_only_a_newer_torch_can_read_is_refused_as_such(checkpointing: ModuleType, tmp_path: Path) -> None:
+    """torch 2.15 added strides to a tensor's properties, and 2.11 unpacks as many of them as it has itself."""
+    of_this_torch = TensorProperties.__getstate__
+    with mock.patch.object(TensorProperties, "__getstate__", lambda self: (*of_this_torch(self), (1,))):
+        folder = saved(tmp_path / "saved", 3)
+    with raises(CheckpointError, str(folder), "newer torch", torch.__version__, code="none-whole"):
+        load(checkpointing, folder, arguments())
 
 
 @pytest.mark.parametrize("where", ["metadata", "common", "object"])

@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 PATCHES = (
     "mtp-shared-block",
+    "masked-losses",
     "dsa-index-cache",
     "checkpoint-hosts",
     "checkpoint-integrity",

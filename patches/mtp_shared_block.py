@@ -1,8 +1,8 @@
 """mtp-shared-block: GPTModel's MTP uses the spec's own block, weights depths by a decay, and never syncs with the GPU.
 
 Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["mtp-shared-block"])``.
-Scope: specs with an ``mtp`` attribute, and configurations with ``mtp_loss_decay``; all others are untouched, except for the
-    shift of packed sequences, which has the same result without waiting for the GPU.
+Scope: specs with an ``mtp`` attribute, and configurations with ``mtp_loss_decay``; losses on context-parallel ranks, and those
+    by token on replicas. All others are untouched, except for the shift of packed sequences, which does not wait for the GPU.
 Provenance: megatron-core 0.19.2 ``training/models/gpt.py`` and ``core/transformer/multi_token_prediction.py``.
 """
 
@@ -34,20 +34,24 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
 
     Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
-    scaled, so that the logged losses stay plain means. Under context parallelism these are means over all ranks' tokens
-    (:func:`_over_ranks`).
+    scaled, so that the logged losses stay plain means, over the tokens of all ranks that divide by one number
+    (:func:`_over_ranks`): those of a row, and under losses by token all replicas (NVIDIA/Megatron-LM#7452, finding 3).
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+
         bound = signature.bind(*args, **kwargs)
         config = bound.arguments["config"]
         decay = getattr(config, "mtp_loss_decay", None)
         compute, group = bound.arguments["compute_language_model_loss"], bound.arguments.get("cp_group")
+        if config.calculate_per_token_loss:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if decay is not None and config.mtp_num_layers > 1:
             compute = _scaled_by_depth(compute, config.mtp_num_layers, decay)
-        if decay is not None and group is not None and group.size() > 1:
+        if group is not None and group.size() > 1:
             compute = _over_ranks(compute, bound.arguments, group)
         bound.arguments["compute_language_model_loss"] = compute
         return original(*bound.args, **bound.kwargs)
@@ -67,7 +71,7 @@ def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> 
 
 
 def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: Any) -> Callable[..., Any]:
-    """``compute`` for one call per depth, with losses that become a mean over the tokens of all context-parallel ranks.
+    """``compute`` for one call per depth, with losses that become a mean over the tokens of all ranks of ``group``.
 
     Each rank divides by the tokens that it counts itself, and the ranks are averaged; but the last tokens of a sequence, which
     no depth can predict, are all on one rank. The mask is rolled as a copy: linear-cross-entropy follows its own rolls. By
@@ -77,16 +81,16 @@ def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: A
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     config, labels, mask = arguments["config"], arguments["labels"], arguments["loss_mask"]
-    tokens, packed = arguments.get("input_ids"), arguments.get("packed_seq_params")
+    tokens, row = arguments.get("input_ids"), {name: arguments.get(name) for name in ("cp_group", "packed_seq_params")}
     if labels is None and tokens is None:  # no loss
         return compute
     alike: Any = tokens if labels is None else labels
     mask = torch.ones_like(alike) if mask is None else mask.clone()
     if labels is None:  # which are the next tokens then
-        mask, _ = roll_tensor(mask, -1, -1, cp_group=group, packed_seq_params=packed)
+        mask, _ = roll_tensor(mask, -1, -1, **row)
     counts = [mask.sum()]
     for _ in range(config.mtp_num_layers):
-        mask, count = roll_tensor(mask, -1, -1, cp_group=group, packed_seq_params=packed)
+        mask, count = roll_tensor(mask, -1, -1, **row)
         counts.append(count)
     own = torch.stack(counts).float()
     total = own.clone()
@@ -156,8 +160,8 @@ PATCH = Patch(
     name="mtp-shared-block",
     fixes=(
         "GPTModel's builder ignores --spec for multi-token prediction and rebuilds stock layers; "
-        "all depths weigh the same; under context parallelism its losses are means of unequal counts; a shift of packed "
-        "sequences waits for the GPU twice a sequence"
+        "all depths weigh the same; on context-parallel ranks, and by token on replicas, its losses are means of unequal "
+        "counts; a shift of packed sequences waits for the GPU twice a sequence"
     ),
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
     edits=(
@@ -189,9 +193,9 @@ PATCH = Patch(
     ),
     leaves_alone=(
         "specs without an mtp attribute, what is shifted where, shifts of sequences that context parallelism cuts one by one, "
-        "the per-token normalisation on one context-parallel rank, logging, speculative decoding"
+        "one rank's losses, logging, speculative decoding"
     ),
     retire_when="the builder takes an MTP spec from the caller, and the depth weights from the configuration",
-    cost="nothing",
-    gain="not measured",
+    cost="on context-parallel ranks, and by token on replicas, an all-reduce of a number a depth and micro-batch",
+    upstream=(7498, 7570),
 )

@@ -101,7 +101,8 @@ def launch(
         nproc: processes to start on this host. Under torchrun, which has started them already, it must be 1.
         allowed_spec_prefixes: packages that a ``--spec`` may be imported from.
         patches: names of patches to apply, besides ``dataset-helpers``, ``spec-import`` where there is a spec, and
-            ``hybrid-flops`` where it is one of ours; ``exit-signal`` with ``--exit-signal-handler``.
+            ``hybrid-flops`` where it is one of ours; ``exit-signal`` with ``--exit-signal-handler``;
+            ``masked-losses`` without a script, under context parallelism.
         recording: what is recorded of the run, and where.
         verbose: leave Megatron's output on the console; otherwise, as the command line does, send it to a file that is named.
 
@@ -220,6 +221,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.callback(release_folder)
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
         needed["exit-signal"] = "--exit-signal-handler" in chosen.arguments
+        needed["masked-losses"] = chosen.script is None and run.layout.context > 1
         needed["sample-indices"] = chosen.has_own_spec
         needed["precision-aware-adam"] = chosen.has_own_spec and run.execution.precision_aware
         names = [name for name, is_needed in needed.items() if is_needed]

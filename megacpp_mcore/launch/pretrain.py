@@ -166,21 +166,12 @@ def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqPara
 def loss_func(
     loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log.
-
-    Under context parallelism each rank has tokens of the same micro-batch: unless losses are by token, Megatron divides by the
-    number and averages the ranks, so that it has to be their mean.
-    """
+    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log."""
     weights_BS = loss_mask_BS.float()
     loss = (losses_BS.float() * weights_BS).sum()
     counted = weights_BS.sum().int()
     _check_loss(loss)
     logged = {"lm loss": torch.hstack((loss.detach(), counted))}
-    args = get_args()
-    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
-        total = counted.clone()
-        torch.distributed.all_reduce(total, group=mpu.get_context_parallel_group())
-        return loss * args.context_parallel_size, total, logged
     return loss, counted, logged
 
 

@@ -1,6 +1,6 @@
-"""What several tensor-parallel ranks make of one model: stock's figure, that of our patches, and that of one rank.
+"""What several ranks make of one model: stock's figure, that of our patches, and that of one rank.
 
-Of tensor-parallel-sums, and of linear-cross-entropy where logits are gathered.
+Of tensor-parallel-sums, masked-losses, linear-cross-entropy where logits are gathered, and mtp-shared-block by token.
 Legend: S sequence, B batch, H width, V vocabulary.
 """
 
@@ -17,13 +17,17 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.patches import linear_cross_entropy, tensor_parallel_sums
+from megacpp_mcore.patches import linear_cross_entropy, masked_losses, mtp_shared_block, tensor_parallel_sums
 from tests import stock
 
 pytestmark = pytest.mark.slow
 
 S, B, H, V, RANKS = 3, 2, 32, 8, 2
-CASES = ("sinks", "sinks of MLA", "output norm", "label smoothing", "gathered logits")
+CASES = ("sinks", "sinks of MLA", "output norm", "label smoothing", "gathered logits", "padding mask")
+OF_ROWS, OF_REPLICAS = ("masked loss", "MTP in rows"), ("MTP by token",)
+PATCHES = tuple(
+    module.PATCH for module in (tensor_parallel_sums, masked_losses, linear_cross_entropy, mtp_shared_block)
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[
     return figures
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *OF_ROWS, *OF_REPLICAS])
 def test_several_ranks_are_as_one(found: dict[str, dict[str, list[float]]], case: str) -> None:
     arms = found[case]
     assert arms["patched"] == pytest.approx(arms["right"], rel=1e-5, abs=1e-6)
@@ -47,6 +51,9 @@ def test_the_figures_of_stock(found: dict[str, dict[str, list[float]]]) -> None:
     assert (found["sinks"]["stock"], found["sinks"]["right"]) == ([3.0], [5.0])
     loss, right = (found["gathered logits"][arm][0] for arm in ("stock", "right"))
     assert loss - right == pytest.approx(0.6931, abs=1e-3)
+    doubled = [2 * one for one in found["padding mask"]["right"]]
+    assert found["padding mask"]["stock"] == pytest.approx(doubled, rel=1e-5)
+    assert (found["masked loss"]["stock"], found["masked loss"]["right"]) == ([4.5], [3.25])
 
 
 def config_of(kind: Any = None, **settings: Any) -> Any:
@@ -162,17 +169,89 @@ def gathered_logits(right: list[float]) -> list[float]:
     return figures()
 
 
+def padding_mask(right: list[float]) -> list[float]:
+    """The router's gradient of the loss that balances experts, by token; of one rank with all tokens into ``right``."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    rank, alone = groups().tp.rank(), [torch.distributed.new_group([each]) for each in range(RANKS)]
+    generator = torch.Generator().manual_seed(5)
+    tokens, weight = (torch.randn(*shape, generator=generator) for shape in ((RANKS * S, B, H), (4, H)))
+    is_padding = torch.arange(RANKS * S)[:, None].expand(-1, B) >= RANKS * S - 2
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+
+    def gradient(part: slice, **own: Any) -> torch.Tensor:
+        config = config_of(
+            num_moe_experts=4, moe_router_topk=2, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0,
+            calculate_per_token_loss=True, sequence_parallel=True,
+        )  # fmt: skip
+        router = TopKRouter(config, pg_collection=groups())
+        vars(router).update(own)
+        router.weight.data.copy_(weight)
+        probabilities, _ = router(tokens[part], is_padding[part])
+        (0 * probabilities.sum()).backward()
+        return router.weight.grad
+
+    right[:] = right or gradient(slice(None), tp_cp_group=alone[rank], tp_dp_cp_group=alone[rank]).flatten().tolist()
+    return summed(gradient(slice(rank * S, (rank + 1) * S))).flatten().tolist()
+
+
+def masked_loss() -> list[float]:
+    """The mean over two ranks of what Megatron makes of the losses 1, 2 and 3 on one of them, and of 7 on the other: 13 / 4."""
+    from megatron.core.pipeline_parallel import schedules
+
+    own = (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7.0]))[groups().cp.rank()]
+    config = config_of(tensor_model_parallel_size=1, context_parallel_size=RANKS)
+    for sizes in ({}, {"cp_group_size": RANKS, "is_last_stage": True}):
+        loss, _ = schedules.forward_step_calc_loss(
+            SimpleNamespace(), own, lambda losses: (losses.sum(), torch.tensor(len(losses)), {}), config, None, False, 1, [],
+            **sizes,
+        )  # fmt: skip
+    return [float(summed(loss)) / RANKS]
+
+
+def of_mtp(*, by_token: bool) -> list[float]:
+    """How much each token that counts weighs in the gradient of MTP's one depth, here and on the other rank."""
+    from megatron.core.transformer.multi_token_prediction import process_mtp_loss
+
+    rank = torch.distributed.get_rank()
+    config = config_of(tensor_model_parallel_size=1, mtp_num_layers=1, mtp_loss_scaling_factor=1.0)
+    config.calculate_per_token_loss = by_token
+    mask = torch.tensor([[[1, 1, 1, 1]], [[0, 1, 0, 0] if by_token else [1, 1, 1, 1]]])[rank]
+    hidden = torch.ones(8, 1, 1, requires_grad=True)  # the trunk's, and those of the depth
+    output = process_mtp_loss(
+        hidden, torch.zeros_like(mask), mask, lambda hidden, **_: (hidden, None), None, None, False,
+        lambda labels, logits: logits.flatten()[None], config, cp_group=groups().cp,
+    )  # fmt: skip
+    (0 * output).sum().backward()
+    return [float(summed(hidden.grad[4:] * (rank == each)).max()) for each in range(RANKS)]
+
+
 def main(folder: Path) -> None:
     """Be one rank."""
-    found: dict[str, Any] = {case: {"right": []} for case in CASES}
+    found: dict[str, Any] = {case: {"right": []} for case in (*CASES, *OF_ROWS, *OF_REPLICAS)}
     found["sinks"]["right"] = found["sinks of MLA"]["right"] = [5.0]
+    found["masked loss"]["right"] = [13 / 4]
+    found["MTP by token"]["right"] = [5 / 4, 5 / 4]  # of five tokens four can be predicted
+    found["MTP in rows"]["right"] = [2 / 7, 2 / 7]  # of eight seven, and the ranks are averaged
+    arms = {"stock": (), "patched": PATCHES}
+    with stock.one_process(folder / "replicas", tensor_model_parallel_size=1):
+        for arm, patches in arms.items():
+            with stock.patched(*patches):
+                found["MTP by token"][arm] = of_mtp(by_token=True)
+    with stock.one_process(folder / "rows", context_parallel_size=RANKS):
+        for arm, patches in arms.items():
+            with stock.patched(*patches):
+                found["masked loss"][arm] = masked_loss()
+                found["MTP in rows"][arm] = of_mtp(by_token=False)
     with stock.one_process(folder / "store", tensor_model_parallel_size=RANKS):
-        for arm, patches in {"stock": (), "patched": (tensor_parallel_sums.PATCH, linear_cross_entropy.PATCH)}.items():
+        for arm, patches in arms.items():
             with stock.patched(*patches):
                 found["sinks"][arm], found["sinks of MLA"][arm] = sinks(mla=False), sinks(mla=True)
                 found["output norm"][arm] = output_norm(found["output norm"]["right"])
                 found["label smoothing"][arm] = label_smoothing(found["label smoothing"]["right"])
                 found["gathered logits"][arm] = gathered_logits(found["gathered logits"]["right"])
+                found["padding mask"][arm] = padding_mask(found["padding mask"]["right"])
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
 

@@ -18,11 +18,13 @@ from megacpp_mcore.patches.machinery.registry import default
 
 ROOT = Path(__file__).parents[2]
 SMALL = "tests/patches/test_small_patches.py"
+SUMS = "tests/distributed/test_tensor_parallel_sums.py"
 TESTS = {
     "checkpoint-hosts": ["tests/e2e/test_hybrid_host.py"],
     "checkpoint-layout": ["tests/checkpoints/test_layout.py"],
     "torch-adam-resume": ["tests/patches/test_mixed_precision_optimizer.py"],
-    "tensor-parallel-sums": ["tests/distributed/test_tensor_parallel_sums.py"],
+    "tensor-parallel-sums": [SUMS],
+    "masked-losses": [SUMS],
     "sp-norm-gradients": [SMALL, "tests/distributed/test_sp_norm_gradients.py"],
 } | {
     name: [SMALL]

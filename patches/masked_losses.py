@@ -1,0 +1,103 @@
+"""masked-losses: losses do not depend on which rank holds the tokens that count.
+
+Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["masked-losses"])``.
+Scope: loss functions that return a number of tokens, under context parallelism, where losses are not by token; losses that
+    balance experts by token (``--calculate-per-token-loss``) with a padding mask, on several tensor- or context-parallel ranks.
+Provenance: megatron-core 0.19.2 ``core/pipeline_parallel/schedules.py`` and ``core/transformer/moe/moe_utils.py``; findings 9
+    and 10 of NVIDIA/Megatron-LM#7452.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+
+def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``forward_step_calc_loss``: a micro-batch's loss is a mean over the tokens of all context-parallel ranks.
+
+    Stock divides a rank's sum by the rank's own count, and the ranks are averaged. A loss function that has done this itself
+    stays as it is: both of its numbers get the same factor.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core.parallel_state import get_context_parallel_group, get_context_parallel_world_size
+
+        bound = signature.bind(*args, **kwargs)
+        function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
+        is_by_token = bound.arguments["config"].calculate_per_token_loss
+        if function is None or is_by_token or ranks == 1 or (size := get_context_parallel_world_size()) == 1:
+            return original(*args, **kwargs)
+
+        def of_all_ranks(*inputs: Any, **more: Any) -> Any:
+            import torch
+
+            found = function(*inputs, **more)
+            if not isinstance(found, tuple) or len(found) != 3 or ranks not in (None, size):
+                return found
+            loss, tokens, logged = found
+            total = tokens.clone()
+            torch.distributed.all_reduce(total, group=get_context_parallel_group())
+            return loss * size, total, logged
+
+        bound.arguments["loss_func"] = of_all_ranks
+        return original(*bound.args, **bound.kwargs)
+
+    return forward_step_calc_loss
+
+
+def _same_count_on_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``get_tokens_per_expert_and_token_count``: with a mask, a rank's count is the mean over the ranks.
+
+    Each rank has a part of the gradient of one loss, so that all need the same factor. Stock sums the ranks' counts in place,
+    and takes the sum for the rank's own.
+    """
+
+    @functools.wraps(original)
+    def get_tokens_per_expert_and_token_count(
+        routing_map: Any, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
+    ) -> Any:
+        per_expert, own, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        return per_expert, total / reduce_group.size() if with_padding_mask else own, total
+
+    return get_tokens_per_expert_and_token_count
+
+
+PATCH = Patch(
+    name="masked-losses",
+    fixes=(
+        "under context parallelism, where ranks have unequal numbers of tokens that count, the loss is a mean of their means; "
+        "with a padding mask on several tensor- or context-parallel ranks, losses by token balance experts as many times too "
+        "strongly"
+    ),
+    source=(
+        "NVIDIA/Megatron-LM#7452, findings 9 and 10; megatron-core 0.19.2, megatron/core/pipeline_parallel/schedules.py and "
+        "megatron/core/transformer/moe/moe_utils.py"
+    ),
+    edits=(
+        Edit.of(
+            "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+            "9990d300271b7dfc071737061e8ff478591140befafc5938967906fe9cd73d67",
+            _by_all_counted,
+        ),
+        Edit.of(
+            "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+            "53bdcd7e667279224f635f9b08963c65fc900501976cff9ac6243e1584b11bbe",
+            _same_count_on_all,
+        ),
+    ),
+    seam="both functions are handed, or return, the number of tokens by which a loss is divided or multiplied",
+    leaves_alone=(
+        "logged losses; loss functions that return no number of tokens; losses by token of the main head, which are right; "
+        "context-parallel groups of another size than the process's; MTP (mtp-shared-block)"
+    ),
+    cost="under context parallelism an all-reduce of one number a micro-batch",
+    retire_when="upstream counts over the context-parallel ranks, and before it sums",
+    upstream=(7513, 7481),
+)

@@ -174,14 +174,15 @@ def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: 
 
 def _compare(old: str, new: str) -> tuple[str, list[str]]:
     """Say how two sources of a function or class differ, and which parameters came (``+``) and went (``-``)."""
+    if old == new:
+        return EQUAL, []
     before, after = _definition_in(old), _definition_in(new)
     old_names, new_names = (_parameters(node) for node in (before, after))
     is_open = any(name.startswith("*") for name in old_names)  # what was passed through it may have names now
     came = {name: is_needed for name, is_needed in new_names.items() if is_needed > old_names.get(name, -1)}
     parameters = [f"+{name}{'' if is_needed and not is_open else _OPTIONAL}" for name, is_needed in came.items()]
     parameters += [f"-{name}" for name in old_names if name not in new_names]
-    state = CODE if ast.dump(before) != ast.dump(after) else COMMENTS if old != new else EQUAL
-    return state, parameters
+    return CODE if ast.dump(before) != ast.dump(after) else COMMENTS, parameters
 
 
 def _definition_in(text: str) -> ast.AST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import tokenize
@@ -99,10 +100,16 @@ class SourceTree:
                     lines = stream.readlines()
                 # As in linecache, the last line also ends in a newline.
                 lines[-1:] = [line.removesuffix("\n") + "\n" for line in lines[-1:]]
-                self._parsed[module] = (lines, ast.parse("".join(lines)))
+                self._parsed[module] = (lines, _syntax("".join(lines)))
             except (OSError, SyntaxError, ValueError) as error:
                 raise Refusal("target changed", f"{module} cannot be read as Python: {error}") from error
         return self._parsed[module]
+
+
+@functools.lru_cache(1024)
+def _syntax(text: str) -> ast.Module:
+    """Parse a file once for all trees that have it; nobody changes what is returned."""
+    return ast.parse(text)
 
 
 def _defined(owners: Sequence[ast.Module | ast.ClassDef], name: str) -> list[Definition]:

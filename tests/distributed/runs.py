@@ -58,7 +58,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 LEARNING_RATE = 1e-3
 """Large: after four steps, norms, decays and biases are far from the constants that they started as."""
-_WARM_UP = ("--lr-warmup-iters", "1")
+WARM_UP = ("--lr-warmup-iters", "1")
 """Of size zero is the first step: from nothing, Adam would make a whole step of a gradient that is nothing but rounding
 noise, and by the third step a near tie in the selection of keys tips over. One process with another micro-batch size does
 not repeat itself then, either (in fp64 all layouts do).
@@ -106,17 +106,17 @@ class Laboratory:
 
     def main(self) -> Run:
         """The run that the others start from: one process from random weights."""
-        return self.run("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=RESUMED)
+        return self.run("main", LAYOUTS[ONE], MAIN, WARM_UP, save_every=RESUMED, micro_batch_size=GLOBAL_BATCH)
 
     def resumed(self) -> Run:
         """:meth:`main` once more from its checkpoint of step :data:`RESUMED`, in a new process."""
         load = ["--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
-        return self.run("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load])
+        return self.run("resumed", LAYOUTS[ONE], MAIN, [*WARM_UP, *load], micro_batch_size=GLOBAL_BATCH)
 
     def compared(self, name: str, *words: str, save_every: int | None = 1, replicas: int = 1, **training: Any) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        label, words = " ".join((name, *words, *map(str, training.values()))), (*_WARM_UP, *load, *words)
+        label, words = " ".join((name, *words, *map(str, training.values()))), (*WARM_UP, *load, *words)
         return self.run(label, LAYOUTS[name], COMPARED, words, save_every=save_every, replicas=replicas, **training)
 
     def untrained(self, name: str) -> Run:
@@ -125,7 +125,7 @@ class Laboratory:
 
     def moved(self, source: Run, name: str, *, optimizer: bool = True) -> Run:
         """The last checkpoint of ``source`` loaded in layout ``name`` and saved again as it is."""
-        extra = [*_WARM_UP, "--load", str(source.checkpoints)]
+        extra = [*WARM_UP, "--load", str(source.checkpoints)]
         extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
         label = f"{source.checkpoints.parent.name} to {name}"
         return self.run(label, LAYOUTS[name], COMPARED, extra, save_only=True)

@@ -23,7 +23,9 @@ from tests import micro_batch, stock
 S, B = 64, 2
 ALONE: Mapping[str, Any] = {"depth": 2, "seq_length": S, "mtp": {"depth": 0}}
 SPARSE: Mapping[str, Any] = {"schedule": "FS", "topk": 16, "loss_coeff": 0.1}
-WHOLE: Mapping[str, Any] = {"seq_length": S, "dsa": {"topk": 16, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
+WHOLE: Mapping[str, Any] = {
+    "pattern": "AEMARA", "depth": 6, "seq_length": S, "dsa": {"topk": 16, "loss_coeff": 0.1}, "mtp": {"depth": 2},
+}  # fmt: skip
 LONG: Mapping[str, Any] = {
     "window_size": 20,
     "yarn": {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7},

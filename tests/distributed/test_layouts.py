@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,22 @@ from tests.distributed.runs import (
     ONE,
     OVERRIDES,
     RESUMED,
+    WARM_UP,
     Laboratory,
     launch,
     write_config,
 )
 from tests.lanes import exhaustive_but
+from tests.saved import tensors_in
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 """Relative: for losses and the gradient norm of each step, and for the norm of the first step's gradient of each parameter."""
 
+ASYNCHRONOUS = ("--async-save", "--async-strategy", "mcore")
 CASES: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in LAYOUTS if name != ONE]
+CASES += [("EP 2", ASYNCHRONOUS)]
 CASES += [(name, ("--moe-token-dispatcher-type", "alltoall")) for name in ("EP 2", "TP 2 with SP, EP 4")]
 # In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass.
 CASES += [("PP 2 × VPP 2", stock.full_recompute())]
@@ -39,7 +44,7 @@ CASES += [("PP 2 × VPP 2", stock.full_recompute())]
 CASES += [("CP 2", ("--calculate-per-token-loss",))]
 
 
-@pytest.mark.parametrize(("name", "words"), exhaustive_but(CASES, ("PP 2 × VPP 2", ()), ("EP 2", ())))
+@pytest.mark.parametrize(("name", "words"), exhaustive_but(CASES, ("PP 2 × VPP 2", ()), ("EP 2", ASYNCHRONOUS)))
 def test_losses_gradient_norm_and_every_gradient_of_the_first_step(
     laboratory: Laboratory, name: str, words: tuple[str, ...]
 ) -> None:
@@ -140,7 +145,27 @@ def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
     assert all(expected["indexer loss"][step] > 0 for step in range(1, COMPARED + 1))
 
 
-@pytest.mark.exhaustive  # test_damage.py resumes two processes in the default lane
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_repeats_bit_for_bit(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    """Of two processes: from the newest whole one, if their file says so."""
+    run, saved = laboratory.compared("EP 2", *ASYNCHRONOUS), tmp_path / "saved"
+    shutil.copytree(run.checkpoints, saved)
+    shard = saved / f"iter_{COMPARED:07d}" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with (options := write_config(tmp_path / "model.yaml", OVERRIDES)).open("a") as file:
+        file.write("checkpoints: {load_newest_whole: true}\n")
+    words = laboratory.training_words(LAYOUTS["EP 2"], train_iters=COMPARED)
+    words += [*WARM_UP, "--save", str(saved), "--load", str(saved), "--save-interval", "1"]
+    status, output = launch(["--no-observe", "--", *words], options, 2)
+    assert status == 0, output[-4000:]
+    assert f"loading the newest whole checkpoint, {saved}/iter_{COMPARED - 1:07d}" in output
+    assert_same_bytes(run.tensors(COMPARED), tensors_in(saved / f"iter_{COMPARED:07d}"))
+
+
+@pytest.mark.exhaustive  # the test above resumes two processes in the default lane
 def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> None:
     whole, resumed = laboratory.main(), laboratory.resumed()
     assert {*SCALARS, "learning rate"} <= whole.scalars.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from megacpp_mcore.launch import process
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import read_steps
-from tests import tiny_run
+from tests import forks, tiny_run
 from tests.lanes import exhaustive_but
 from tests.leftovers import END_S, started
 
@@ -26,14 +27,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", exhaustive_but([signal.SIGKILL, signal.SIGTERM], signal.SIGTERM))
 def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    saved = tmp_path / "saved"
+    saved, output = tmp_path / "saved", tmp_path / "output"
     words = tiny_run.words(data, 1000, "--save", str(saved), "--save-interval", "2")
     launch = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words]
-    with started(launch, "successfully saved checkpoint", MEGACPP_CONFIG=str(data / "config.yaml")) as training:
+    path = os.pathsep.join(filter(None, (str(tiny_run.ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "MEGACPP_CONFIG": str(data / "config.yaml")}
+    os.mkfifo(output)
+    ours = os.open(output, os.O_RDWR)  # without one that could write, it would end before the training opens it
+    said = b""
+    with output.open("rb", buffering=0) as pipe, forks.start(launch, output, env=environment) as training:
+        while b"successfully saved checkpoint" not in said:
+            assert select.select([pipe], [], [], tiny_run.PATIENCE_S)[0], said[-3000:]
+            said += pipe.read(1 << 16)
+        os.close(ours)
         # A scheduler sends SIGTERM to all processes of a job, the one for the writers' results included.
         (os.killpg if sent == signal.SIGTERM else os.kill)(training.pid, sent)
-        said, _ = training.communicate(timeout=END_S)  # as long as anything holds the output
-        assert training.returncode == (0 if sent == signal.SIGTERM else -sent), said[-3000:]
+        while select.select([pipe], [], [], END_S)[0]:
+            said += (more := pipe.read(1 << 16))
+            if not more:  # nothing holds the output
+                break
+        else:
+            pytest.fail(f"something holds the output after {END_S} s: {said[-3000:]!r}")
+        assert training.wait(END_S) == (0 if sent == signal.SIGTERM else -sent), said[-3000:]
     if sent == signal.SIGKILL:
         return
     last = int((saved / "latest_checkpointed_iteration.txt").read_text())

@@ -1,8 +1,8 @@
 """A training one of whose values is NaN or infinite: ``python -m tests.patches.non_finite HOW FILE ARGUMENTS``.
 
-HOW is ``every``: the first step is tried with all of :data:`TRIED` before, and what each raised goes to FILE. Or it is a case
-that spoils steps from the second on, after ``first`` from the first on, after ``late`` with checks that wait as on a GPU;
-FILE.RANK gets whether no parameter has changed. The launcher's device is DEVICE.
+HOW is a case that spoils steps from the second on, after ``first`` from the first on, after ``late`` with checks that wait as
+on a GPU; FILE.RANK gets whether no parameter has changed. After ``every`` the first step is tried with all of :data:`TRIED`
+before, and what each raised goes to FILE. The launcher's device is DEVICE.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def try_every(step: Callable[[], Any], chunks: list[Any]) -> dict[str, Any]:
                 said = str(error)
         found[f"{mode}: {case}"] = {"said": said, "layer": number, "unchanged": unchanged(before, chunks)}
         machine.state, machine.first_iteration_complete = RerunState.NOT_RUNNING_YET, False
+        machine.current_iteration = 0
         MTPLossLoggingHelper.tracker.clear()
     machine.mode, get_args().check_for_nan_in_loss_and_grad = RerunMode.VALIDATE_RESULTS, True
     return found
@@ -139,15 +140,13 @@ def main(how: str, file: Path, words: list[str]) -> None:
         def step() -> Any:
             return stock(forward_step, iterator, chunks, *args, **kwargs)
 
-        if how == "every":
-            if len(calls) == 1:
+        if len(calls) == 1 and "first" not in how:
+            if "every" in how:
                 file.write_text(json.dumps(try_every(step, chunks)))
             loss = step()
-            assert math.isfinite(float(next(iter(loss[0].values()))))
+            assert all(math.isfinite(float(value)) for value in loss[0].values())
             return loss
-        if len(calls) == 1 and "first" not in how:
-            return step()
-        with spoilt(chunks, how.removeprefix("first ")):
+        with spoilt(chunks, how.removeprefix("first ").removeprefix("every ")):
             before = parameters(chunks)
             try:
                 return step()

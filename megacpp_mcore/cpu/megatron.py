@@ -84,7 +84,7 @@ def _seed_experts_by_global_index(lane: CpuLane) -> None:
 
         def build_expert(*mlp_args: Any, **mlp_kwargs: Any) -> Any:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(layer_seed + next(indices))
+                torch.default_generator.manual_seed(layer_seed + next(indices))  # of the CPU alone
                 return stock_mlp(*mlp_args, **mlp_kwargs)
 
         with mock.patch.object(experts, "MLP", build_expert):

@@ -186,8 +186,10 @@ def _tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
 
 
 def _rewrite(kwargs: dict[str, Any]) -> dict[str, Any]:
-    changed = {"device": _cpu_for(kwargs.get("device")), "pin_memory": False}
-    return {name: changed.get(name, value) for name, value in kwargs.items()}
+    changed: dict[str, Any] = {"pin_memory": False} if "pin_memory" in kwargs else {}
+    if "device" in kwargs:
+        changed["device"] = _cpu_for(kwargs["device"])
+    return kwargs | changed if changed else kwargs
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {
@@ -205,7 +207,7 @@ class CpuDeviceMode(TorchFunctionMode):
         """Call ``func``, or its stand-in, with CUDA devices replaced."""
         if func in _METHODS:
             return _METHODS[func](*args, **(kwargs or {}))
-        return func(*args, **_rewrite(kwargs or {}))
+        return func(*args, **_rewrite(kwargs)) if kwargs else func(*args)
 
 
 def _send_devices_to_cpu(lane: CpuLane) -> None:

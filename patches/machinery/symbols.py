@@ -19,6 +19,8 @@ from typing import Any
 
 MARK = "__megacpp_patch__"
 """Attribute set on every replacement, by which another copy of this package recognises it."""
+_BELOW_MEGATRON = frozenset(("mpmath", "networkx", "numpy", "sympy", "torch", "triton"))
+"""Packages that import nothing of it, and have four in five of all names in a process."""
 
 
 class Refusal(Exception):
@@ -192,10 +194,10 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
 
 
 def holders(wanted: Collection[int]) -> Iterator[tuple[Any, str, int]]:
-    """Every ``(module, attribute, id)`` in ``sys.modules`` that holds one of the objects with the ``wanted`` ids."""
+    """Every ``(module, attribute, id)`` that holds one of the objects with the ``wanted`` ids, where Megatron can be."""
     ids = set(wanted)
-    for module in list(sys.modules.values()) if ids else ():
-        namespace = getattr(module, "__dict__", None)
+    for path, module in list(sys.modules.items()) if ids else ():
+        namespace = None if path.partition(".")[0] in _BELOW_MEGATRON else getattr(module, "__dict__", None)
         # Almost no module holds one: that is found out in one call into C, which no other thread's import interrupts.
         if isinstance(namespace, Mapping) and not ids.isdisjoint(map(id, namespace.values())):
             yield from ((module, name, id(value)) for name, value in list(namespace.items()) if id(value) in ids)

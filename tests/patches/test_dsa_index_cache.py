@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -576,45 +577,39 @@ def stages(
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "words"),
-    [
-        (
-            None,
-            PERIODIC | stages(3),
-            ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}", "--dsa-indexer-topk-freq 3"],
-        ),
-        (None, PERIODIC | stages(2, virtual=3), ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"]),
-        ("{schedule: FSSSFS}", stages(2), ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
-        ("{schedule: FSS}", stages(3, ends=(1, 3)), ["1–1, 2–3, 4–6", "layer 2.", "{schedule: FFSFSS}"]),
-        ("{schedule: FSSFSSF}", {}, ["names 7 layers, the model has 6"]),
-        ("{schedule: FSSSSSF}", {}, ["(FSSSSSF)", "names 7 layers, the model has 6"]),
-        ("{schedule: FSS}", PERIODIC, ["'FSS'", "--dsa-indexer-topk-freq 3"]),
-        ("{schedule: FXS}", {}, ["index.yaml", "{'schedule': 'FXS'}", "expected {schedule: FSSFSS}"]),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    patched: Registry, schedule: Callable[[str], None], text: str | None, changes: dict[str, Any], words: list[str]
-) -> None:
-    if text is not None:
-        schedule(text)
-    config = transformer_config(**changes, pipeline_dtype=torch.float32)
-    stage = 0 if config.virtual_pipeline_model_parallel_size else None
-    with pytest.raises((ModelError, ConfigFileError)) as of_spec:
-        block_spec(config, stage)
-    assert all(word in str(of_spec.value) for word in words), str(of_spec.value)
-    # A spec that was made otherwise meets the same refusal when the block is built from it.
-    patched.revert()
-    with mock.patch(
-        "megatron.core.models.gpt.experimental_attention_variant_module_specs._validate_dsa_index_share_pipeline_split"
-    ):
-        spec = block_spec(config, stage)
-    patched.apply([PATCH.name])
+NOT_FITTING: list[tuple[str | None, dict[str, Any], list[str]]] = [
+    (None, PERIODIC | stages(3), ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}", "--dsa-indexer-topk-freq 3"]),
+    (None, PERIODIC | stages(2, virtual=3), ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"]),
+    ("{schedule: FSSSFS}", stages(2), ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
+    ("{schedule: FSS}", stages(3, ends=(1, 3)), ["1–1, 2–3, 4–6", "layer 2.", "{schedule: FFSFSS}"]),
+    ("{schedule: FSSFSSF}", {}, ["names 7 layers, the model has 6"]),
+    ("{schedule: FSSSSSF}", {}, ["(FSSSSSF)", "names 7 layers, the model has 6"]),
+    ("{schedule: FSS}", PERIODIC, ["'FSS'", "--dsa-indexer-topk-freq 3"]),
+    ("{schedule: FXS}", {}, ["index.yaml", "{'schedule': 'FXS'}", "expected {schedule: FSSFSS}"]),
+]
+
+
+def test_what_does_not_fit_is_refused(patched: Registry, schedule: Callable[[str], None], monkeypatch: Any) -> None:
+    """As the spec is made and, where it was made otherwise, as the block is built from it."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    with pytest.raises((ModelError, ConfigFileError)) as of_block:
-        TransformerBlock(config, spec, vp_stage=stage)
-    assert all(word in str(of_block.value) for word in words), str(of_block.value)
+    patched.revert()
+    made = []
+    with mock.patch.object(specs, "_validate_dsa_index_share_pipeline_split"):
+        for text, changes, words in NOT_FITTING:
+            config = transformer_config(**changes, pipeline_dtype=torch.float32)
+            stage = 0 if config.virtual_pipeline_model_parallel_size else None
+            made.append((text, words, config, stage, block_spec(config, stage)))
+    patched.apply([PATCH.name])
+    for text, words, config, stage, spec in made:
+        monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+        if text is not None:
+            schedule(text)
+        for refuse in (partial(block_spec, config, stage), partial(TransformerBlock, config, spec, vp_stage=stage)):
+            with pytest.raises((ModelError, ConfigFileError)) as error:
+                refuse()
+            assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.exhaustive

@@ -43,7 +43,8 @@ LARGEST_GATHER = 8
 """Largest expert parallelism that all-gathers tokens: mostly the GPUs of one host. Four were measured."""
 TORCH_FSDP = "--use-torch-fsdp2"
 CAPTURED = (
-    "layers are captured with Transformer Engine, in bf16, in one pipeline stage, without context parallelism or FSDP2"
+    "layers are captured with Transformer Engine, in bf16, without context parallelism or FSDP2, and in a pipeline without "
+    "tensor or expert parallelism"
 )
 
 
@@ -225,8 +226,9 @@ class Run:
     def is_captured(self) -> bool:
         """Whether layers are in CUDA graphs: wanted, and of the kind that has been measured (:data:`CAPTURED`)."""
         kind = self.has_engine and self.training.precision == "bf16"
-        whole = self.layout.pipeline == self.layout.context == 1
-        return self.training.cuda_graphs and kind and whole and not self.torch_fsdp
+        ways = self.layout
+        fits = ways.context == 1 and (ways.pipeline == 1 or ways.tensor == ways.expert == 1)
+        return self.training.cuda_graphs and kind and fits and not self.torch_fsdp
 
     @cached_property
     def _chosen(self) -> Execution:

@@ -241,13 +241,18 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
     staged = with_overrides(preset("nam56r"), {"dsa": {"schedule": "-FSS-FSF-FSS-"}})
     here, plain, own = preset("nam56r"), Training(cuda_graphs=True), {"cuda_graphs": True}
     graphs = ("--cuda-graph-impl", "local")
-    for layout in (Layout(), Layout(expert=4), Layout(tensor=2, sequence_parallel=True)):
+    for model, layout in (
+        (here, Layout()),
+        (here, Layout(expert=4)),
+        (here, Layout(tensor=2, sequence_parallel=True)),
+        (staged, Layout(pipeline=2)),
+    ):
         for host in (GPT, HYBRID):
-            words = lower(Run(here, layout, plain, host))
+            words = lower(Run(model, layout, plain, host))
             assert words[words.index(graphs[0]) :][:2] == graphs
     for model, layout, training, host in (
         (here, Layout(), Training(), GPT),
-        (staged, Layout(pipeline=2), plain, GPT),
+        (staged, Layout(pipeline=2, expert=2), plain, GPT),
         (here, Layout(context=2), plain, HYBRID),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),

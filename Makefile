@@ -86,6 +86,7 @@ test-exhaustive:
 test-newest:
 	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; "$(BASE_PYTHON)" -m venv "$$folder/venv"; python="$$folder/venv/bin/python"; \
 	"$$python" -m pip install --quiet --disable-pip-version-check ".[dev]"; \
+	"$$python" -m pip list --disable-pip-version-check | grep -E '^(torch|triton|megatron-core) '; \
 	"$$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not exhaustive" tests --ignore=tests/gpu
 
 # With the host's own Python: the environment of this file has no Transformer Engine.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments import lengths
+from experiments import scaling as paper
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -148,6 +149,35 @@ def layouts() -> Iterator[Line]:
         yield what, str(gpus), str(micro), graphs, *speed, f"`{commit}`"
 
 
+def shares_of_one() -> dict[int, list[float]]:
+    """By GPUs, the speed of each in every row with buckets of 120 million, as a share of one GPU's at the same commit."""
+    found: dict[int, list[float]] = {}
+    for gpus, arm in ((2, "two micro-batch 2"), (2, "two 120M"), (4, "four micro-batch 2")):
+        for row in select("gpus_h200", arm=arm):
+            alone = select("gpus_h200", arm="micro-batch 2", commit=row["commit"])
+            if alone and (arm, row["commit"]) != ("two micro-batch 2", "0428cd0"):  # buckets of 40 million
+                found.setdefault(gpus, []).append(float(alone[0]["step_ms"]) / float(row["step_ms"]))
+    return found
+
+
+def scaling() -> Iterator[Line]:
+    """Replicas on more GPUs than were measured, by :mod:`experiments.scaling`."""
+    yield (
+        "GPUs", "sequences a GPU", "buckets", "reduction, ms", "gathering, ms", "not hidden, ms", "slowest card, %",
+        "% of one GPU's speed", "measured, %", "MFU %",
+    )  # fmt: skip
+    row, measured = one("gpus_h200", arm="micro-batch 2", commit="cbb992c"), shares_of_one()
+    for case in paper.TABLE:
+        alone = float(row["step_ms"])
+        share = alone * case.sequences / 8 / case.step(alone)
+        rows_of = sorted(measured.get(case.gpus, ()))
+        seen = f"{100 * rows_of[0]:.1f} to {100 * rows_of[-1]:.1f}" if rows_of else ""
+        what = f"{case.gpus} in {case.instances} instances" if case.instances > 1 else str(case.gpus)
+        comm = (number(each) for each in (case.buckets, case.reduction, case.gathering, case.exposed))
+        slowest, share_, mfu = (f"{100 * each:.1f}" for each in (case.waiting, share, share * float(row["mfu"])))
+        yield what, str(case.sequences), *comm, slowest, share_, seen, mfu
+
+
 def compiled() -> Iterator[Line]:
     """CUDA graphs, and recompute by family."""
     yield "", "ms a step", "tokens/s", "first step after, s", "GB", "commit"
@@ -279,7 +309,8 @@ def long() -> Iterator[Line]:
 
 
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
-    each.__name__: each for each in (ops, models, layouts, compiled, fp8, vendors, evidence, overhead, megatrons, long)
+    each.__name__: each
+    for each in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long)
 }
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from experiments import figures
+from experiments import figures, scaling
 from megacpp_mcore.observe.receipts.claims import NOISE, NOISE_IN_GRAPHS
 
 GENERATED = ("patches.md", "model-card.md")
@@ -79,3 +79,20 @@ def test_a_figure_without_a_row_cannot_be_written() -> None:
         figures.op("mla", "a variant that nobody measured")
     assert figures.number(19428) == "19,400"
     assert [figures.number(value) for value in (0.7208, 15.73, 187.47)] == ["0.72", "15.7", "187"]
+
+
+def test_the_model_on_paper_meets_the_rows_of_two_and_four_gpus() -> None:
+    """Within half a percent, by one fitted constant; the waits and rates of its other terms are those of the profiles."""
+    found = figures.shares_of_one()
+    assert {gpus: len(shares) for gpus, shares in found.items()} == {2: 2, 4: 2}
+    alone = float(figures.one("gpus_h200", arm="micro-batch 2", commit="cbb992c")["step_ms"])
+    for gpus, shares in found.items():
+        assert shares == pytest.approx([alone / scaling.Replicas(gpus).step(alone)] * len(shares), abs=0.005)
+
+
+def test_instances_of_the_optimizer_gain_nothing_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hop in (scaling.NETWORK_HOP, 0.1):
+        monkeypatch.setattr(scaling, "NETWORK_HOP", hop)
+        ring, instances = (scaling.Replicas(512, instances=number) for number in (1, 64))
+        assert ring.gathering > instances.gathering
+        assert ring.step(1687.0) < instances.step(1687.0)

@@ -15,7 +15,7 @@ VERSIONS = runpy.run_path(str(ROOT / "megacpp_mcore" / "versions.py"))
 # PyPI's `apex` and `deep-gemm` are neither NVIDIA Apex nor DeepGEMM: they are never named here.
 EXTRAS = {
     "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
-    # These only work together: the MIMO kernels of mamba-ssm are written for this tilelang, and that for this tvm-ffi.
+    # mamba-ssm requires this tilelang and this tvm-ffi; tilelang 0.1.15 resolves with `flash4` and `quack`, but not with it.
     "ssm": [
         "mamba-ssm==2.3.2.post1",
         "tilelang==0.1.8",

@@ -37,7 +37,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Model, hybrid
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import GC_INTERVAL, Run
-from megacpp_mcore.model.training import HYBRID
+from megacpp_mcore.model.training import HYBRID, MUON_SCALE
 from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.nemo_recipes.read_bridge import DTYPES
 from megacpp_mcore.util.nearest import nearest
@@ -162,7 +162,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         ),
         validation=ValidationConfig(eval_iters=0),
         optimizer=OptimizerConfig(
-            optimizer="adam",
+            optimizer=training.optimizer,
             lr=training.learning_rate,
             weight_decay=training.weight_decay,
             adam_beta1=0.9,
@@ -206,6 +206,8 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
         "model.make_vocab_size_divisible_by": lowering.padding_of(run.layout.tensor),
         "scheduler.lr_warmup_iters": training.warm_up_steps,
         "validation.eval_interval": training.train_iters,
+        "model.megacpp_optimizer": training.optimizer,
+        "optimizer.muon_extra_scale_factor": MUON_SCALE if training.optimizer == "muon" else 1.0,
         "optimizer.min_lr": training.min_lr,
         "model.gradient_accumulation_fusion": how.gradient_accumulation_fusion,
         "ddp.use_distributed_optimizer": how.distributed_optimizer,

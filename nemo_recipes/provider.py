@@ -45,6 +45,7 @@ class _Provider(MLATransformerConfig):
     megacpp_preset: str | None = (
         None  # the model's name, by which its definition is found if no file of MEGACPP_CONFIG has it
     )
+    megacpp_optimizer: str = "adam"  # of the run, which the layers' choice of experts asks for
     # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
     te_precision_config_file: str | None = None
 

@@ -54,8 +54,7 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
         "exp_avg_sq": DTYPES.get(optimizer.exp_avg_sq_dtype),
         "cuda_graph_scope": _names(model.cuda_graph_modules) if model.cuda_graph_impl != "none" else (),
         "recompute_modules": tuple(model.recompute_modules or ()),
-        "own_states": optimizer.optimizer != "adam"
-        or DTYPES.get(optimizer.main_params_dtype) != "fp32"
+        "own_states": DTYPES.get(optimizer.main_params_dtype) != "fp32"
         or optimizer.optimizer_cpu_offload
         or config.dist.use_megatron_fsdp,
         "fp16": dtypes.fp16,
@@ -78,9 +77,9 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Megatron's names of what optimizer states may be kept in."""
 _TRAINED = {
     "transformer_impl": "model.transformer_impl", "micro_batch_size": "train.micro_batch_size",
-    "global_batch_size": "train.global_batch_size", "train_iters": "train.train_iters", "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay", "adam_beta2": "optimizer.adam_beta2", "clip_grad": "optimizer.clip_grad",
-    "seed": "rng.seed",
+    "global_batch_size": "train.global_batch_size", "train_iters": "train.train_iters", "optimizer": "optimizer.optimizer",
+    "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "adam_beta2": "optimizer.adam_beta2",
+    "clip_grad": "optimizer.clip_grad", "seed": "rng.seed",
 }  # fmt: skip
 """Fields of a training plan to fields of Bridge's configuration."""
 _FOUND = {

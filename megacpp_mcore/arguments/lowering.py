@@ -18,7 +18,7 @@ from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Argument, absent, option, switch
 from megacpp_mcore.model.run import FEATURES, FIELDS, TORCH_FSDP, Run
 from megacpp_mcore.model.run import words_of as field_words
-from megacpp_mcore.model.training import DEFAULT_HOST, GPT, HYBRID
+from megacpp_mcore.model.training import DEFAULT_HOST, GPT, HYBRID, MUON_SCALE
 from megacpp_mcore.util import flags
 
 SPECS: Mapping[str, str] = MappingProxyType({f"{name}{end}": name for name in PRESETS for end in ("", "_hybrid")})
@@ -256,6 +256,8 @@ def _training_words(run: Run) -> list[str]:
         "--micro-batch-size", str(training.micro_batch_size),
         "--global-batch-size", str(training.global_batch_size),
         "--train-iters", str(training.train_iters),
+        *(() if training.optimizer == "adam" else ("--optimizer", training.optimizer)),
+        *(("--muon-extra-scale-factor", str(MUON_SCALE)) if training.optimizer == "muon" else ()),
         "--lr", f"{training.learning_rate:g}",
         "--min-lr", f"{training.min_lr:g}",
         "--lr-decay-style", "cosine",

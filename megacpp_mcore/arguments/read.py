@@ -31,7 +31,7 @@ RUN = "megacpp_run"
 
 _STAGES = "--pipeline-model-parallel-layout"
 _OWN_STATES = (
-    "--optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states", "--main-params-dtype", "--fp8-param-gather",
+    "--optimizer-cpu-offload", "--offload-optimizer-states", "--main-params-dtype", "--fp8-param-gather",
     "--use-megatron-fsdp", "--num-distributed-optimizer-instances",
     "--skip-train", "--yaml-cfg", "--use-checkpoint-args",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
@@ -53,6 +53,7 @@ _NUMBERS: Mapping[str, tuple[str, Any]] = {
     "micro_batch_size": ("--micro-batch-size", 1),
     "global_batch_size": ("--global-batch-size", None),
     "train_iters": ("--train-iters", None),
+    "optimizer": ("--optimizer", "adam"),
     "learning_rate": ("--lr", None),
     "weight_decay": ("--weight-decay", 0.01),
     "adam_beta2": ("--adam-beta2", 0.999),
@@ -192,6 +193,8 @@ def _numbers(given: flags.Flags) -> dict[str, Any]:
             found |= {} if default is None else {field.name: default}
         elif field.type == "int":
             found[field.name] = flags.whole(given, flag, LaunchError, 1)
+        elif field.type == "str":
+            found[field.name] = text
         else:
             try:
                 found[field.name] = float(text)

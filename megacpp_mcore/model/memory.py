@@ -68,7 +68,7 @@ def states(run: Run) -> States | None:
     """Return the persistent memory of a rank in the largest stage; None where it is not known: without a model of this package,
     with stages that it does not mark, or with other states than these."""
     held = process_parameters(run)
-    if held is None or run.execution.own_states:
+    if held is None or run.execution.own_states or run.training.optimizer != "adam":
         return None
     how = run.execution
     weight, main = (4, 0) if run.precision == "fp32" else (2, 4)

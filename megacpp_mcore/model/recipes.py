@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,15 @@ def _on_gpus(
     return Recipe(name=name, run=Run(preset(model), Layout(), training, asked=asked), settings=settings)
 
 
+def _by_muon(run: Run) -> Recipe:
+    """Of Megatron's Muon, by the package emerging-optimizers; experts are stock's then, which are not in CUDA graphs here."""
+    training = dataclasses.replace(run.training, optimizer="muon", cuda_graphs=False)
+    on = f"1gpu_h200_{training.precision}" if run.device == "cuda" else f"1cpu_{training.precision}"
+    return Recipe(
+        name=f"{cast('Model', run.model).name}_pretrain_{on}_muon", run=dataclasses.replace(run, training=training)
+    )
+
+
 def _of_long_rows(gpus: int) -> Recipe:
     """One row a GPU, recomputed as ``recipe memory`` estimates; not in CUDA graphs, which refuse recompute."""
     training = Training(micro_batch_size=1, global_batch_size=gpus, processes=gpus)
@@ -82,6 +92,10 @@ def _of_long_rows(gpus: int) -> Recipe:
     return Recipe(name=name, run=Run(preset("nam56r_long"), Layout(), training), settings=settings)
 
 
+_TINY = Run(
+    preset("nam56r_tiny"),
+    training=Training(device="cpu", precision="fp32", transformer_impl="local", learning_rate=4e-3),
+)
 _ALL = (
     *(_on_gpus("nam56r", gpus, "h200", 2, 8) for gpus in (1, 2, 4, 8)),
     _on_gpus("nam56r", 1, "h100", 1, 8, asked=NARROW),
@@ -89,13 +103,8 @@ _ALL = (
     *(_on_gpus("nam56r", gpus, "h200", 2, 8, "fp8") for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r_quarter", 1, machine, 1, 2) for machine in ("h200", "h100")),
     *(_of_long_rows(gpus) for gpus in (1, 4, 8)),
-    Recipe(
-        name="nam56r_tiny_pretrain_1cpu_fp32",
-        run=Run(
-            preset("nam56r_tiny"),
-            training=Training(device="cpu", precision="fp32", transformer_impl="local", learning_rate=4e-3),
-        ),
-    ),
+    Recipe(name="nam56r_tiny_pretrain_1cpu_fp32", run=_TINY),
+    *map(_by_muon, (_on_gpus("nam56r", 1, "h200", 2, 8).run, _TINY)),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL})

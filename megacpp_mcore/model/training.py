@@ -67,6 +67,8 @@ else:
     Recompute = make_dataclass("Recompute", _FIELDS, bases=(_Recompute,), frozen=True, kw_only=True, module=__name__)
 
 
+MUON_SCALE = 0.2
+"""What Muon's updates, of spectral norm 1, are multiplied by besides the root of a matrix's longer side (arXiv 2502.16982)."""
 _FIELD = "Training."
 
 
@@ -97,6 +99,8 @@ class Training:
             layers in bf16, in pipelines without tensor or expert parallelism; elsewhere, and under Megatron-Bridge, it is left
             out.
         train_iters: steps. The learning rate rises over :attr:`warm_up_steps`, then decays to :attr:`min_lr` (cosine).
+        optimizer: ``adam``, which the memory estimates are for, or another of Megatron's: ``muon`` trains matrices by Muon, at
+            the updates' size of AdamW and so at its learning rate, and all else by AdamW.
         weight_decay, adam_beta2, clip_grad: AdamW's, and the largest norm of all gradients.
         extra: further stock words, appended unchanged; what they say of the execution counts.
     """
@@ -111,6 +115,7 @@ class Training:
     processes: int = 1
     cuda_graphs: bool = False
     train_iters: int = 1000
+    optimizer: str = "adam"
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     adam_beta2: float = 0.95

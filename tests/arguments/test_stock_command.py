@@ -217,6 +217,7 @@ def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
             "processes",
             "cuda_graphs",
             "train_iters",
+            "optimizer",
             "learning_rate",
             "seed",
             "weight_decay",

@@ -28,7 +28,7 @@ HARMLESS = {
 HARMLESS_UNUSED = {"fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}
 
 
-@pytest.mark.parametrize("name", [TINY, "nam56r_quarter_pretrain_1gpu_h200_bf16"])
+@pytest.mark.parametrize("name", [f"{TINY}_muon", "nam56r_quarter_pretrain_1gpu_h200_bf16"])
 def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python: Path, name: str) -> None:
     done = run(bridge_python, "tests.bridge.fields", name)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

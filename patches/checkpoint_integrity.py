@@ -91,6 +91,11 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 "run that has saved, or remove that flag to start from scratch",
                 code="missing",
             )
+        if isinstance(loaded[0], tuple):
+            raise CheckpointError(
+                f"--dist-ckpt-strictness {args.dist_ckpt_strictness} returns keys beside what was loaded, and Megatron's loop "
+                "takes no such pair; log_unexpected and log_all print the keys instead"
+            )
         refuse_other_layout(loaded[0], load_dir)
         _flat = flat_folder(loaded[0]) if rank0 else None
         _checked = checked if rank0 and distributed.is_initialized() else None

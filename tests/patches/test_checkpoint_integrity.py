@@ -110,6 +110,14 @@ def test_keys_of_a_checkpoint_are_listed_whatever_the_torch_that_wrote_it(
         }
 
 
+@pytest.mark.parametrize("strictness", ["return_all", "return_unexpected"])
+def test_keys_that_megatrons_loop_could_not_take_are_refused(
+    checkpointing: ModuleType, tmp_path: Path, strictness: str
+) -> None:
+    with raises(CheckpointError, f"--dist-ckpt-strictness {strictness}", "log_all"):
+        load(checkpointing, saved(tmp_path / "saved", 3, rng=7), arguments(dist_ckpt_strictness=strictness))
+
+
 def test_what_only_a_newer_torch_can_read_is_refused_as_such(checkpointing: ModuleType, tmp_path: Path) -> None:
     """torch 2.15 added strides to a tensor's properties, and 2.11 unpacks as many of them as it has itself."""
     of_this_torch = TensorProperties.__getstate__

@@ -184,6 +184,8 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.enter_context(process_environment())
         stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
+        with refusals.in_one_line(None):
+            stack.enter_context(ranks.met(chosen.arguments))
         settings = chosen.settings
         if settings is not None:
             vendor_switches.configure(settings.vendors, str(settings.path))

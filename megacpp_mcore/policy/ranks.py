@@ -17,6 +17,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import megacpp_mcore
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import VARIABLE, PluginConfig
-from megacpp_mcore.util import host
+from megacpp_mcore.util import flags, host
 from megacpp_mcore.util.collectives import gathered, rank_and_size
 from megacpp_mcore.util.files import sha256_of
 from megacpp_mcore.util.stand_in import stand_in
@@ -45,6 +46,8 @@ _ENVIRONMENT = re.compile(
 )
 """Variables that change what is computed, or in which order."""
 
+MINUTE = timedelta(minutes=1)
+
 hosts: list[str] = []
 """The name of each rank's host, in their order, once they have been compared."""
 
@@ -58,6 +61,55 @@ def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextM
         return stock(*args, **kwargs)
 
     return stand_in(parallel_state, "initialize_model_parallel", run)
+
+
+@contextlib.contextmanager
+def met(arguments: Sequence[str]) -> Iterator[None]:
+    """Wait until all processes of the run have come to rank 0's store, as long as Megatron waits; torchrun has done so itself.
+
+    The store lives in the context: torch's own is on the same port, and shares its server (``multi_tenant``).
+
+    Raises:
+        LaunchError: names the ranks that have not come, or that rank 0 has not.
+    """
+    size, given = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
+    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "--fake-process-group" in given:
+        yield
+        return
+    from torch.distributed import DistError, DistNetworkError, TCPStore
+
+    rank, minutes = int(os.environ["RANK"]), "--distributed-timeout-minutes"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = MINUTE * (flags.whole(given, minutes, LaunchError, 1) or 10)
+    own, where = socket.gethostname(), f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    mend = (
+        f"start a task for each rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={size} on every host, check that "
+        f"each reaches {address} (`nc -z {address} {port}`), or give slow ones longer by {minutes}"
+    )
+    try:
+        store = TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False, multi_tenant=True)
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise
+        raise LaunchError(f"rank {rank} of {size} on {own} found no rank 0 at {where} in {patience}; {mend}") from error
+    keys = [f"megacpp-mcore/{one}" for one in range(size)]
+    try:
+        store.set(keys[rank], own)
+        store.wait(keys, patience)
+    except DistError as error:
+        try:
+            there = {one: store.get(key).decode() for one, key in enumerate(keys) if store.check([key])}
+        except DistError:
+            raise LaunchError(
+                f"rank 0 of {size} at {where} has ended while others were waited for; its own output says why"
+            ) from error
+        names = dict.fromkeys(there.values())
+        here = ", ".join(f"{_named([one for one in there if there[one] == name])} on {name}" for name in names)
+        if lost := [one for one in range(size) if one not in there]:
+            raise LaunchError(
+                f"{_named(lost)} of {size} did not come to {where} in {patience}, where {here} wait; {mend}"
+            ) from error
+    yield
 
 
 def compare(settings: PluginConfig | None) -> None:

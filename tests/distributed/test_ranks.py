@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.model import preset
 from megacpp_mcore.policy import ranks
 from tests import forks, stock, tiny_run
 from tests.distributed import differing
+from tests.forks import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,33 @@ def test_the_launcher_refuses_before_process_groups_are_made(data: Path) -> None
     output = refused(LAUNCHED, "launch --device cpu --no-observe --", data)
     assert output.count(DIFFERENCE) == 2, output[-3000:]
     assert "initialized tensor model parallel" not in output
+
+
+# A launch whose third process was told another port; it waits for seconds instead of minutes.
+MISSING = """
+import datetime, os, sys
+if os.environ["RANK"] == "2":
+    os.environ["MASTER_PORT"] = "9"
+from megacpp_mcore.policy import ranks
+ranks.MINUTE = datetime.timedelta(seconds=10)
+from megacpp_mcore.commands.cli import main
+sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]))"""
+
+
+@pytest.mark.slow
+def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Path) -> None:
+    words = stock.words(preset("nam56r_tiny"), "--distributed-timeout-minutes", "1", processes=3, global_batch_size=3)
+    outputs = [tmp_path / str(rank) for rank in range(3)]
+    programs = forks.start_ranks(["-c", MISSING, *words], outputs, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert [program.wait(timeout=120) for program in programs] == [2, 2, 2]
+    first, second, third = (output.read_text() for output in outputs)
+    host = re.escape(socket.gethostname())
+    assert re.search(
+        rf"error: rank 2 of 3 did not come to localhost:\d+ .*, where ranks 0, 1 on {host} wait; start", first
+    )
+    assert re.search(r"error: rank (2 of 3 did not come to|0 of 3 at) localhost:\d+ ", second)
+    assert re.search(rf"error: rank 2 of 3 on {host} found no rank 0 at localhost:9 .* WORLD_SIZE=3 .*`nc -z", third)
+    assert all("Traceback" not in said for said in (first, second, third))
 
 
 @pytest.mark.slow

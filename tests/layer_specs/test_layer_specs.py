@@ -716,17 +716,20 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
     from megacpp_mcore.backends import Dispatcher
     from megacpp_mcore.layer_specs import nam56r as of_model
 
-    seen: list[tuple[int, str]] = []
+    seen: list[tuple[int, str, bool]] = []
     plan = SimpleNamespace(spec=lambda spec, letter: letter, mtp=lambda block: block)
     graphs = SimpleNamespace(
-        describe=list, spec=lambda letter, number: seen.append((number, letter)), mtp=lambda block: block
+        describe=list,
+        spec=lambda letter, number, *, sends: seen.append((number, letter, sends)),
+        mtp=lambda block: block,
     )
     monkeypatch.setattr(of_model, "layer_plan", lambda *_: plan)
     monkeypatch.setattr(of_model, "graph_plan", lambda *_: graphs)
     config = stock.model_config(stock.words(definition)).transformer
     numbers = range(5, definition.depth - 1)
     of_model.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
-    assert seen == [(number, definition.layers[number - 1]) for number in numbers]
+    # A pipeline of one process sends nothing.
+    assert seen == [(number, definition.layers[number - 1], False) for number in numbers]
 
 
 @pytest.mark.exhaustive

@@ -4,16 +4,19 @@
 one, or that of the environment with Megatron-Bridge, whose libraries take ten seconds. A program has its own session,
 environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. The first
 process that ``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which
-imports torch, for the first checkpoint of a process. Where Python's own start matters, or what is imported, or what a library
-reads from the environment as it is imported, ``subprocess`` starts it.
+imports torch, for the first checkpoint of a process. With ``megatron`` the wheel's Megatron is there already, without the CPU
+lane, as in the tests' own process: for what is not about a start. Where Python's own start matters, or what is imported, or
+what a library reads from the environment as it is imported, ``subprocess`` starts it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import gc
+import importlib
 import itertools
 import json
 import multiprocessing.spawn
@@ -42,6 +45,10 @@ _LIBRARIES = (
     "torch.testing", "torch.utils.cpp_extension", "jinja2", "networkx", "psutil", "yaml",
 )  # fmt: skip
 """What Megatron imports, without Megatron: a checkout's may come first, and the CPU lane has to come before it."""
+_MEGATRON = (
+    "megatron.core.datasets.gpt_dataset", "megatron.core.models.mimo", "megatron.core.tokenizers.text",
+    "megatron.training.models.hybrid", "megatron.training.training",
+)  # fmt: skip
 _BRIDGES = (
     "accelerate", "datasets", "multistorageclient", "nvidia_resiliency_ext.inprocess", "omegaconf", "pandas", "peft",
     "scipy.optimize", "sklearn.metrics", "torch.utils.tensorboard", "transformers.loss.loss_utils",
@@ -107,6 +114,7 @@ def start(
     env: Mapping[str, str] | None = None,
     error: Path | None = None,
     python: str = sys.executable,
+    megatron: bool = False,
 ) -> Program | subprocess.Popen[bytes]:
     """Start a program whose output goes to the file ``output``, and its errors to ``error``, or there, too."""
     words, env, error = list(map(str, words)), dict(os.environ if env is None else env), error or output
@@ -121,7 +129,7 @@ def start(
     files = {"cwd": str(cwd), "output": str(output), "error": str(error), "status": str(status)}
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps({"words": words, "env": env, **files}) + "\n")
+    server.stdin.write(json.dumps({"words": words, "env": env, "megatron": megatron, **files}) + "\n")
     server.stdin.flush()
     if not (pid := server.stdout.readline()):
         raise AssertionError(f"the process that forks has ended: {(folder / 'error').read_text()[-2000:]}")
@@ -148,7 +156,7 @@ def run(
 
 
 def start_ranks(
-    words: Sequence[str], outputs: Sequence[Path], *, env: Mapping[str, str]
+    words: Sequence[str], outputs: Sequence[Path], *, env: Mapping[str, str], megatron: bool = False
 ) -> list[Program | subprocess.Popen[bytes]]:
     """Start a program as torchrun does, in a process for each of ``outputs``, with nobody who would end them together."""
     with socket.socket() as free:
@@ -158,15 +166,17 @@ def start_ranks(
     programs = []
     for rank, output in enumerate(outputs):
         of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        programs.append(start(words, output, env={**env, **of_rank}))
+        programs.append(start(words, output, env={**env, **of_rank}, megatron=megatron))
     return programs
 
 
-def run_ranks(words: Sequence[str], count: int, *, env: Mapping[str, str], timeout: float = 180) -> tuple[int, str]:
+def run_ranks(
+    words: Sequence[str], count: int, *, env: Mapping[str, str], timeout: float = 180, megatron: bool = False
+) -> tuple[int, str]:
     """Run a program in ``count`` processes as torchrun does, until one fails; the first status but 0, and all output."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(count)]
-        programs = start_ranks(words, files, env=env)
+        programs = start_ranks(words, files, env=env, megatron=megatron)
         until = time.monotonic() + timeout
         while None in [program.poll() for program in programs] and time.monotonic() < until:
             if any(program.returncode for program in programs):
@@ -207,17 +217,38 @@ def _server(python: str, interpret: str | None) -> tuple[Path, subprocess.Popen[
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork a keeper for every request, which waits for the program; the request, in the process that is to be it, else None."""
+    """Fork a keeper for every request, which waits for the program; the request, in the process that is to be it, else None.
+
+    What is to have Megatron, a fork of this process does so, which imports it.
+    """
     for library in sys.argv[1:]:
         __import__(library)
     assert "megatron" not in sys.modules
-    gc.freeze()  # else a program goes through all of it when it ends
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
-    for line in sys.stdin:
+    requests, other = sys.stdin, None
+    while True:
+        gc.freeze()  # else a program goes through all of it when it ends
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+        if not (line := requests.readline()):
+            return None
+        request: dict[str, Any] = json.loads(line)
+        if request["megatron"] and "megatron" not in sys.modules:
+            if other is None:
+                ours, its = os.pipe()
+                if not os.fork():
+                    os.close(its)
+                    requests = os.fdopen(ours)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Megatron waits for git
+                    with contextlib.redirect_stdout(sys.stderr):
+                        for library in _MEGATRON:
+                            importlib.import_module(library)
+                    continue
+                os.close(ours)
+                other = os.fdopen(its, "w", buffering=1)
+            other.write(line)
+            continue
         if os.fork():
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        request: dict[str, Any] = json.loads(line)
         pid = os.fork()
         if not pid:
             return request
@@ -227,7 +258,6 @@ def _serve() -> dict[str, Any] | None:
         written.write_text(str(status))
         written.rename(request["status"])
         os._exit(0)
-    return None
 
 
 def _lend_a_fork() -> None:

@@ -123,7 +123,7 @@ def printed(code: str, *words: str, first: Path | None = None, timeout: float = 
 def on_ranks(module: str, count: int, *words: str) -> None:
     """Run a module of the tests in ``count`` processes, as torchrun does; each is to be :func:`one_process` of them."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    status, output = forks.run_ranks(["-m", module, *words], count, env=environment)
+    status, output = forks.run_ranks(["-m", module, *words], count, env=environment, megatron=True)
     assert status == 0, output[-6000:]
 
 

@@ -190,7 +190,7 @@ def launch(words: Sequence[str], config: Path, processes: int = 1, *, timeout: f
     """``megacpp-mcore launch --device cpu`` with ``words``, in as many processes as torchrun would start; status and output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config)}
     command = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", *words]
-    return forks.run_ranks(command, processes, env=environment, timeout=timeout)
+    return forks.run_ranks(command, processes, env=environment, timeout=timeout, megatron=True)
 
 
 def read_scalars(run: Path) -> dict[str, dict[int, float]]:

@@ -231,7 +231,7 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
     """The other rank has no trainable parameters; one that were not told would wait in Megatron's next collective."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "megacpp_mcore.cpu", "-m", "tests.distributed.refusing", str(tmp_path)]
-    status, output = forks.run_ranks(command, 2, env=environment, timeout=90)
+    status, output = forks.run_ranks(command, 2, env=environment, timeout=90, megatron=True)
     assert status == 0, output[-8000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -55,7 +55,7 @@ def train(
     script = [f"{path}/pretrain_gpt.py"] if path else []
     env = os.environ | {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
     command = ["-m", "tests.patches.non_finite", how, str(folder / "found"), *script, *arguments]
-    return *forks.run_ranks(command, processes, env=env), folder / "found"
+    return *forks.run_ranks(command, processes, env=env, megatron=not path), folder / "found"
 
 
 def check_unchanged(found: Path, processes: int = 1) -> None:

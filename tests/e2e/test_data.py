@@ -46,6 +46,37 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
     return forks.run(command, env=environment)
 
 
+def quiet(run: Path | None, *data: str, extra: tuple[str, ...]) -> tuple[list[str], str]:
+    """The lines on the console of a launch recorded in ``run``, or of nothing, and the file that has Megatron's."""
+    recording = ["--no-observe"] if run is None else ["--observe", str(run)]
+    done = python("-m", "megacpp_mcore", "launch", "--device", "cpu", *recording, "--", *words(*data, extra=extra))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (named,) = re.findall(r"Megatron's output is in (\S+);", done.stdout)
+    log = Path(named).read_text()
+    if run is None:
+        shutil.rmtree(Path(named).parent)
+    else:
+        assert Path(named).parent == run
+    return done.stdout.splitlines(), log
+
+
+def check_console(lines: Sequence[str], log: str) -> None:
+    """Few lines, then one a step, of the same losses as Megatron's own in the file."""
+    before = next(number for number, line in enumerate(lines) if line.startswith("step "))
+    assert 10 < before <= 40
+    first, *others = lines[before : before + STEPS]
+    step, pace = r"step \d/3  loss \d\.\d{4}", r"  [0-9.]+ s/step  0:00:\d\d left"
+    assert re.match(step, first)
+    assert not re.search(pace, first)
+    assert all(re.match(step, line) and re.search(pace + "$", line) for line in others)
+    assert lines[before + STEPS :] == []
+    assert "end of arguments" in log
+    assert "CPU lane: torch.Tensor.record_stream" in log
+    loss = re.search(r"iteration +1/ +3 .* lm loss: (\S+)", log)
+    assert loss is not None
+    assert f"loss {float(loss[1]):.4f}" in first
+
+
 def launch(*data: str, script: Sequence[str] = (), **how: tuple[str, ...]) -> tuple[list[str], list[str], str]:
     """Losses of all steps, those of validation, and the line about the data."""
     command = [*script, *words(*data, **how)]
@@ -125,14 +156,31 @@ EVALUATED = ("--eval-iters", "1")
 
 
 @pytest.fixture(scope="module")
-def wheel(corpora: tuple[str, str]) -> tuple[list[str], list[str]]:
-    """What the wheel's own loop trains, and what it finds of its validation data."""
-    losses, validated, _ = launch("--data-path", corpora[0], *SPLIT, extra=EVALUATED)
+def recorded(corpora: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    """The console and the file of a run of the wheel's own loop."""
+    return quiet(tmp_path_factory.mktemp("run"), "--data-path", corpora[0], *SPLIT, extra=EVALUATED)
+
+
+@pytest.fixture(scope="module")
+def wheel(recorded: tuple[list[str], str]) -> tuple[list[str], list[str]]:
+    """What it trains, and what it finds of its validation data."""
+    losses, validated = LOSSES.findall(recorded[1]), _VALIDATION.findall(recorded[1])
     assert len(losses) == STEPS
     assert validated
     assert "mtp_1 loss" in losses[0]
     assert "indexer loss" in losses[0]
     return losses, validated
+
+
+@pytest.mark.slow
+def test_a_launch_prints_few_lines_then_one_a_step(recorded: tuple[list[str], str]) -> None:
+    check_console(*recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_so_does_one_that_is_not_recorded(corpora: tuple[str, str]) -> None:
+    check_console(*quiet(None, "--data-path", corpora[0], *SPLIT, extra=EVALUATED))
 
 
 @pytest.mark.slow

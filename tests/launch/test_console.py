@@ -3,55 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
-import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import process
 from megacpp_mcore.util import console
-from tests import stock, tiny_run
-from tests.lanes import exhaustive_but
-
-STEPS = 3
-STEP = r"step \d/3  loss \d\.\d{4}"
-PACE = r"  [0-9.]+ s/step  0:00:\d\d left"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("observed", exhaustive_but([True, False], True))
-def test_a_launch_prints_few_lines_then_one_a_step(observed: bool, tmp_path: Path) -> None:
-    """And the same losses as Megatron's own lines in the file; a failure shows the end of that file."""
-    (tmp_path / "a.txt").write_text("A text.\n" * 400)
-    prepare([str(tmp_path / "a.txt")], str(tmp_path / "text"))
-    model = tiny_run.preset("nam56r_tiny")
-    data = ("--data-path", str(tmp_path / "text"), "--split", "100,0,0")
-    words = stock.words(model, data=data, global_batch_size=1, train_iters=STEPS)
-    folder = ["--observe", str(tmp_path / "run")] if observed else ["--no-observe"]
-    program = ["megacpp_mcore", "launch", "--device", "cpu", *folder, "--"]
-    lines = tiny_run.start(program, words, None).finish().splitlines()
-    before = next(number for number, line in enumerate(lines) if line.startswith("step "))
-    assert 10 < before <= 40
-    first, *others = lines[before : before + STEPS]
-    assert re.match(STEP, first)
-    assert not re.search(PACE, first)
-    assert all(re.match(STEP, line) and re.search(PACE + "$", line) for line in others)
-    assert lines[before + STEPS :] == []
-    (named,) = (found[1] for line in lines if (found := re.search(r"Megatron's output is in (\S+);", line)))
-    log = Path(named).read_text()
-    if observed:
-        assert Path(named).parent == tmp_path / "run"
-    else:
-        shutil.rmtree(Path(named).parent)
-    assert "end of arguments" in log
-    assert "CPU lane: torch.Tensor.record_stream" in log
-    loss = re.search(r"iteration +1/ +3 .* lm loss: (\S+)", log)
-    assert loss is not None
-    assert f"loss {float(loss[1]):.4f}" in first
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ PATCH = Patch(
         "parameters are all that the norm and the reduction of gradients read"
     ),
     leaves_alone=(
-        "one tensor-parallel rank; the gradients of sinks, which are right; Megatron-FSDP; findings of other patches: 2 "
-        "(linear-cross-entropy), 3 (mtp-shared-block), 9 and 10 (masked-losses)"
+        "one tensor-parallel rank; the gradients of sinks, which are right; Megatron-FSDP; other findings: gathered "
+        "logits (linear-cross-entropy), 3 (mtp-shared-block), 5 to 7 (own-groups), 9 and 10 (masked-losses)"
     ),
     cost="an all-reduce of a number a token where labels are smoothed",
     retire_when="upstream marks both parameters, and smooths over the whole vocabulary",

@@ -1,6 +1,6 @@
 """What several ranks make of one model: stock's figure, that of our patches, and that of one rank.
 
-Of tensor-parallel-sums, masked-losses, linear-cross-entropy where logits are gathered, and mtp-shared-block by token.
+Of tensor-parallel-sums, masked-losses, own-groups, mtp-shared-block by token, and linear-cross-entropy of gathered logits.
 Legend: S sequence, B batch, H width, V vocabulary.
 """
 
@@ -17,16 +17,22 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.patches import linear_cross_entropy, masked_losses, mtp_shared_block, tensor_parallel_sums
+from megacpp_mcore.patches import (
+    linear_cross_entropy,
+    masked_losses,
+    mtp_shared_block,
+    own_groups,
+    tensor_parallel_sums,
+)
 from tests import stock
 
 pytestmark = pytest.mark.slow
 
 S, B, H, V, RANKS = 3, 2, 32, 8, 2
 CASES = ("sinks", "sinks of MLA", "output norm", "label smoothing", "gathered logits", "padding mask")
-OF_ROWS, OF_REPLICAS = ("masked loss", "MTP in rows"), ("MTP by token",)
+OF_ROWS, OF_REPLICAS = ("masked loss", "MTP in rows"), ("MTP by token", "mask of own group", "projections of own group")
 PATCHES = tuple(
-    module.PATCH for module in (tensor_parallel_sums, masked_losses, linear_cross_entropy, mtp_shared_block)
+    module.PATCH for module in (tensor_parallel_sums, masked_losses, own_groups, linear_cross_entropy, mtp_shared_block)
 )
 
 
@@ -54,6 +60,19 @@ def test_the_figures_of_stock(found: dict[str, dict[str, list[float]]]) -> None:
     doubled = [2 * one for one in found["padding mask"]["right"]]
     assert found["padding mask"]["stock"] == pytest.approx(doubled, rel=1e-5)
     assert (found["masked loss"]["stock"], found["masked loss"]["right"]) == ([4.5], [3.25])
+
+
+def test_a_group_over_which_sequences_would_not_be_cut_is_refused(process: Path) -> None:
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    model = SimpleNamespace(sequence_parallel_lm=True, pre_process=False, post_process=False)
+    with stock.patched(own_groups.PATCH):
+        model.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        assert LLaVAModel._process_embedding_token_parallel(model, *(None,) * 4) == (None,) * 4
+        model.pg_collection.tp = torch.distributed.new_group([0])
+        with pytest.raises(ValueError, match="a tensor-parallel group of its own"):
+            LLaVAModel._process_embedding_token_parallel(model, *(None,) * 4)
 
 
 def config_of(kind: Any = None, **settings: Any) -> Any:
@@ -227,6 +246,34 @@ def of_mtp(*, by_token: bool) -> list[float]:
     return [float(summed(hidden.grad[4:] * (rank == each)).max()) for each in range(RANKS)]
 
 
+def mask_of_own_group(own: Any) -> list[float]:
+    """How many tokens GPTModel's mask has on each of two ranks that are a group of its own, of four in the whole row."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=True), pre_process=True, pg_collection=SimpleNamespace(tp=own),
+        position_embedding_type="none", rotary_pos_emb=None, embedding=mock.Mock(scatter_to_sequence_parallel=True),
+    )  # fmt: skip
+    model.embedding.return_value = torch.zeros(4 // RANKS, 1, H)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    mask = GPTModel._preprocess(model, tokens, tokens, padding_mask=tokens.bool())[5]
+    return [float(mask.shape[1])]
+
+
+def projections_of_own_group(own: Any) -> list[float]:
+    """Rows of the projection of queries on one of two ranks that are a group of its own."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    parts = (ColumnParallelLinear, ColumnParallelLinear, DotProductAttention, RowParallelLinear)
+    made = attention.CrossAttention(
+        config_of(), attention.CrossAttentionSubmodules(*parts), 1,
+        pg_collection=SimpleNamespace(tp=own, cp=groups().cp),
+    )  # fmt: skip
+    return [float(made.linear_q.weight.shape[0]), float(made.linear_kv.weight.shape[0])]
+
+
 def main(folder: Path) -> None:
     """Be one rank."""
     found: dict[str, Any] = {case: {"right": []} for case in (*CASES, *OF_ROWS, *OF_REPLICAS)}
@@ -235,10 +282,17 @@ def main(folder: Path) -> None:
     found["MTP by token"]["right"] = [5 / 4, 5 / 4]  # of five tokens four can be predicted
     found["MTP in rows"]["right"] = [2 / 7, 2 / 7]  # of eight seven, and the ranks are averaged
     arms = {"stock": (), "patched": PATCHES}
+    found["mask of own group"]["right"], found["projections of own group"]["right"] = (
+        [4 / RANKS],
+        [H / RANKS, 2 * H / RANKS],
+    )
     with stock.one_process(folder / "replicas", tensor_model_parallel_size=1):
+        own = torch.distributed.new_group(list(range(RANKS)))
         for arm, patches in arms.items():
             with stock.patched(*patches):
                 found["MTP by token"][arm] = of_mtp(by_token=True)
+                found["mask of own group"][arm] = mask_of_own_group(own)
+                found["projections of own group"][arm] = projections_of_own_group(own)
     with stock.one_process(folder / "rows", context_parallel_size=RANKS):
         for arm, patches in arms.items():
             with stock.patched(*patches):

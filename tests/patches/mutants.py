@@ -25,6 +25,7 @@ TESTS = {
     "torch-adam-resume": ["tests/patches/test_mixed_precision_optimizer.py"],
     "tensor-parallel-sums": [SUMS],
     "masked-losses": [SUMS],
+    "own-groups": [SUMS],
     "sp-norm-gradients": [SMALL, "tests/distributed/test_sp_norm_gradients.py"],
 } | {
     name: [SMALL]

@@ -1,0 +1,112 @@
+"""own-groups: modules that are given a tensor-parallel group of their own use it throughout.
+
+Activate: ``megacpp_mcore.patches.apply(["own-groups"])`` before the model is built.
+Scope: modules whose ``pg_collection.tp`` is not the process's tensor-parallel group: GPTModel with a padding mask under
+    sequence parallelism, CrossAttention, and LLaVAModel under sequence parallelism, which is refused.
+Provenance: megatron-core 0.19.2 ``core/models/gpt/gpt_model.py``, ``core/transformer/attention.py`` and
+    ``core/models/multimodal/llava_model.py``; findings 5, 6 and 7 of NVIDIA/Megatron-LM#7452.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+
+def _cut_as_the_hidden_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``GPTModel._preprocess``: the padding mask, [B, S], is cut over the model's group, as the embeddings are."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+        bound = signature.bind(self, *args, **kwargs)
+        mask: Any = bound.arguments.get("padding_mask")
+        is_cut = self.config.sequence_parallel and self.pre_process and bound.arguments.get("decoder_input") is None
+        if mask is None or not is_cut or mask.shape != bound.arguments["input_ids"].shape:  # stock refuses it
+            return original(*bound.args, **bound.kwargs)
+        bound.arguments["padding_mask"] = None
+        found = original(*bound.args, **bound.kwargs)  # the mask is the sixth
+        own = scatter_to_sequence_parallel_region(mask.transpose(0, 1).contiguous(), group=self.pg_collection.tp)
+        return (*found[:5], own.transpose(0, 1).contiguous(), *found[6:])
+
+    return _preprocess
+
+
+def _of_own_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``CrossAttention.__init__``: projections of queries, keys and values are cut over the attention's group."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        if (groups := bound.arguments.get("pg_collection")) is not None:
+            parts = bound.arguments["submodules"]
+            bound.arguments["submodules"] = dataclasses.replace(
+                parts,
+                linear_q=functools.partial(parts.linear_q, tp_group=groups.tp),
+                linear_kv=functools.partial(parts.linear_kv, tp_group=groups.tp),
+            )
+        original(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def _of_the_process(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``LLaVAModel._process_embedding_token_parallel``: another group than the process's is refused."""
+
+    @functools.wraps(original)
+    def _process_embedding_token_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        if self.sequence_parallel_lm and self.pg_collection.tp is not get_tensor_model_parallel_group():
+            raise ValueError(
+                "LLaVAModel was given a tensor-parallel group of its own, and would cut sequences over the process's; build it "
+                "without pg_collection, or without sequence parallelism (NVIDIA/Megatron-LM#7452)"
+            )
+        return original(self, *args, **kwargs)
+
+    return _process_embedding_token_parallel
+
+
+PATCH = Patch(
+    name="own-groups",
+    fixes=(
+        "given a tensor-parallel group of its own, GPTModel cuts its padding mask, CrossAttention its projections and "
+        "LLaVAModel its sequences over the process's group"
+    ),
+    source=(
+        "NVIDIA/Megatron-LM#7452, findings 5, 6 and 7; megatron-core 0.19.2, megatron/core/models/gpt/gpt_model.py, "
+        "megatron/core/transformer/attention.py and megatron/core/models/multimodal/llava_model.py"
+    ),
+    edits=(
+        Edit.of(
+            "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
+            "1bc57437dfdab74abffdcc0e28b19924ae3969c5333d763e128a40e91567cebd",
+            _cut_as_the_hidden_states,
+        ),
+        Edit.of(
+            "megatron.core.transformer.attention:CrossAttention.__init__",
+            "68e0704abd23bbc429c60611bc1066d7ff9e812bfaec28f38ad81c472ebe5ce4",
+            _of_own_group,
+        ),
+        Edit.of(
+            "megatron.core.models.multimodal.llava_model:LLaVAModel._process_embedding_token_parallel",
+            (
+                "1a6902da923e65e67ddecaf572e4b1a860fd3e82b5a752e31041d71b82fd73f7",
+                "f3af3bcce3efd51643ab9bf4a6f7010c432b49769f0dff366a74f14980bf3fa1",
+            ),
+            _of_the_process,
+        ),
+    ),
+    seam="the three are handed the group, and pass none to what cuts",
+    leaves_alone="modules of the process's group; what LLaVAModel cuts, which is refused",
+    retire_when="upstream passes the group on",
+    cost="nothing",
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -283,21 +284,26 @@ def test_drift_is_reported_and_not_overwritten(hosts: Hosts) -> None:
     reg.revert()
 
 
-def interrupted(call: Callable[[], object], number: int) -> bool:
-    """Ctrl-C before the ``number``-th instruction of :func:`exchange` and its callers, ``with`` left out; False: none."""
-    codes = {function.__code__: function for function in (Registry.apply, Registry.revert, exchange, symbols._put)}
-    guarded = {}
-    for code, function in codes.items():
+@functools.cache
+def guarded() -> dict[types.CodeType, int | None]:
+    """The code of :func:`exchange` and its callers, with the line that takes the lock."""
+    found = {}
+    for function in (Registry.apply, Registry.revert, exchange, symbols._put):
         lines, first = inspect.getsourcelines(function)
-        guarded[code] = next((first + at for at, line in enumerate(lines) if "with _LOCK" in line), None)
-    seen = 0
+        found[function.__code__] = next((first + at for at, line in enumerate(lines) if "with _LOCK" in line), None)
+    return found
+
+
+def interrupted(call: Callable[[], object], number: int) -> bool:
+    """Ctrl-C before the ``number``-th instruction of :func:`guarded`, ``with`` left out; False: none."""
+    codes, seen = guarded(), 0
 
     def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
         nonlocal seen
         if frame.f_code not in codes:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode" and frame.f_lineno != guarded[frame.f_code]:
+        if event == "opcode" and frame.f_lineno != codes[frame.f_code]:
             seen += 1
             if seen == number:
                 raise KeyboardInterrupt

@@ -354,7 +354,9 @@ def test_with_apex_or_without_the_flag_nothing_is_changed(process: Path) -> None
             assert output_layer(dsa_config(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is True
 
 
-S, B, D, E, MICRO_BATCHES = 8, 2, 16, 4, 300
+S, B, D, E = 64, 2, 16, 4
+MICRO_BATCHES = 300
+"""More than bf16 counts one by one; of so many tokens, 80 give each expert more than fp16 counts."""
 
 
 def wrapped_router(ours: bool, **settings: Any) -> Any:
@@ -379,10 +381,10 @@ def wrapped_router(ours: bool, **settings: Any) -> Any:
     return _wrap_with_mp_wrapper([router], config, Float16Module)[0].module.train()
 
 
-def count(router: Any) -> torch.Tensor:
-    """Runs the micro-batches; returns the tokens ``[E]`` of each expert in whole numbers."""
+def count(router: Any, micro_batches: int) -> torch.Tensor:
+    """Runs so many micro-batches; returns the tokens ``[E]`` of each expert in whole numbers."""
     draw, routed_E = torch.Generator().manual_seed(0), torch.zeros(E, dtype=torch.int64)
-    for _ in range(MICRO_BATCHES):
+    for _ in range(micro_batches):
         hidden_SBD = torch.randn(S, B, D, generator=draw).to(router.weight.dtype)
         routed_E += router(hidden_SBD)[1].sum(0)
     return routed_E
@@ -396,7 +398,8 @@ def test_counts_are_the_tokens_that_were_routed(process: Path, ours: bool, preci
         with stock.patched(*patches):
             router = wrapped_router(ours, **{precision: True})
             place = router.local_tokens_per_expert.data_ptr()
-            routed_E = count(router)
+            routed_E = count(router, 80)
+            assert routed_E.min() > 2048
             counted_E = router.local_tokens_per_expert
             assert counted_E.data_ptr() == place
             assert counted_E.long().equal(routed_E) is bool(patches)
@@ -408,7 +411,7 @@ def test_the_global_loss_divides_by_all_micro_batches(process: Path) -> None:
         router = wrapped_router(
             False, bf16=True, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.01
         )
-        routed_E = count(router)
+        routed_E = count(router, MICRO_BATCHES)
         assert router.ga_steps == MICRO_BATCHES
         assert router.global_tokens_per_expert.sum() == routed_E.sum()
 

@@ -74,7 +74,5 @@ def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, f
     ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, settings.VARIABLE: options}
     with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
         output = Path(log.name)
-    own = program[0].startswith("tests.")
-    return Running(
-        forks.start(["-m", *program, *arguments], output, env=os.environ | ours | more, megatron=own), output
-    )
+    environment = os.environ | ours | more
+    return Running(forks.start(["-m", *program, *arguments], output, env=environment, megatron=True), output)

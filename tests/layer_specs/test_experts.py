@@ -277,6 +277,9 @@ def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
 
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(optimizer="muon")):
         assert "--optimizer muon" in choose_experts(config, Dispatcher()).reason
+    config.megacpp_optimizer = "muon"  # as Bridge's recipes say it, which has no arguments
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", None):
+        assert "--optimizer muon" in choose_experts(config, Dispatcher()).reason
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def block_submodules(
     plan, graphs = layer_plan(settings, config), graph_plan(model, config, dispatcher, settings)
     for line in graphs.describe() if not vp_stage else ():  # of all layers, once
         print_rank_0(f"megacpp-mcore: {line}")
-    last = layers[-1:] if config.pipeline_model_parallel_size > 1 else ()
+    last = set(layers[-1:]) - {len(model.layers)}  # what the final norm reads is not sent
     specs = []
     for number in layers:
         spec = layer_spec(model, config, number, parts, dispatcher, index_cache)

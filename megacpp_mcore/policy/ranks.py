@@ -91,6 +91,10 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
     except DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise
+        if rank == 0:
+            raise LaunchError(
+                f"rank 0 of {size} on {own} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
+            ) from error
         raise LaunchError(f"rank {rank} of {size} on {own} found no rank 0 at {where} in {patience}; {mend}") from error
     keys = [f"megacpp-mcore/{one}" for one in range(size)]
     try:

@@ -248,11 +248,12 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (staged, Layout(pipeline=2)),
     ):
         for host in (GPT, HYBRID):
-            words = lower(Run(model, layout, plain, host))
+            words = lower(Run(model, layout, dataclasses.replace(plain, global_batch_size=16), host))
             assert words[words.index(graphs[0]) :][:2] == graphs
     for model, layout, training, host in (
         (here, Layout(), Training(), GPT),
         (staged, Layout(pipeline=2, expert=2), plain, GPT),
+        (staged, Layout(pipeline=2), Training(global_batch_size=17, processes=2, **own), GPT),
         (here, Layout(context=2), plain, HYBRID),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),

@@ -8,13 +8,17 @@ import re
 import socket
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import preset
 from megacpp_mcore.policy import ranks
 from tests import forks, stock, tiny_run
 from tests.distributed import differing
+from tests.errors import raises
 from tests.forks import ROOT
 
 
@@ -127,6 +131,19 @@ def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Pat
     assert re.search(r"error: rank (2 of 3 did not come to|0 of 3 at) localhost:\d+ ", second)
     assert re.search(rf"error: rank 2 of 3 on {host} found no rank 0 at localhost:9 .* WORLD_SIZE=3 .*`nc -z", third)
     assert all("Traceback" not in said for said in (first, second, third))
+
+
+def test_a_port_that_rank_0_cannot_listen_at_is_not_a_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "80"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    denied = torch.distributed.DistNetworkError("The server socket has failed to bind to [::]:80 (errno: 13, EACCES)")
+    with (
+        mock.patch("torch.distributed.TCPStore", side_effect=denied),
+        raises(LaunchError, "rank 0 of 2", "localhost:80", "EACCES", "MASTER_PORT above 1023"),
+        ranks.met([]),
+    ):
+        pytest.fail("nobody was met")
 
 
 @pytest.mark.slow

@@ -240,7 +240,8 @@ def weight_gradient(
     M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[M, N] of an expert: left · rightᵀ over its positions; with ADD the float32 sum is added to what is there.
+    """[M, N] of an expert: left · rightᵀ over its positions, summed in Hopper's fast mode; with ADD added to what is there, in
+    float32.
 
     By atomic operations, which saves loading it; no other program adds to the same element.
     """

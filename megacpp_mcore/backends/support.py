@@ -15,7 +15,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 _OPTIONS = {
     "packed": "it does not keep packed documents apart",
     "deterministic": "its gradients can differ from run to run",
-    "capturable": "a CUDA graph cannot hold it",
+    "capturable": "a CUDA graph cannot hold it (leave --cuda-graph-impl out)",
 }
 """The yes/no needs, each with the reason for skipping a candidate without it."""
 

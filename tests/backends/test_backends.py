@@ -301,7 +301,7 @@ def test_apex_parts_are_probed_and_an_impostor_is_not_imported(tmp_path: Path) -
         ),
         (Support(packed=False), {"packed": True}, "it does not keep packed documents apart"),
         (Support(deterministic=False), {"deterministic": True}, "its gradients can differ from run to run"),
-        (Support(capturable=False), {"capturable": True}, "a CUDA graph cannot hold it"),
+        (Support(capturable=False), {"capturable": True}, "a CUDA graph cannot hold it (leave --cuda-graph-impl out)"),
     ],
 )
 def test_support_says_what_it_lacks_and_nothing_else(support: Support, needs: dict[str, Any], reason: str) -> None:
@@ -315,7 +315,7 @@ def test_support_says_what_it_lacks_and_nothing_else(support: Support, needs: di
 def test_support_of_several_needs_and_of_an_unknown_one() -> None:
     support = Support(capturable=False, dims={"v_dim": Dim(multiple_of=8)})
     lacking = support.lacking({"capturable": True, "v_dim": 9, "another": 9})
-    assert lacking == "a CUDA graph cannot hold it; v_dim 9 is not a multiple of 8"
+    assert lacking == "a CUDA graph cannot hold it (leave --cuda-graph-impl out); v_dim 9 is not a multiple of 8"
     with raises(BackendError, "pakced=True", "device, dtype, packed"):
         support.lacking({"pakced": True})
 

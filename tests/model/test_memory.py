@@ -248,6 +248,26 @@ def test_what_mamba_keeps_follows_from_memory(
     assert policy.mamba_keeps(dataclasses.replace(run, training=on_cpu)) is None
 
 
+@pytest.mark.parametrize(
+    ("card", "size", "processes", "layout"),
+    [
+        ("A100 80 GB", 85 * 10**9, 2, Layout()),
+        ("L40S", 47 * 10**9, 2, Layout(tensor=2, expert=2, sequence_parallel=True)),
+        ("RTX 5090", 33 * 10**9, 4, Layout(expert=4)),
+        ("RTX 4090", 25 * 10**9, 4, Layout(tensor=4, expert=4, sequence_parallel=True)),
+    ],
+)
+def test_the_fewest_of_other_gpus_that_hold_the_states(
+    gpu: Any, card: str, size: int, processes: int, layout: Layout
+) -> None:
+    """As on the page of other GPUs; one is refused, with the figures of both."""
+    gpu(card, size)
+    with pytest.raises(LaunchError, match=f"81.0 GB(?s:.)*{card}|{card}(?s:.)*81.0 GB"):
+        policy.check_memory(run_of(preset("nam56r"), Layout(), 1))
+    fewest, _ = next(memory.fitting(Run(preset("nam56r")), size))
+    assert (fewest.processes, fewest.layout) == (processes, layout)
+
+
 def test_what_is_offered_is_not_refused(gpu: Any) -> None:
     gpu("a small one", 24 * 10**9)
     with pytest.raises(LaunchError, match="4 GPUs, --tensor-model-parallel-size 4 --expert"):

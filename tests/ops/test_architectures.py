@@ -10,9 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from megacpp_mcore.backends import own_candidates, probes
-from megacpp_mcore.backends.probes import TRITON, triton_release
+from megacpp_mcore.backends import Dispatcher, own_candidates, probes
+from megacpp_mcore.backends.probes import TRITON, ProbeResult, triton_release
+from megacpp_mcore.errors import BackendError
 from megacpp_mcore.versions import TRITON_DIRECT
+from tests.errors import raises
 from tests.ops import architectures
 from tests.ops.architectures import ARCHITECTURES, COMPILES, FAST, RAN, ROWS
 
@@ -28,6 +30,19 @@ def test_auto_takes_what_compiles_for_nvidias_gpus() -> None:
         rows = [row for row in ROWS if op in row.split(", ")]
         fits = {name for name, cells in table.items() if {cells[row] for row in rows} <= {COMPILES, RAN, FAST}}
         assert archs & table.keys() == {name for name in fits if name.startswith("sm_")}, op
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "sm_90"])
+def test_a_gpu_without_a_kernel_is_named_when_a_layer_asks(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Before the first step: layers ask as they are built. In CUDA graphs no slower backend can take its place."""
+    monkeypatch.setattr(probes, "arch", lambda: arch)
+    monkeypatch.setattr(probes, "REQUIREMENTS", dict.fromkeys(probes.REQUIREMENTS, lambda: ProbeResult(True)))
+    needs = {"device": "cuda", "dtype": "bfloat16", "state": 64, "mimo_rank": 4, "head_dim": 64}
+    made = Dispatcher().request("mamba3", **needs)
+    assert (made.observed, made.slower_than_best) == ("reference", True)
+    assert f"its kernels are for sm_90, and this GPU is {arch}" in made.reason
+    with raises(BackendError, "mamba3", f"this GPU is {arch}", "--cuda-graph-impl", code="none-runs"):
+        Dispatcher().request("mamba3", capturable=True, **needs)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,9 +239,14 @@ def _serve() -> dict[str, Any] | None:
                     os.close(its)
                     requests = os.fdopen(ours)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Megatron waits for git
-                    with contextlib.redirect_stdout(sys.stderr):
-                        for library in _MEGATRON:
-                            importlib.import_module(library)
+                    try:
+                        with contextlib.redirect_stdout(sys.stderr):
+                            for library in _MEGATRON:
+                                importlib.import_module(library)
+                    except BaseException:  # or who waits for an answer would wait for ever
+                        traceback.print_exc()
+                        os.kill(os.getppid(), signal.SIGKILL)
+                        os._exit(1)
                     continue
                 os.close(ours)
                 other = os.fdopen(its, "w", buffering=1)

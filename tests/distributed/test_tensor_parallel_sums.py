@@ -59,7 +59,7 @@ def test_the_figures_of_stock(found: dict[str, dict[str, list[float]]]) -> None:
     assert loss - right == pytest.approx(0.6931, abs=1e-3)
     doubled = [2 * one for one in found["padding mask"]["right"]]
     assert found["padding mask"]["stock"] == pytest.approx(doubled, rel=1e-5)
-    assert (found["masked loss"]["stock"], found["masked loss"]["right"]) == ([4.5], [3.25])
+    assert (found["masked loss"]["stock"], found["masked loss"]["right"]) == ([4.5, 4.5], [3.25, 3.25])
 
 
 def test_a_group_over_which_sequences_would_not_be_cut_is_refused(process: Path) -> None:
@@ -216,17 +216,22 @@ def padding_mask(right: list[float]) -> list[float]:
 
 
 def masked_loss() -> list[float]:
-    """The mean over two ranks of what Megatron makes of the losses 1, 2 and 3 on one of them, and of 7 on the other: 13 / 4."""
+    """The mean over two ranks of what Megatron makes of the losses 1, 2 and 3 on one of them, and of 7 on the other: 13 / 4.
+
+    By both ways in which it learns how many ranks share a sequence: from the global group, and from its caller.
+    """
     from megatron.core.pipeline_parallel import schedules
 
     own = (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7.0]))[groups().cp.rank()]
     config = config_of(tensor_model_parallel_size=1, context_parallel_size=RANKS)
+    found = []
     for sizes in ({}, {"cp_group_size": RANKS, "is_last_stage": True}):
         loss, _ = schedules.forward_step_calc_loss(
             SimpleNamespace(), own, lambda losses: (losses.sum(), torch.tensor(len(losses)), {}), config, None, False, 1, [],
             **sizes,
         )  # fmt: skip
-    return [float(summed(loss)) / RANKS]
+        found.append(float(summed(loss)) / RANKS)
+    return found
 
 
 def of_mtp(*, by_token: bool) -> list[float]:
@@ -278,7 +283,7 @@ def main(folder: Path) -> None:
     """Be one rank."""
     found: dict[str, Any] = {case: {"right": []} for case in (*CASES, *OF_ROWS, *OF_REPLICAS)}
     found["sinks"]["right"] = found["sinks of MLA"]["right"] = [5.0]
-    found["masked loss"]["right"] = [13 / 4]
+    found["masked loss"]["right"] = [13 / 4, 13 / 4]
     found["MTP by token"]["right"] = [5 / 4, 5 / 4]  # of five tokens four can be predicted
     found["MTP in rows"]["right"] = [2 / 7, 2 / 7]  # of eight seven, and the ranks are averaged
     arms = {"stock": (), "patched": PATCHES}

@@ -162,7 +162,7 @@ def estimated(args: argparse.Namespace) -> str:
     run = dataclasses.replace(run, model=model, layout=layout, training=training, settings=settings)
     held, ways = memory.states(run), memory.choices(run)
     if held is None or not ways:
-        raise ModelError(f"the memory of {args.name} is not estimated: pipeline stages hold several micro-batches")
+        raise ModelError(f"the memory of {args.name} is not estimated: its optimizer is {training.optimizer}, not adam")
     fitting = [one for one in ways if one.total <= memory.usable(round(args.gpu_gb * 1e9))]
     best = fitting[0] if fitting else ways[-1]
     parts = {"states": held.total} | (memory.activations(run, best.how) or {})

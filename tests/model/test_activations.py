@@ -113,6 +113,8 @@ def test_the_command_names_the_quickest_that_fits(capsys: pytest.CaptureFixture[
     assert "no way fits 80.0 GB" in capsys.readouterr().out.splitlines()[-1]
     assert cli.main(["recipe", "memory", "nam56r_long", "--context", "3"]) == 2
     assert "the nearest that fits every layer is 4" in capsys.readouterr().err
+    assert cli.main(["recipe", "memory", "nam56r_pretrain_1gpu_h200_bf16_muon"]) == 2
+    assert "its optimizer is muon" in capsys.readouterr().err
     run = dataclasses.replace(RECIPES["nam56r_long_pretrain_4gpu_h200_bf16"].run)
     assert cli.main(["recipe", "memory", "nam56r_long_pretrain_4gpu_h200_bf16"]) == 0
     assert f"{total(run, Recomputation(own=Recompute(a=True))) / 1e9:.1f}" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments import lengths
 from experiments import scaling as paper
+from megacpp_mcore.model.run import BUCKET_ELEMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -149,14 +150,15 @@ def layouts() -> Iterator[Line]:
         yield what, str(gpus), str(micro), graphs, *speed, f"`{commit}`"
 
 
-def shares_of_one() -> dict[int, list[float]]:
-    """By GPUs, the speed of each in every row with buckets of 120 million, as a share of one GPU's at the same commit."""
-    found: dict[int, list[float]] = {}
+def shares_of_one() -> dict[tuple[int, int], list[float]]:
+    """By GPUs and ``--ddp-bucket-size``, the speed of each GPU in every row, as a share of one GPU's at the same commit."""
+    found: dict[tuple[int, int], list[float]] = {}
     for gpus, arm in ((2, "two micro-batch 2"), (2, "two 120M"), (4, "four micro-batch 2")):
         for row in select("gpus_h200", arm=arm):
-            alone = select("gpus_h200", arm="micro-batch 2", commit=row["commit"])
-            if alone and (arm, row["commit"]) != ("two micro-batch 2", "0428cd0"):  # buckets of 40 million
-                found.setdefault(gpus, []).append(float(alone[0]["step_ms"]) / float(row["step_ms"]))
+            is_megatrons = arm != "two 120M" and row["commit"] in ("bff49d1", "0428cd0")  # before BUCKET_ELEMENTS
+            case = gpus, paper.MEGATRONS_BUCKET if is_megatrons else BUCKET_ELEMENTS
+            for alone in select("gpus_h200", arm="micro-batch 2", commit=row["commit"]):
+                found.setdefault(case, []).append(float(alone["step_ms"]) / float(row["step_ms"]))
     return found
 
 
@@ -170,8 +172,8 @@ def scaling() -> Iterator[Line]:
     for case in paper.TABLE:
         alone = float(row["step_ms"])
         share = alone * case.sequences / 8 / case.step(alone)
-        rows_of = sorted(measured.get(case.gpus, ()))
-        seen = f"{100 * rows_of[0]:.1f} to {100 * rows_of[-1]:.1f}" if rows_of else ""
+        shares = measured.get((case.gpus, case.bucket or BUCKET_ELEMENTS), ())
+        seen = " and ".join(f"{100 * each:.1f}" for each in shares)
         what = f"{case.gpus} in {case.instances} instances" if case.instances > 1 else str(case.gpus)
         comm = (number(each) for each in (case.buckets, case.reduction, case.gathering, case.exposed))
         slowest, share_, mfu = (f"{100 * each:.1f}" for each in (case.waiting, share, share * float(row["mfu"])))

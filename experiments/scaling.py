@@ -14,6 +14,8 @@ from statistics import NormalDist
 from megacpp_mcore.model import parameters, preset
 from megacpp_mcore.model.run import BUCKET_ELEMENTS
 
+MEGATRONS_BUCKET = 40_000_000
+"""``--ddp-bucket-size`` of up to 40 replicas, where nothing else is given: of rows before b8e159e."""
 PARTS = {name: part.tensor + part.expert + part.whole for name, part in parameters.by_part(preset("nam56r")).items()}
 ELEMENTS = sum(PARTS.values())
 
@@ -25,15 +27,20 @@ REDUCES, GATHERS = 290e6, 215e6
 HIDES_REDUCTION, HIDES_GATHERING = 275.0, 138.0
 """Of a micro-batch of two sequences, backward and forward."""
 LATER = 18.0
-"""Kernels that start later: with it, rows of two and four are met. Idle time is 55 of one, and 68 to 86 of four."""
+"""Kernels that start later, fitted to the rows with buckets of 120 million. Idle time is 55 of one, and 68 to 86 of four."""
 APART = 0.012
-"""Standard deviation of a card's speed: five machines lay 2.8 % apart."""
+"""Standard deviation of a card's speed, as of machines: one run on each of five differed by 2.8 % (five of one: 0.4 %)."""
 
 # Assumed: nothing has been run between hosts.
 A_HOST, NETWORK = 8, 45e6
-"""GPUs of a host; bytes a millisecond of a GPU's own adapter of 400 Gb/s."""
+"""GPUs of a host; bytes a millisecond of a GPU's own adapter of 400 Gb/s. A ring uses the adapters of all its GPUs at once."""
 NVLINK_HOP, NETWORK_HOP = 0.003, 0.012
 """Latency of one step of a ring."""
+
+
+def hosts_of(gpus: int) -> int:
+    """The hosts that ``gpus`` neighbours fill."""
+    return -(-gpus // A_HOST)
 
 
 @dataclass(frozen=True)
@@ -55,24 +62,28 @@ class Replicas:
         """Of a step's gradients."""
         return ELEMENTS / (self.bucket or max(BUCKET_ELEMENTS, 1_000_000 * self.gpus))
 
-    def ring(self, gradient_bytes: float, rate: float) -> float:
-        """Reduce-scatter, or gather, ``gradient_bytes`` over the GPUs that shard them."""
-        ranks = self.gpus // self.instances
-        hosts = -(-ranks // A_HOST)
+    @property
+    def ranks(self) -> int:
+        """GPUs of an instance, which are neighbours."""
+        return self.gpus // self.instances
+
+    def ring(self, gradient_bytes: float, rate: float, ranks: int, hosts: int) -> float:
+        """Reduce-scatter, or gather, ``gradient_bytes`` over ``ranks`` GPUs, as many on each of ``hosts``."""
+        if hosts > 1:
+            rate = min(rate, ranks / hosts * NETWORK)
         latency = (ranks - hosts) * NVLINK_HOP + (hosts - 1) * NETWORK_HOP
         return gradient_bytes * (ranks - 1) / ranks / rate + self.buckets * latency
 
     @property
     def reduction(self) -> float:
-        """All gradients, in fp32."""
-        across = self.instances - 1
-        shard = 2 * 4 * ELEMENTS * across / self.instances / (self.gpus // self.instances) / NETWORK
-        return self.ring(4 * ELEMENTS, REDUCES) + shard + self.buckets * 2 * across * NETWORK_HOP
+        """All gradients, in fp32: scattered in each instance, and shards summed (scattered, gathered) across instances."""
+        across = self.ring(4 * ELEMENTS / self.ranks, REDUCES, self.instances, min(self.instances, hosts_of(self.gpus)))
+        return self.ring(4 * ELEMENTS, REDUCES, self.ranks, hosts_of(self.ranks)) + 2 * across
 
     @property
     def gathering(self) -> float:
         """All weights, in bf16."""
-        return self.ring(2 * ELEMENTS, GATHERS)
+        return self.ring(2 * ELEMENTS, GATHERS, self.ranks, hosts_of(self.ranks))
 
     @property
     def exposed(self) -> float:
@@ -89,17 +100,19 @@ class Replicas:
         """A step, where that of one GPU and eight sequences is ``one``."""
         share = self.sequences / 8
         computing = (one - ADAM) * share
-        adam = ADAM / (self.gpus // self.instances)
-        return computing * (1 + self.waiting) + adam + DIVISION + self.exposed + LATER * share
+        return computing * (1 + self.waiting) + ADAM / self.ranks + DIVISION + self.exposed + LATER * share
 
 
 TABLE = (
     Replicas(2),
+    Replicas(2, bucket=MEGATRONS_BUCKET),
     Replicas(4),
+    Replicas(4, bucket=MEGATRONS_BUCKET),
     Replicas(8),
     Replicas(64),
     Replicas(512),
     Replicas(512, bucket=BUCKET_ELEMENTS),
+    Replicas(512, instances=4),
     Replicas(512, instances=64),
     Replicas(512, sequences=2),
 )

@@ -8,6 +8,7 @@ Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written again
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,10 +35,11 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch import refusals
 from megacpp_mcore.model import Model, hybrid
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import GC_INTERVAL, Run
-from megacpp_mcore.model.training import HYBRID, MUON_SCALE
+from megacpp_mcore.model.training import BY_MUON, HYBRID, MUON_SCALE, OF_MEGATRON, check_optimizer, named_as
 from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.nemo_recipes.read_bridge import DTYPES
 from megacpp_mcore.util.nearest import nearest
@@ -62,9 +64,16 @@ _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Section to the fields in which a run stores objects of its process; saved as None, as they are in a recipe."""
 
 
+_CUT = (
+    "ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer", "ddp.overlap_param_gather",
+    "optimizer.overlap_param_gather", "dist.use_megatron_fsdp", "dist.use_torch_fsdp2",
+)  # fmt: skip
+"""Keys by which each replica has a part of the gradients or weights."""
+
+
 @dataclass(kw_only=True)
 class NAM56RConfig(ConfigContainer):
-    """Bridge's configuration, with a ``run_config.yaml`` that can be read back, and an error if the checkpoint is missing.
+    """Bridge's configuration, with a ``run_config.yaml`` that can be read back, and checks of checkpoint and optimizer.
 
     Bridge writes ``run_config.yaml`` from the configuration of the running process, including tokenizer, timers and bound
     methods, each as a class to be called without arguments or as an unbound method; ``ConfigContainer.from_yaml`` fails on
@@ -80,13 +89,41 @@ class NAM56RConfig(ConfigContainer):
         return content
 
     def validate(self) -> None:
-        """As Bridge's method, after checking the checkpoint; Bridge calls it before anything is built.
+        """As Bridge's method, after checking checkpoint and optimizer; Bridge calls it before anything is built.
 
         Raises:
-            LaunchError: a checkpoint is to be loaded, and there is none.
+            LaunchError, ModelError: a checkpoint is to be loaded, and there is none; or as :meth:`check_optimizer`.
         """
         self.check_checkpoint()
+        self.check_optimizer()
         super().validate()
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer that would train wrongly or not at all, and tell the model which it is: experts depend on it.
+
+        Stock's command line cuts other optimizers than Adam and SGD layer by layer where it asks for the distributed
+        optimizer; Bridge does not (``training/optim.py``): gradients would be cut, and whole weights updated by them.
+
+        Raises:
+            LaunchError: it is cut over the replicas, its scale is not set, or its package is not installed.
+            ModelError: it does not exist, or has no moments of their dtype.
+        """
+        name, scale = self.optimizer.optimizer, self.optimizer.muon_extra_scale_factor
+        with named_as({"optimizer": "optimizer.optimizer"}):
+            check_optimizer(name, precision_aware=self.optimizer.use_precision_aware_optimizer)
+        cut = [key for key in _CUT if operator.attrgetter(key)(self)]
+        if cut and name not in OF_MEGATRON:
+            raise LaunchError(
+                f"{', '.join(cut)}: true, by which a replica has a part of the gradients or weights, and Bridge's {name} "
+                "updates whole weights; set to false"
+            )
+        if name in BY_MUON and scale is None:
+            raise LaunchError(
+                f"optimizer.muon_extra_scale_factor is not set; set {MUON_SCALE} with AdamW's learning rate, as recipes ending "
+                "in _muon have it, or 1.0, which is Megatron's default"
+            )
+        refusals.check_installed(name)
+        self.model.megacpp_optimizer = name
 
     def check_checkpoint(self) -> None:
         """Refuse to load a missing checkpoint, unless ``checkpoint.exit_on_missing_checkpoint`` is False.
@@ -202,16 +239,18 @@ def container(chosen: Recipe) -> ConfigContainer:
 def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None:
     """Set the schedule, the vocabulary's padding and what is usual for ``run``, except the keys ``given`` (section.field)."""
     training, how, moments = run.training, run.execution, ("exp_avg", "exp_avg_sq")
+    can_cut = training.optimizer in OF_MEGATRON  # of others see check_optimizer
+    is_cut, gathers = can_cut and how.distributed_optimizer, can_cut and how.overlap_param_gather
     fields = {
         "model.make_vocab_size_divisible_by": lowering.padding_of(run.layout.tensor),
         "scheduler.lr_warmup_iters": training.warm_up_steps,
         "validation.eval_interval": training.train_iters,
-        "model.megacpp_optimizer": training.optimizer,
-        "optimizer.muon_extra_scale_factor": MUON_SCALE if training.optimizer == "muon" else 1.0,
+        # None, not Megatron's 1.0: whoever sets muon afterwards has to choose.
+        "optimizer.muon_extra_scale_factor": MUON_SCALE if training.optimizer in BY_MUON else None,
         "optimizer.min_lr": training.min_lr,
         "model.gradient_accumulation_fusion": how.gradient_accumulation_fusion,
-        "ddp.use_distributed_optimizer": how.distributed_optimizer,
-        "optimizer.use_distributed_optimizer": how.distributed_optimizer,
+        "ddp.use_distributed_optimizer": is_cut,
+        "optimizer.use_distributed_optimizer": is_cut,
         "optimizer.use_precision_aware_optimizer": how.precision_aware,
         **{
             f"optimizer.{name}_dtype": dtype
@@ -219,11 +258,11 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
             for name in moments
             if getattr(how, name) == kept
         },
-        "checkpoint.dist_ckpt_optim_fully_reshardable": how.distributed_optimizer,
+        "checkpoint.dist_ckpt_optim_fully_reshardable": is_cut,
         "ddp.overlap_grad_reduce": how.overlap_grad_reduce,
+        "ddp.overlap_param_gather": gathers,
+        "optimizer.overlap_param_gather": gathers,
         "ddp.bucket_size": how.bucket_elements,
-        "ddp.overlap_param_gather": how.overlap_param_gather,
-        "optimizer.overlap_param_gather": how.overlap_param_gather,
         "model.moe_token_dispatcher_type": how.moe_dispatcher,
         "model.moe_permute_fusion": how.moe_permute_fusion,
         "train.manual_gc": how.manual_gc,

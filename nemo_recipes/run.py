@@ -262,8 +262,10 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     """Return the recipe's ``ConfigContainer`` with ``overrides``, checked to name data and to be the recipe's model.
 
     Raises:
-        LaunchError: an override that Bridge cannot parse, or an unknown key (the nearest are suggested).
+        LaunchError: an override that Bridge cannot parse, an unknown key (the nearest are suggested), or an optimizer that
+            cannot train so, or is not installed.
         ArgumentMismatchError: the overrides change the model.
+        ModelError: the optimizer does not exist, or has no moments of their dtype.
         DataError: no data is named.
     """
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
@@ -283,6 +285,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
         _check_type(key, before[key], _value(config, key))
     usual = read(chosen.run, config, int(os.environ["WORLD_SIZE"])).as_usual()
     bridge_recipes.derive(config, usual, keys)
+    config.check_optimizer()
     config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
         lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}", chosen.run.host)

@@ -18,7 +18,7 @@ from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Argument, absent, option, switch
 from megacpp_mcore.model.run import FEATURES, FIELDS, TORCH_FSDP, Run
 from megacpp_mcore.model.run import words_of as field_words
-from megacpp_mcore.model.training import DEFAULT_HOST, GPT, HYBRID, MUON_SCALE
+from megacpp_mcore.model.training import BY_MUON, DEFAULT_HOST, GPT, HYBRID, MUON_SCALE, check_optimizer
 from megacpp_mcore.util import flags
 
 SPECS: Mapping[str, str] = MappingProxyType({f"{name}{end}": name for name in PRESETS for end in ("", "_hybrid")})
@@ -178,7 +178,8 @@ def lower(run: Run) -> tuple[str, ...]:
 
     Raises:
         ModelError: the run has no model of this package, its layout does not fit it, its experts cannot run in the FP8 that
-            the training plan requests, FSDP2 does not support the layout, or the host is unknown.
+            the training plan requests, its optimizer has no moments of their dtype, FSDP2 does not support the layout, or the
+            host is unknown.
     """
     model, training = run.model, run.training
     if model is None:
@@ -186,6 +187,7 @@ def lower(run: Run) -> tuple[str, ...]:
     model.check_layout(run.layout)
     if training.plan.file is not None and (why := precision.unfit(model)):
         raise ModelError(f"precision {training.precision}: {why}")
+    check_optimizer(training.optimizer, precision_aware=run.execution.precision_aware)
     check_torch_fsdp(run)
     return words_of(model, run)
 
@@ -257,7 +259,7 @@ def _training_words(run: Run) -> list[str]:
         "--global-batch-size", str(training.global_batch_size),
         "--train-iters", str(training.train_iters),
         *(() if training.optimizer == "adam" else ("--optimizer", training.optimizer)),
-        *(("--muon-extra-scale-factor", str(MUON_SCALE)) if training.optimizer == "muon" else ()),
+        *(("--muon-extra-scale-factor", str(MUON_SCALE)) if training.optimizer in BY_MUON else ()),
         "--lr", f"{training.learning_rate:g}",
         "--min-lr", f"{training.min_lr:g}",
         "--lr-decay-style", "cosine",

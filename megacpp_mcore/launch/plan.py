@@ -201,7 +201,7 @@ _PACKAGES = {
 
 
 def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequence[str] | None) -> None:
-    """Refuse what the loop does not do, what the layers would not read, and a tokenizer whose package is not installed."""
+    """Refuse what the loop does not do, what the layers would not read, and what needs a package that is not installed."""
     given = flags.read(arguments)
     if lowering.preset_of(spec) is not None:  # first, as another script would not help
         lowering.check_unused(arguments)
@@ -234,6 +234,7 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
         raise LaunchError(
             f"--tokenizer-type {kind} needs the package {package}, which is not installed here: pip install {package}"
         )
+    refusals.check_installed(flags.first(given, "--optimizer") or "adam")
 
 
 def _check_packed(script: Path | None, words: Sequence[str]) -> None:

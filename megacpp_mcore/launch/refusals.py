@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError, MegacppError
+from megacpp_mcore.model.training import OF_MEGATRON
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.util import console, flags
 from megacpp_mcore.util.files import is_remote
@@ -37,6 +39,8 @@ _UNANSWERED = re.compile(r"gloo.*Timed out waiting (\d+)ms for (?:recv|send)")
 """What gloo says where another process is slow, or has gone without a word."""
 _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
 """Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
+_OF_OPTIMIZERS = {"emerging_optimizers": "emerging-optimizers", "absl": "absl-py"}
+"""Modules that Megatron's optimizers but Adam and SGD import, to what is installed for them."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
 
 
@@ -63,6 +67,20 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
         raise LaunchError(
             f"--load {load} does not exist; expected the folder that --save named, of which the newest checkpoint is loaded "
             "(--ckpt-step N: another); to start anew, leave --load out"
+        )
+
+
+def check_installed(optimizer: str) -> None:
+    """Refuse an optimizer whose packages are not installed; Megatron would once the model is built.
+
+    Raises:
+        LaunchError: names what to install.
+    """
+    lacking = [name for name in _OF_OPTIMIZERS if importlib.util.find_spec(name) is None]
+    if optimizer not in OF_MEGATRON and lacking:
+        raise LaunchError(
+            f"the optimizer {optimizer} needs {' and '.join(lacking)}, not installed here: pip install "
+            f"{' '.join(_OF_OPTIMIZERS[name] for name in lacking)}"
         )
 
 

@@ -12,6 +12,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import precision
 from megacpp_mcore.model.families import FAMILIES, mixers_first
 from megacpp_mcore.model.precision import PrecisionPlan
+from megacpp_mcore.util.nearest import nearest
 
 GPT, HYBRID = "gpt", "hybrid"
 """The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
@@ -67,9 +68,31 @@ else:
     Recompute = make_dataclass("Recompute", _FIELDS, bases=(_Recompute,), frozen=True, kw_only=True, module=__name__)
 
 
+OF_MEGATRON = ("adam", "sgd")
+"""Optimizers of Megatron's own; it has all others of the package emerging-optimizers, without its distributed optimizer."""
+BY_MUON = ("muon", "adaptive_muon")
+"""Optimizers whose updates of matrices :data:`MUON_SCALE` multiplies."""
+OPTIMIZERS = (*OF_MEGATRON, *BY_MUON, "soap", "lion")
+"""Words of ``--optimizer``, without ``dist_muon``, which is ``muon`` with ``--use-distributed-optimizer``."""
 MUON_SCALE = 0.2
 """What Muon's updates, of spectral norm 1, are multiplied by besides the root of a matrix's longer side (arXiv 2502.16982)."""
 _FIELD = "Training."
+
+
+def check_optimizer(name: str, *, precision_aware: bool = False) -> None:
+    """Refuse an optimizer that does not exist, and other moments than fp32 for one that has no such.
+
+    Raises:
+        ModelError: names the nearest optimizers, or what to leave out.
+    """
+    if name not in OPTIMIZERS:
+        same = [one for one in BY_MUON if name == f"dist_{one}"]
+        raise ModelError(f"{_FIELD}optimizer is {name!r}; {nearest(name, OPTIMIZERS, same)}")
+    if precision_aware and name != "adam":
+        raise ModelError(
+            f"the optimizer {name} does not do --use-precision-aware-optimizer, which is Adam's alone; leave one of the two "
+            "out, or take a recipe whose moments are in fp32 (of nam56r any but that for one H100)"
+        )
 
 
 @contextlib.contextmanager
@@ -99,8 +122,8 @@ class Training:
             layers in bf16, in pipelines without tensor or expert parallelism; elsewhere, and under Megatron-Bridge, it is left
             out.
         train_iters: steps. The learning rate rises over :attr:`warm_up_steps`, then decays to :attr:`min_lr` (cosine).
-        optimizer: ``adam``, which the memory estimates are for, or another of Megatron's: ``muon`` trains matrices by Muon, at
-            the updates' size of AdamW and so at its learning rate, and all else by AdamW.
+        optimizer: ``adam``, which the memory estimates are for, or another of :data:`OPTIMIZERS`: ``muon`` trains matrices by
+            Muon, at the updates' size of AdamW and so at its learning rate, and all else by AdamW.
         weight_decay, adam_beta2, clip_grad: AdamW's, and the largest norm of all gradients.
         extra: further stock words, appended unchanged; what they say of the execution counts.
     """
@@ -131,6 +154,7 @@ class Training:
         ):
             if getattr(self, name) not in allowed:
                 raise ModelError(f"{_FIELD}{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
+        check_optimizer(self.optimizer)
         for name in ("micro_batch_size", "global_batch_size", "processes", "train_iters", "seed"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{_FIELD}{name} is {getattr(self, name)}; expected 1 or more")

@@ -17,8 +17,8 @@ from megacpp_mcore.arguments.read import model_of, read
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import DEFAULT, PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.model.run import BUCKET_ELEMENTS, FEATURES, FIELDS, TORCH_FSDP, Run, words_of
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model.run import BUCKET_ELEMENTS, FEATURES, FIELDS, NARROW, TORCH_FSDP, Run, words_of
+from megacpp_mcore.model.training import OPTIMIZERS, Training
 from tests import stock
 from tests.errors import raises
 
@@ -161,12 +161,26 @@ def test_a_run_gets_the_preset_that_it_names_and_is_told_of_the_one_it_describes
         assert "closest" not in last
 
 
-@pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])
+@pytest.mark.parametrize(
+    "values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}, {"optimizer": "adamm"}]
+)
 def test_training_plans_that_are_not_known(values: dict[str, str]) -> None:
     with pytest.raises(ModelError, match=rf"Training\.{next(iter(values))} is '{next(iter(values.values()))}'"):
         Training(**values)
     with pytest.raises(ModelError, match=r"CPU .*Transformer Engine"):
         Training(device="cpu")
+
+
+def test_an_optimizer_has_its_scale_and_moments_that_it_can_have() -> None:
+    scale = ("--muon-extra-scale-factor", "0.2")
+    for optimizer in OPTIMIZERS:
+        words = lower(Run(preset("nam56r"), training=Training(optimizer=optimizer)))
+        assert (words[words.index(scale[0]) :][:2] == scale) if "muon" in optimizer else scale[0] not in words
+        if optimizer != "adam":
+            with raises(ModelError, f"optimizer {optimizer}", "--use-precision-aware-optimizer"):
+                lower(Run(preset("nam56r"), training=Training(optimizer=optimizer), asked=NARROW))
+    with raises(ModelError, "'dist_muon'; did you mean 'muon'?"):
+        Training(optimizer="dist_muon")
 
 
 LAYOUTS = {

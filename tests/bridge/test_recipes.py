@@ -37,6 +37,8 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
     for section, fields in found.items():
         rest = {key: pair for key, pair in fields.items() if key not in HARMLESS[section] | HARMLESS_UNUSED}
         rest = {key: pair for key, pair in rest.items() if set(pair) != {"None", "False"}}
+        if RECIPES[name].run.training.optimizer == "adam" and section == "optimizer":
+            assert rest.pop("muon_extra_scale_factor") == ["1.0", "None"]  # of another optimizer
         refused_by_bridge = section == "model" and RECIPES[name].run.training.cuda_graphs
         assert rest == ({"cuda_graph_impl": ["'local'", "'none'"]} if refused_by_bridge else {}), section
 
@@ -109,6 +111,12 @@ REFUSED = [
         ["model.parallel_output=false", "dataset.data_path=text"],
         "model.parallel_output is false; Megatron's loss",
     ),
+    (TINY, ["optimizer.optimizer=adamm"], "optimizer.optimizer is 'adamm'; did you mean 'adam'"),
+    (
+        TINY,
+        ["optimizer=muon", "optimizer.use_distributed_optimizer=true"],
+        "optimizer.use_distributed_optimizer: true, by which",
+    ),
     ("nam56r_pretrain_8gpu_h200_bf16", [], "needs 8 processes, got 1"),
     ("nam56r_pretrain_1gpu_h200_bf16", [], "needs 1 GPU on this host, and torch sees 0"),
 ]
@@ -126,6 +134,29 @@ def test_what_is_refused(bridge_python: Path) -> None:
         assert says in error
         assert "Traceback" not in error[error.index("megacpp-mcore: ") :]
         assert replaced == []
+
+
+def test_an_optimizer_that_bridge_cannot_cut_is_whole_and_known_to_the_experts(bridge_python: Path) -> None:
+    done = run(bridge_python, "tests.bridge.optimizers")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    whole, cut = [False] * 5, [True] * 5
+    assert found["cut"] == {"adam": cut, "sgd": cut, "lion": whole, "muon": whole, "adaptive_muon": whole}
+    says = found["says"]
+    assert says["as it is"] == "muon at 0.2"
+    assert says["in Python, whole, scaled"] == "muon at 1.0"
+    assert says["adam, not installed"] == "adam at None"
+    assert says["cut by hand"].startswith("ddp.use_distributed_optimizer: true")
+    assert says["gathered by hand"].startswith("optimizer.overlap_param_gather: true")
+    assert "lion updates whole weights; set to false" in says["gathered by hand"]
+    assert says["FSDP by hand"].startswith("dist.use_torch_fsdp2: true")
+    assert says["in Python"].startswith(
+        "ddp.use_distributed_optimizer, optimizer.use_distributed_optimizer, ddp.overlap"
+    )
+    assert says["in Python, whole"].startswith("optimizer.muon_extra_scale_factor is not set; set 0.2")
+    assert says["unknown"].startswith("optimizer.optimizer is 'dist_muon'; did you mean 'muon'")
+    assert "--use-precision-aware-optimizer, which is Adam's alone" in says["narrow"]
+    assert says["not installed"].endswith("pip install emerging-optimizers absl-py")
 
 
 def test_doctor_finds_bridge_working(bridge_python: Path) -> None:

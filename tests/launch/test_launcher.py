@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -135,6 +136,17 @@ def test_a_tokenizer_needs_its_package(monkeypatch: pytest.MonkeyPatch, kind: st
     monkeypatch.setitem(sys.modules, package, None)
     with raises(LaunchError, f"--tokenizer-type {kind}", f"pip install {package}"):
         plan("--tokenizer-type", kind, *CPU_ARGUMENTS)
+
+
+def test_an_optimizer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "emerging_optimizers" else real(name))
+    for optimizer in ("adam", "sgd"):
+        assert plan("--optimizer", optimizer, *CPU_ARGUMENTS).device == "cpu"
+    with raises(LaunchError, "optimizer muon needs emerging_optimizers", "pip install emerging-optimizers"):
+        plan("--optimizer", "muon", *CPU_ARGUMENTS)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert plan("--optimizer", "muon", *CPU_ARGUMENTS).device == "cpu"
 
 
 @pytest.mark.parametrize("flag", ["--sft", "--mamba-state-dim=128"])

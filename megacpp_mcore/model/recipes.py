@@ -76,8 +76,8 @@ def _on_gpus(
 
 
 def _by_muon(run: Run) -> Recipe:
-    """Of Megatron's Muon, by the package emerging-optimizers; experts are stock's then, which are not in CUDA graphs here."""
-    training = dataclasses.replace(run.training, optimizer="muon", cuda_graphs=False)
+    """Of Megatron's Muon, by the package emerging-optimizers; experts are stock's then, and no layer is in CUDA graphs."""
+    training = dataclasses.replace(run.training, optimizer="muon")
     on = f"1gpu_h200_{training.precision}" if run.device == "cuda" else f"1cpu_{training.precision}"
     return Recipe(
         name=f"{cast('Model', run.model).name}_pretrain_{on}_muon", run=dataclasses.replace(run, training=training)

@@ -119,8 +119,8 @@ class Training:
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one per GPU; at least as many as the layout needs are used.
         cuda_graphs: layers are captured in CUDA graphs and replayed, where that has been measured: Transformer Engine's
-            layers in bf16, in pipelines without tensor or expert parallelism; elsewhere, and under Megatron-Bridge, it is left
-            out.
+            layers in bf16, by Adam, in pipelines without tensor or expert parallelism; elsewhere, and under Megatron-Bridge,
+            it is left out.
         train_iters: steps. The learning rate rises over :attr:`warm_up_steps`, then decays to :attr:`min_lr` (cosine).
         optimizer: ``adam``, which the memory estimates are for, or another of :data:`OPTIMIZERS`: ``muon`` trains matrices by
             Muon, at the updates' size of AdamW and so at its learning rate, and all else by AdamW.

@@ -271,6 +271,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (here, Layout(context=2), plain, HYBRID),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),
+        *((here, Layout(), Training(optimizer=one, **own), GPT) for one in OPTIMIZERS if one != "adam"),
         (here, Layout(), Training(precision="bf16_te_fp8_experts", **own), GPT),
         (here, Layout(), Training(extra=(TORCH_FSDP,), **own), GPT),
     ):

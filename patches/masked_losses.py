@@ -21,28 +21,29 @@ def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``forward_step_calc_loss``: a micro-batch's loss is a mean over the tokens of all context-parallel ranks.
 
     Stock divides a rank's sum by the rank's own count, and the ranks are averaged. A loss function that has done this itself
-    stays as it is: both of its numbers get the same factor.
+    stays as it is: both of its numbers get the same factor. Without gradients, as in evaluation, nothing reads the quotient,
+    and data that is no loss is asked for on one rank alone: there nothing is exchanged.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
+        import torch
         from megatron.core.parallel_state import get_context_parallel_group, get_context_parallel_world_size
 
         bound = signature.bind(*args, **kwargs)
         function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
         is_by_token = bound.arguments["config"].calculate_per_token_loss
-        if function is None or is_by_token or ranks == 1 or (size := get_context_parallel_world_size()) == 1:
+        is_loss = function is not None and not bound.arguments["collect_non_loss_data"] and torch.is_grad_enabled()
+        if not is_loss or is_by_token or ranks == 1 or (size := get_context_parallel_world_size()) == 1:
             return original(*args, **kwargs)
 
         def of_all_ranks(*inputs: Any, **more: Any) -> Any:
-            import torch
-
             found = function(*inputs, **more)
             if not isinstance(found, tuple) or len(found) != 3 or ranks not in (None, size):
                 return found
             loss, tokens, logged = found
-            total = tokens.clone()
+            total = tokens.to(loss.device, copy=True)
             torch.distributed.all_reduce(total, group=get_context_parallel_group())
             return loss * size, total, logged
 
@@ -94,10 +95,10 @@ PATCH = Patch(
     ),
     seam="both functions are handed, or return, the number of tokens by which a loss is divided or multiplied",
     leaves_alone=(
-        "logged losses; loss functions that return no number of tokens; losses by token of the main head, which are right; "
-        "context-parallel groups of another size than the process's; MTP (mtp-shared-block)"
+        "logged losses, evaluation; loss functions that return no number of tokens; losses by token of the main head, which "
+        "are right; context-parallel groups of another size than the process's; MTP (mtp-shared-block)"
     ),
-    cost="under context parallelism an all-reduce of one number a micro-batch",
+    cost="under context parallelism an all-reduce of one number a micro-batch; not measured",
     retire_when="upstream counts over the context-parallel ranks, and before it sums",
     upstream=(7513, 7481),
 )

@@ -35,12 +35,14 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
     scaled, so that the logged losses stay plain means, over the tokens of all ranks that divide by one number
-    (:func:`_over_ranks`): those of a row, and under losses by token all replicas (NVIDIA/Megatron-LM#7452, finding 3).
+    (:func:`_over_ranks`): those of a row, and under losses by token all replicas (NVIDIA/Megatron-LM#7452, finding 3). Where
+    neither a log nor a gradient reads them, as in evaluation, ranks do not ask each other.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
+        import torch
         from megatron.core import parallel_state
 
         bound = signature.bind(*args, **kwargs)
@@ -51,7 +53,8 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if decay is not None and config.mtp_num_layers > 1:
             compute = _scaled_by_depth(compute, config.mtp_num_layers, decay)
-        if group is not None and group.size() > 1:
+        is_read = bound.arguments["is_training"] or torch.is_grad_enabled()
+        if group is not None and group.size() > 1 and is_read and not config.hybrid_context_parallel:
             compute = _over_ranks(compute, bound.arguments, group)
         bound.arguments["compute_language_model_loss"] = compute
         return original(*bound.args, **bound.kwargs)
@@ -193,9 +196,13 @@ PATCH = Patch(
     ),
     leaves_alone=(
         "specs without an mtp attribute, what is shifted where, shifts of sequences that context parallelism cuts one by one, "
-        "one rank's losses, logging, speculative decoding"
+        "one rank's losses, those of evaluation, and those of --hybrid-context-parallel, where ranks run unequal numbers of "
+        "micro-batches; logging, speculative decoding"
     ),
     retire_when="the builder takes an MTP spec from the caller, and the depth weights from the configuration",
-    cost="on context-parallel ranks, and by token on replicas, an all-reduce of a number a depth and micro-batch",
+    cost=(
+        "on context-parallel ranks, and by token on replicas, an all-reduce of a number a depth in the forward pass of every "
+        "micro-batch: by token, replicas wait there for the slowest of them, otherwise once a step; not measured"
+    ),
     upstream=(7498, 7570),
 )

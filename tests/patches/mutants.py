@@ -24,7 +24,7 @@ TESTS = {
     "checkpoint-layout": ["tests/checkpoints/test_layout.py"],
     "torch-adam-resume": ["tests/patches/test_mixed_precision_optimizer.py"],
     "tensor-parallel-sums": [SUMS],
-    "masked-losses": [SUMS],
+    "masked-losses": [SUMS, "tests/patches/test_masked_losses.py"],
     "own-groups": [SUMS],
     "sp-norm-gradients": [SMALL, "tests/distributed/test_sp_norm_gradients.py"],
 } | {

@@ -184,6 +184,36 @@ def test_what_would_lose_a_depth_is_refused_where_the_layer_is_built(
     assert seen == [(OVERRIDES["mtp"]["depth"], arguments)]
 
 
+@pytest.mark.parametrize(
+    ("training", "gradients", "hybrid", "is_asked"),
+    [
+        (True, True, False, True),
+        (False, True, False, True),
+        (True, False, False, True),
+        (False, False, False, False),
+        (True, True, True, False),
+    ],
+)
+def test_ranks_ask_each_other_only_where_all_do_and_a_loss_is_read(
+    process: Path, monkeypatch: pytest.MonkeyPatch, *, training: bool, gradients: bool, hybrid: bool, is_asked: bool
+) -> None:
+    """Neither in evaluation, nor where ranks run unequal numbers of micro-batches and would wait for each other for ever."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import process_mtp_loss
+
+    group = mock.Mock(**{"size.return_value": 2})
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: group)
+    monkeypatch.setattr(torch.distributed, "all_reduce", exchanged := mock.Mock())
+    original, labels = mock.create_autospec(process_mtp_loss), torch.ones(1, S)
+    config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=K, hybrid_context_parallel=hybrid)
+    with torch.set_grad_enabled(gradients):
+        stock.makes(PATCH)["process_mtp_loss"](original)(
+            None, labels, None, None, None, None, training, computes := mock.Mock(), config
+        )
+    assert exchanged.called is is_asked
+    assert (original.call_args.args[7] is not computes) is is_asked
+
+
 def test_bounds_on_the_host_are_left_to_stock() -> None:
     """The kernel-side shift reads bounds where the tokens are."""
     calls = []

@@ -15,7 +15,7 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,10 @@ def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqPara
 def loss_func(
     loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log."""
+    """Return a micro-batch's summed loss, its number of counted tokens, and the pair to log; all of this rank's part.
+
+    Under context parallelism Megatron makes a mean of its row only with the patch masked-losses, or of losses by token.
+    """
     weights_BS = loss_mask_BS.float()
     loss = (losses_BS.float() * weights_BS).sum()
     counted = weights_BS.sum().int()
@@ -194,7 +197,12 @@ def _check_loss(loss: torch.Tensor) -> None:
 def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """Run one micro-batch; return the model's output (or its schedule plan) and the loss function for it."""
+    """Run one micro-batch; return the model's output (or its schedule plan) and the loss function for it.
+
+    Raises:
+        LaunchError: under context parallelism, if tokens would weigh by the rank that holds them.
+    """
+    _refuse_means_of_ranks()
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with _straggler(bdata=True):
@@ -210,6 +218,20 @@ def forward_step(
         else:
             output = model(*inputs, **targets, packed_seq_params=documents)
     return output, partial(loss_func, batch["loss_mask"])
+
+
+@cache
+def _refuse_means_of_ranks() -> None:
+    args = get_args()
+    if args.context_parallel_size == 1 or args.calculate_per_token_loss:
+        return
+    from megacpp_mcore import patches
+
+    if ("masked-losses", "applied") not in [(patch["name"], patch["state"]) for patch in patches.status()]:
+        raise LaunchError(
+            "under context parallelism Megatron averages the ranks' mean losses, whatever number of tokens each counts: call "
+            'megacpp_mcore.patches.apply(["masked-losses"]) first, or pass --calculate-per-token-loss'
+        )
 
 
 def _most_documents(model: Any) -> Callable[[int], int] | None:

@@ -220,6 +220,28 @@ def test_refused_arguments_are_named() -> None:
             pretrain.refuse_unsupported(Namespace(**plain | changes))
 
 
+def test_means_of_context_parallel_ranks_are_refused_where_nothing_mends_them(process: Path) -> None:
+    """Once: a step asks nothing."""
+    from megacpp_mcore import patches
+    from megacpp_mcore.launch import pretrain
+
+    args = Namespace(context_parallel_size=2, calculate_per_token_loss=False)
+    with mock.patch.object(pretrain, "get_args", return_value=args) as asked:
+        pretrain._refuse_means_of_ranks.cache_clear()
+        with raises(LaunchError, "masked-losses", "--calculate-per-token-loss"):
+            pretrain.forward_step(iter(()), None)
+        patches.apply(["masked-losses"])
+        for _ in range(2):
+            pretrain._refuse_means_of_ranks()
+        assert asked.call_count == 2
+        patches.revert(["masked-losses"])
+        for changed in ({"context_parallel_size": 1}, {"calculate_per_token_loss": True}):
+            pretrain._refuse_means_of_ranks.cache_clear()
+            with mock.patch.multiple(args, **changed):
+                pretrain._refuse_means_of_ranks()
+    pretrain._refuse_means_of_ranks.cache_clear()
+
+
 def test_refused_arguments_exist_upstream() -> None:
     """A renamed argument would be let through in silence."""
     from megatron.training.arguments import add_megatron_arguments

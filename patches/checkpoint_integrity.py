@@ -39,6 +39,12 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import checkpointing
         from torch import distributed
 
+        strictness = getattr(args, "dist_ckpt_strictness", None)
+        if strictness in ("return_unexpected", "return_all"):
+            raise CheckpointError(
+                f"--dist-ckpt-strictness {strictness} returns keys beside what is loaded, and Megatron's loop takes no such "
+                "pair; log_unexpected and log_all print the keys instead"
+            )
         of_load = load_dir, getattr(args, "ckpt_step", None)
         is_checked = not rank0 and _checked is not None and _checked[0] == of_load
         checked, _checked = _checked if is_checked else None, None
@@ -90,11 +96,6 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
                 "run that has saved, or remove that flag to start from scratch",
                 code="missing",
-            )
-        if isinstance(loaded[0], tuple):
-            raise CheckpointError(
-                f"--dist-ckpt-strictness {args.dist_ckpt_strictness} returns keys beside what was loaded, and Megatron's loop "
-                "takes no such pair; log_unexpected and log_all print the keys instead"
             )
         refuse_other_layout(loaded[0], load_dir)
         _flat = flat_folder(loaded[0]) if rank0 else None

@@ -129,13 +129,9 @@ def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
             (name,) = (one for one in archive.namelist() if one.endswith("data.pkl"))
             state = _PlainUnpickler(io.BytesIO(archive.read(name))).load()
     except Exception as error:  # a damaged pickle can raise anything
-        is_newer = "too many values to unpack" in str(error)  # strides, which only torch 2.15 has in a TensorProperties
-        advice = (
-            f"a newer torch saved it (strides came with 2.15), and {torch.__version__} cannot read it: load it with that torch"
-            if is_newer
-            else "restore it from a copy, or name another iteration"
-        )
-        raise CheckpointError(f"{path} cannot be read ({error!r}); {advice}") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}); restore it from a copy, or name another iteration"
+        ) from error
     state = state[0] if isinstance(state, list) and state else state
     return state if isinstance(state, dict) else {}
 

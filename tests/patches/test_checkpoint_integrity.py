@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import integrity
@@ -114,8 +115,13 @@ def test_keys_of_a_checkpoint_are_listed_whatever_the_torch_that_wrote_it(
 def test_keys_that_megatrons_loop_could_not_take_are_refused(
     checkpointing: ModuleType, tmp_path: Path, strictness: str
 ) -> None:
-    with raises(CheckpointError, f"--dist-ckpt-strictness {strictness}", "log_all"):
-        load(checkpointing, saved(tmp_path / "saved", 3, rng=7), arguments(dist_ckpt_strictness=strictness))
+    """Before anything is read."""
+    folder = saved(tmp_path / "saved", 3, rng=7)
+    with (
+        mock.patch.object(checkpoint_folder, "damages", side_effect=AssertionError),
+        raises(CheckpointError, f"--dist-ckpt-strictness {strictness}", "log_all"),
+    ):
+        load(checkpointing, folder, arguments(dist_ckpt_strictness=strictness))
 
 
 def test_what_only_a_newer_torch_can_read_is_refused_as_such(checkpointing: ModuleType, tmp_path: Path) -> None:
@@ -125,6 +131,14 @@ def test_what_only_a_newer_torch_can_read_is_refused_as_such(checkpointing: Modu
         folder = saved(tmp_path / "saved", 3)
     with raises(CheckpointError, str(folder), "newer torch", torch.__version__, code="none-whole"):
         load(checkpointing, folder, arguments())
+
+
+def test_two_pickles_in_a_common_state_are_no_newer_torchs(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
+        for name in ("one", "other"):
+            archive.writestr(f"{name}/data.pkl", pickle.dumps({}))
+    with raises(CheckpointError, tmp_path / "common.pt", "too many values", "restore it from a copy"):
+        integrity.read_common(tmp_path, Metadata({}, storage_data={}))
 
 
 @pytest.mark.parametrize("where", ["metadata", "common", "object"])

@@ -29,13 +29,14 @@ def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
         import torch
-        from megatron.core.parallel_state import get_context_parallel_group, get_context_parallel_world_size
+        from megatron.core.parallel_state import get_context_parallel_group
 
-        bound = signature.bind(*args, **kwargs)
+        bound, group = signature.bind(*args, **kwargs), get_context_parallel_group(check_initialized=False)
         function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
-        is_by_token = bound.arguments["config"].calculate_per_token_loss
         is_loss = function is not None and not bound.arguments["collect_non_loss_data"] and torch.is_grad_enabled()
-        if not is_loss or is_by_token or ranks == 1 or (size := get_context_parallel_world_size()) == 1:
+        if not is_loss or ranks == 1 or group is None or (size := group.size()) == 1:
+            return original(*args, **kwargs)
+        if bound.arguments["config"].calculate_per_token_loss:
             return original(*args, **kwargs)
 
         def of_all_ranks(*inputs: Any, **more: Any) -> Any:
@@ -44,7 +45,7 @@ def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
                 return found
             loss, tokens, logged = found
             total = tokens.to(loss.device, copy=True)
-            torch.distributed.all_reduce(total, group=get_context_parallel_group())
+            torch.distributed.all_reduce(total, group=group)
             return loss * size, total, logged
 
         bound.arguments["loss_func"] = of_all_ranks

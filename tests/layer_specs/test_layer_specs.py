@@ -728,8 +728,10 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
     config = stock.model_config(stock.words(definition)).transformer
     numbers = range(5, definition.depth - 1)
     of_model.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
-    # A pipeline of one process sends nothing.
-    assert seen == [(number, definition.layers[number - 1], False) for number in numbers]
+    assert seen == [(number, definition.layers[number - 1], number == numbers[-1]) for number in numbers]
+    seen.clear()
+    of_model.block_submodules(definition, config, range(5, definition.depth + 1), None, Dispatcher(None), None)
+    assert not any(sends for *_, sends in seen), "the last layer of all sends nothing"
 
 
 @pytest.mark.exhaustive

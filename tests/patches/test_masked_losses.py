@@ -18,7 +18,8 @@ from tests import stock
 def exchanged(process: Path, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     from megatron.core import parallel_state
 
-    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    two = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda check_initialized=True: two)
     monkeypatch.setattr(torch.distributed, "all_reduce", exchanged := mock.Mock())
     return exchanged
 
@@ -54,3 +55,20 @@ def test_ranks_do_not_ask_each_other_where_no_loss_is_read(exchanged: mock.Mock,
         with stock.patched(PATCH):
             assert calc(torch.ones(()), is_data=is_data) == expected
     assert not exchanged.called
+
+
+def test_one_rank_and_callers_without_groups_are_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Megatron's own tests: no process groups, or a configuration that has no field for losses by token."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    def found(group: Any, config: Any, output: Any) -> Any:
+        monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda check_initialized=True: group)
+        rest = (SimpleNamespace(), torch.ones(()), lambda x: output, config, None, False, 2, [])
+        return schedules.forward_step_calc_loss(*rest, cp_group_size=4, is_last_stage=True)[0]
+
+    with stock.patched(PATCH):
+        three = (torch.tensor(8.0), torch.tensor(4), {})
+        assert found(None, SimpleNamespace(calculate_per_token_loss=False, timers=None), three) == 1
+        one = SimpleNamespace(size=lambda: 1)
+        assert found(one, SimpleNamespace(timers=None), (torch.tensor(8.0), {})) == 16

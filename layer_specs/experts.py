@@ -148,9 +148,8 @@ def takes_tokens(config: TransformerConfig) -> bool:
 def why_stock_experts(config: TransformerConfig) -> str | None:
     """Name the first feature left to the run that it requests and only stock's experts have, or None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
-    optimizer = getattr(
-        arguments, "optimizer", getattr(config, "megacpp_optimizer", "adam")
-    )  # of Bridge's loop the latter
+    of_bridge = getattr(config, "megacpp_optimizer", "adam")  # whose loop has no arguments
+    optimizer = getattr(arguments, "optimizer", of_bridge)
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
     flex = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else "deepep"
     # Our kernels save no activations; the reference, used for other dtypes, saves what autograd saves.

@@ -34,10 +34,10 @@ def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
         bound, group = signature.bind(*args, **kwargs), get_context_parallel_group(check_initialized=False)
         function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
         is_loss = function is not None and not bound.arguments["collect_non_loss_data"] and torch.is_grad_enabled()
-        if not is_loss or ranks == 1 or group is None or (size := group.size()) == 1:
+        is_alone = ranks == 1 or group is None or group.size() == 1
+        if not is_loss or is_alone or bound.arguments["config"].calculate_per_token_loss:
             return original(*args, **kwargs)
-        if bound.arguments["config"].calculate_per_token_loss:
-            return original(*args, **kwargs)
+        size = group.size()
 
         def of_all_ranks(*inputs: Any, **more: Any) -> Any:
             found = function(*inputs, **more)

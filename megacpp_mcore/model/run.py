@@ -42,11 +42,11 @@ LOG_INTERVAL = 10
 LARGEST_GATHER = 8
 """Largest expert parallelism that all-gathers tokens: mostly the GPUs of one host. Four were measured."""
 TORCH_FSDP = "--use-torch-fsdp2"
-MOST_IN_FLIGHT = 16
+MOST_MICRO_BATCHES = 16
 """Micro-batches of a step that a pipeline has graphs for: each has its own, 0.34 GB and a second; eight were measured."""
 CAPTURED = (
     "layers are captured with Transformer Engine, in bf16, trained by Adam, without context parallelism or FSDP2, and in a "
-    f"pipeline without tensor or expert parallelism, with at most {MOST_IN_FLIGHT} micro-batches a step"
+    f"pipeline without tensor or expert parallelism, with at most {MOST_MICRO_BATCHES} micro-batches a step"
 )
 
 
@@ -229,9 +229,9 @@ class Run:
         """Whether layers are in CUDA graphs: wanted, and of the kind that has been measured (:data:`CAPTURED`)."""
         ways, given = self.layout, self.training
         kind = self.has_engine and given.precision == "bf16" and given.optimizer == "adam"
-        is_small = given.global_batch_size <= MOST_IN_FLIGHT * given.micro_batch_size * self.replicas
+        is_small = given.global_batch_size <= MOST_MICRO_BATCHES * given.micro_batch_size * self.replicas
         fits = ways.context == 1 and (ways.pipeline == 1 or (ways.tensor == ways.expert == 1 and is_small))
-        return self.training.cuda_graphs and kind and fits and not self.torch_fsdp
+        return given.cuda_graphs and kind and fits and not self.torch_fsdp
 
     @cached_property
     def _chosen(self) -> Execution:

@@ -109,25 +109,41 @@ def quantised(run: Run, held: States) -> int:
 def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     """Return what M layers may keep for their backward pass on a GPU of ``gpu_bytes``: ``all``, ``scan``, or None for neither.
 
-    Estimated without pipeline stages, which hold several micro-batches, and only for several ranks of MIMO: at rank 1 kernels
-    keep it anyway. An FP8 copy of every weight is allowed for where the run has one.
+    Estimated only for several ranks of MIMO: at rank 1 kernels keep it anyway. An FP8 copy of every weight is allowed for where
+    the run has one.
     """
     model, held = run.model, states(run)
-    if model is None or held is None or run.layout.pipeline > 1 or model.mamba3.mimo_rank == 1:
+    if model is None or held is None or model.mamba3.mimo_rank == 1:
         return None
-    tokens = run.training.micro_batch_size * model.seq_length // run.layout.context
-    step = ACTIVATIONS * model.hidden_size * (len(model.layers) + model.mtp.depth) * tokens
+    tokens, layers = run.training.micro_batch_size * model.seq_length // run.layout.context, _in_flight(run, model)
+    step = ACTIVATIONS * model.hidden_size * (len(layers) + model.mtp.depth) * tokens
     # What nam56r does not have: experts wider than the hidden states, rows gathered from other ranks, logits.
     wider = 4 * max(0, model.moe.topk * model.moe.ffn_hidden_size - model.hidden_size)
     gathered = 2 * model.hidden_size * (run.layout.expert - 1)
-    step += (wider + gathered) * model.layers.count("E") * tokens
+    step += (wider + gathered) * layers.count("E") * tokens
     if run.settings is not None and not run.settings.speed_defaults.linear_cross_entropy:
         step += 6 * model.vocab_size * (1 + model.mtp.depth) * tokens
     free = usable(gpu_bytes) - held.total - step - quantised(run, held)
     for kept, size in _mamba_kept(model).items():
-        if size * tokens * model.layers.count("M") <= free:
+        if size * tokens * layers.count("M") <= free:
             return kept
     return None
+
+
+def _in_flight(run: Run, model: Model) -> str:
+    """Return the letters of all layers, once for each micro-batch, whose activations the first stage holds at once at most.
+
+    As many model chunks as Megatron's schedules run forward before the first backward (``get_pp_rank_microbatches``, 0.19),
+    each taken for the one with the most layers.
+    """
+    stages, virtual = run.layout.pipeline, run.layout.virtual
+    if stages == 1:
+        return model.layers
+    ahead = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
+    given = run.training
+    micro_batches = given.global_batch_size // (given.micro_batch_size * run.layout.replicas(run.processes))
+    largest = max(model.chunks(run.layout), key=len)
+    return model.layers[largest.start - 1 : largest.stop - 1] * min(ahead, micro_batches * virtual)
 
 
 def _mamba_kept(model: Model) -> dict[str, int]:

@@ -228,7 +228,10 @@ def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(
         (H200, 4, 8, Layout(context=2), "", "scan"),
         (H100, 4, 1, Layout(), "", "all"),
         (H100, 4, 2, Layout(), "", None),
-        (H200, 2, 1, Layout(pipeline=2, virtual=2), "", None),
+        (H200, 2, 2, Layout(pipeline=2, virtual=2), "", "all"),
+        (H200, 2, 4, Layout(pipeline=2), "", "scan"),
+        (H200, 2, 4, Layout(pipeline=2, virtual=2), "", None),  # five chunks of 13 layers at once, above two of 26
+        (H100, 2, 2, Layout(pipeline=2), "", None),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
 """Recall over long rows: synthetic rows of needles and copies, and how often a trained model repeats them, by distance.
 
-    python -m experiments.recall data build/recall --length 32768 --vocab-size 32768 --rows 2000 --seed 1
-    python -m experiments.train experiments/recall.yaml --data build/recall --gpus 1 --per-gpu 3 --folder build/runs
+    python -m experiments.recall data build/recall --length 32768 --vocab-size 4096 --rows 2400 --seed 1
+    python -m experiments.train experiments/recall.yaml --data build/recall --gpus 2 --per-gpu 2 --folder build/runs
     python -m experiments.recall score build/runs --rows 16 --seed 2 --output recall.csv
 
 A row is a document as long as the model's, so that Megatron's samples are these rows. A needle is a key of its own and a value,

@@ -298,7 +298,11 @@ TORCH_FSDP_FORMAT = "torch_dcp"
 _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
-        "expert parallelism": (1, "experts are sharded over the replicas"),
+        "expert parallelism": (
+            1,
+            "replicas with other experts would pass for parts of one; Megatron asserts it, and upstream has expert parallelism "
+            "in Megatron-FSDP v2 alone: NVIDIA/Megatron-LM#6450",
+        ),
         "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
         "context parallelism": (1, "no run has shown what it does to gradients"),
         "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),

@@ -1,14 +1,17 @@
 """A run of two hosts: network namespaces of this machine, each with a name, an address and a disk of its own.
 
-They have in common only the folder that --save and --observe name. Where no namespace can be made, all of this is skipped.
+They have in common only the folder that --save and --observe name. Where no namespace can be made, these tests are skipped, but
+not that of two tasks, which have no more than disks of their own. What starts them is read from the page.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,18 +22,24 @@ import pytest
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.launch.plan import OF_RANKS
 from megacpp_mcore.model import Layout
 from megacpp_mcore.observe.steps import read_steps
+from tests import forks
 from tests.distributed.runs import ROOT, SMALL, Laboratory, launch, read_scalars
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
 
 _ALONE = Layout()
 STEPS, SAVED_EVERY, KILLED_AFTER = 60, 4, 6
 ENDS_WITHIN_S = 120
 """What a host needs at most to notice the loss of the other, and to end; Megatron's own timeout is ten minutes."""
 IN_ITS_NAMESPACES = 'hostname "$1"; mount --bind "$2" disk; mount --bind names /etc/hosts; shift 2; exec "$@"'
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two")
+SLURM = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"}
+MEETING, NUMBERED = "torchrun --nnodes 2 --nproc", "torchrun --nnodes 2 --node-rank"
+STAND_INS = {"srun": 'shift 2; exec "$@"', "torchrun": "printf '%s\\n' \"$@\"", "megacpp-mcore": "exec env"}
+SAVING = ("--save-interval", str(SAVED_EVERY))
 
 
 class Hosts:
@@ -64,10 +73,7 @@ class Hosts:
             _ip("-n", name, "addr", "add", f"10.77.0.1{host}/24", "dev", end)
             for device in (end, "lo"):
                 _ip("-n", name, "link", "set", device, "up")
-            disk = self.folder / f"disk{host}"
-            disk.mkdir()
-            for file in Path(self.laboratory.data).parent.glob(f"{Path(self.laboratory.data).name}.*"):
-                shutil.copy(file, disk)
+            fill_disk(self.laboratory, self.folder / f"disk{host}")
         (self.folder / "disk").mkdir()
         (self.folder / "names").write_text("127.0.0.1 localhost\n10.77.0.10 host0\n10.77.0.11 host1\n")
 
@@ -103,11 +109,8 @@ class Hosts:
         return output
 
     def words(self, name: str, *extra: str) -> list[str]:
-        """The words of a launch that finds its data on the host's own disk, and is recorded in the folder ``name``."""
-        words = self.laboratory.training_words(_ALONE, train_iters=STEPS)
-        data = f"disk/{Path(self.laboratory.data).name}"
-        options = ("launch", "--verbose", "--device", "cpu", "--observe", f"{name} observe", "--")
-        return ["-m", "megacpp_mcore", *options, *words, "--data-path", data, "--data-cache-path", "disk/cache", *extra]
+        """The words of a launch on these hosts, which is recorded in the folder ``name``."""
+        return words_of(self.laboratory, name, STEPS, *extra)
 
     def kill(self, host: int) -> None:
         """End all processes of a host at once, as if its power were cut."""
@@ -121,6 +124,58 @@ class Hosts:
         found = [process.wait(max(0.0, until - time.monotonic())) for process in self.running]
         self.running.clear()
         return found
+
+
+def fill_disk(laboratory: Laboratory, disk: Path) -> None:
+    """Make the disk of a host, with a copy of the data."""
+    disk.mkdir(parents=True)
+    for file in Path(laboratory.data).parent.glob(f"{Path(laboratory.data).name}.*"):
+        shutil.copy(file, disk)
+
+
+def words_of(laboratory: Laboratory, name: str, steps: int, *extra: str) -> list[str]:
+    """The words of a launch that finds its data on the host's own disk, and is recorded in the folder ``name``."""
+    words = laboratory.training_words(_ALONE, train_iters=steps)
+    own = ("--data-path", f"disk/{Path(laboratory.data).name}", "--data-cache-path", "disk/cache")
+    options = ("launch", "--verbose", "--device", "cpu", "--observe", f"{name} observe", "--")
+    return ["-m", "megacpp_mcore", *options, *words, *own, *extra]
+
+
+def documented(start: str, task: int, folder: Path) -> list[str]:
+    """What the command on `docs/launch.md` that begins so gives a task of Slurm: torchrun's words, a launch's variables."""
+    page = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    (command,) = re.findall(rf"^{start}.*?[^\\]$", page, re.DOTALL | re.MULTILINE)
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    of_task = SLURM | {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task), "PATH": f"{folder}:{os.environ['PATH']}"}
+    words = ["bash", "-c", command.replace("-per-node 8", "-per-node 1")]
+    return subprocess.run(words, env=of_task, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
+def ranks_of(task: int, folder: Path, **changed: str) -> dict[str, str]:
+    """What a task of the page's ``srun`` sets for its launch."""
+    given = dict(line.split("=", 1) for line in documented("srun ", task, folder))
+    return {name: given[name] for name in OF_RANKS & given.keys()} | changed
+
+
+def wait_for_steps(record: Path, running: Sequence[forks.Program | subprocess.Popen[bytes]], output: Path) -> None:
+    """Wait until so many steps are recorded that a host may be lost."""
+    until = time.monotonic() + 300
+    while not (record.exists() and any(step.step >= KILLED_AFTER for step in read_steps(record))):
+        assert {process.poll() for process in running} == {None}, output.read_text()[-3000:]
+        assert time.monotonic() < until, output.read_text()[-3000:]
+        time.sleep(0.02)
+
+
+def check_losses(laboratory: Laboratory, record: Path, steps: int) -> None:
+    """Compare them with those of one host that nothing happens to."""
+    one = laboratory.folder / "one host"
+    words = laboratory.training_words(_ALONE, train_iters=steps)
+    assert launch(["--observe", str(one), "--", *words], laboratory.config, timeout=400)[0] == 0
+    expected = read_scalars(one)["lm loss"]
+    assert read_scalars(record)["lm loss"] == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == steps
 
 
 def _ip(*words: str) -> None:
@@ -140,23 +195,23 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         made.close()
 
 
-def torchrun(words: Sequence[str], *more: str, nodes: str = "2") -> list[str]:
-    """The words of torchrun on each host, which meet on the first."""
-    return [*TORCHRUN, "--nnodes", nodes, "--rdzv-endpoint", "host0:29400", *more, *words]
+def torchrun(hosts: Hosts, words: Sequence[str], *more: str, start: str = MEETING) -> list[list[str]]:
+    """The words of the page's torchrun on each host."""
+    own = [documented(start, host, hosts.folder) for host in (0, 1)]
+    return [["-m", "torch.distributed.run", *one[: one.index("-m")], *more, *words] for one in own]
 
 
+@exhaustive
 def test_disks_of_their_own(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
     """By torchrun in one task of Slurm per host, then by a task per process; as one host with two processes."""
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
     outputs = [
-        hosts.start(host, "by torchrun", torchrun(hosts.words("by torchrun")), SLURM_PROCID=str(host), **slurm)
-        for host in (0, 1)
+        hosts.start(host, "by torchrun", command, SLURM_PROCID=str(host), **SLURM)
+        for host, command in enumerate(torchrun(hosts, hosts.words("by torchrun")))
     ]
     assert hosts.statuses(400) == [0, 0], outputs[0].read_text()[-3000:]
-    for host in (0, 1):  # what `docs/launch.md` has every task set
-        ranks = {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        where = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": f"v{os.getpid()}h{host}"}
-        hosts.start(host, "by tasks", hosts.words("disk/by tasks"), **ranks, **where, **slurm)
+    for host in (0, 1):
+        ranks = ranks_of(host, hosts.folder, GLOO_SOCKET_IFNAME=f"v{os.getpid()}h{host}")
+        hosts.start(host, "by tasks", hosts.words("disk/by tasks"), **ranks)
     assert hosts.statuses(400) == [0, 0]
 
     words = hosts.laboratory.training_words(_ALONE, train_iters=STEPS)
@@ -170,6 +225,8 @@ def test_disks_of_their_own(hosts: Hosts, capsys: pytest.CaptureFixture[str]) ->
         assert len(list((hosts.folder / f"disk{host}" / "cache").glob("*/*-sha256.json"))) == 1
     assert cli.main(["report", "show", str(together)]) == 0
     assert re.search(r"status +finished", capsys.readouterr().out)
+    receipt = json.loads((together / "receipt.json").read_text())
+    assert (receipt["parallelism"]["hosts"], receipt["ranks"]["found"]) == (2, [0, 1])
 
     # The record of a run without a common folder is whole once its files are in one.
     assert cli.main(["report", "show", str(apart[0])]) == 0
@@ -180,46 +237,86 @@ def test_disks_of_their_own(hosts: Hosts, capsys: pytest.CaptureFixture[str]) ->
     assert read_scalars(apart[0]) == read_scalars(one)
 
 
+def test_a_lost_task_is_named_and_fewer_go_on(tmp_path: Path) -> None:
+    """Two tasks of srun, as the page starts them, with disks and caches of their own; then one, with the same words."""
+    laboratory, record = Laboratory(tmp_path, overrides=SMALL), tmp_path / "lost observe"
+    saved, steps = str(tmp_path / "saved"), 16
+    words = words_of(laboratory, str(tmp_path / "lost"), steps, "--save", saved, "--load", saved, *SAVING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks, folders = [ranks_of(task, tmp_path, **where) for task in (0, 1)], [tmp_path / "host0", tmp_path / "host1"]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(laboratory.config)}
+
+    def started(folder: Path, own: dict[str, str]) -> forks.Program | subprocess.Popen[bytes]:
+        env = os.environ | variables | {"TRITON_CACHE_DIR": str(folder / "disk" / "triton")} | own
+        return forks.start(words, folder / "output", cwd=folder, env=env, megatron=True)
+
+    for folder in folders:
+        fill_disk(laboratory, folder / "disk")
+    output = folders[0] / "output"
+    with started(folders[0], ranks[0]) as first, started(folders[1], ranks[1]) as second:
+        wait_for_steps(record, (first, second), output)
+        second.kill()
+        assert first.wait(ENDS_WITHIN_S) == 2, output.read_text()[-3000:]
+    own = re.escape(socket.gethostname())
+    assert re.search(rf"error: rank 0 of 2 on {own} has lost its connection to rank 1 on {own} \(", output.read_text())
+    assert [len(list(folder.glob("disk/cache/*/*-sha256.json"))) for folder in folders] == [1, 1]
+    with started(folders[0], {}) as rest:
+        assert rest.wait(120) == 0, output.read_text()[-3000:]
+    assert "successfully loaded checkpoint" in output.read_text()
+    check_losses(laboratory, record, steps)
+
+
+@exhaustive
 def test_a_lost_host_is_named_and_the_other_goes_on_alone(hosts: Hosts) -> None:
     """By torchrun with one host at least: it starts the rest anew, from the last checkpoint."""
-    saving = ("--save", "saved", "--load", "saved", "--save-interval", str(SAVED_EVERY))
-    command = torchrun(hosts.words("lost", *saving), "--max-restarts", "1", nodes="1:2")
-    outputs = [hosts.start(host, "lost", command) for host in (0, 1)]
-    record, until = hosts.folder / "lost observe", time.monotonic() + 300
-    while not (record.exists() and any(step.step >= KILLED_AFTER for step in read_steps(record))):
-        assert {process.poll() for process in hosts.running} == {None}, outputs[0].read_text()
-        assert time.monotonic() < until, outputs[0].read_text()
-        time.sleep(0.1)
+    saving = ("--save", "saved", "--load", "saved", *SAVING)
+    commands = torchrun(hosts, hosts.words("lost", *saving), "--nnodes", "1:2", "--max-restarts", "1")
+    outputs = [hosts.start(host, "lost", command) for host, command in enumerate(commands)]
+    record = hosts.folder / "lost observe"
+    wait_for_steps(record, hosts.running, outputs[0])
     hosts.kill(1)
     killed, said = time.monotonic(), r"rank 0 of 2 on host0 has lost its connection to rank 1 on host1 \("
     while not re.search(said, outputs[0].read_text()):
         assert time.monotonic() < killed + ENDS_WITHIN_S, outputs[0].read_text()[-3000:]
         time.sleep(0.1)
     assert hosts.statuses(400) == [0, -signal.SIGKILL], outputs[0].read_text()[-3000:]
-
-    words = hosts.laboratory.training_words(_ALONE, train_iters=STEPS)
-    one = hosts.folder / "one host"
-    assert launch(["--observe", str(one), "--", *words], hosts.laboratory.config, 1, timeout=400)[0] == 0
-    expected = read_scalars(one)["lm loss"]
-    assert read_scalars(record)["lm loss"] == pytest.approx(expected, rel=1e-5)
-    assert len(expected) == STEPS
+    check_losses(hosts.laboratory, record, STEPS)
 
 
+@exhaustive
+def test_a_host_that_cannot_be_reached_is_not_waited_for_without_end(hosts: Hosts) -> None:
+    """Its cable is pulled: no connection is closed."""
+    words = hosts.words("cut", "--distributed-timeout-minutes", "1")
+    ends = [f"v{os.getpid()}h{host}" for host in (0, 1)]
+    ranks = [ranks_of(host, hosts.folder, GLOO_SOCKET_IFNAME=end) for host, end in enumerate(ends)]
+    outputs = [hosts.start(host, "cut", words, **variables) for host, variables in enumerate(ranks)]
+    wait_for_steps(hosts.folder / "cut observe", hosts.running, outputs[0])
+    _ip("-n", hosts.names[1], "link", "set", ends[1], "down")
+    assert hosts.statuses(60 + ENDS_WITHIN_S) == [2, 2], outputs[0].read_text()[-3000:]
+    for host, output in enumerate(outputs):
+        assert f"another rank did not answer rank {host} of 2 on host{host} in 60 s" in output.read_text()
+
+
+@exhaustive
 def test_a_folder_that_hosts_do_not_share_is_refused_for_checkpoints(hosts: Hosts) -> None:
-    saving = ("--save", "disk/saved", "--save-interval", "4", "--distributed-timeout-minutes", "1")
-    command = torchrun(hosts.words("apart", *saving))
-    outputs = [hosts.start(host, "apart", command) for host in (0, 1)]
+    saving = ("--save", "disk/saved", *SAVING, "--distributed-timeout-minutes", "1")
+    commands = torchrun(hosts, hosts.words("apart", *saving))
+    outputs = [hosts.start(host, "apart", command) for host, command in enumerate(commands)]
     assert 0 not in hosts.statuses(400)
     for output in outputs:
         assert "is another folder than on that of rank 1" in output.read_text()
     assert not list(read_steps(hosts.folder / "apart observe"))
 
 
+@exhaustive
 def test_another_dataset_on_one_host_is_refused(hosts: Hosts) -> None:
     text = hosts.folder / "other.txt"
     text.write_text("another text\n" * 5000)
     prepare([str(text)], str(hosts.folder / "disk1" / Path(hosts.laboratory.data).name), overwrite=True)
-    outputs = [hosts.start(host, "other", torchrun(hosts.words("other"))) for host in (0, 1)]
+    commands = torchrun(hosts, hosts.words("other"), start=NUMBERED)
+    outputs = [hosts.start(host, "other", command) for host, command in enumerate(commands)]
     assert 0 not in hosts.statuses(400)
     for output in outputs:
         assert re.search(

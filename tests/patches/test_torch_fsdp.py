@@ -152,7 +152,11 @@ def test_lowering() -> None:
     sharded = {"--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"}
     assert not {*sharded, "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
-    with raises(ModelError, "pipeline parallelism is 2, expected 1", "expert parallelism is 2", "--use-torch-fsdp2"):
+    with raises(
+        ModelError, "pipeline parallelism is 2, expected 1", "expert parallelism is 2", "#6450", "--use-torch-fsdp2"
+    ):
         lower(Run(model, Layout(pipeline=2, expert=2), training))
+    with pytest.raises(AssertionError, match="expert parallelism"):  # where Megatron has it, the refusal goes
+        stock.parse([*stock.words(TINY, layout=Layout(expert=2), processes=2), FSDP], world_size=2)
     with raises(ModelError, "context parallelism is 2, expected 1", "--use-torch-fsdp2"):
         lower(Run(TINY, Layout(context=2), training))

@@ -47,7 +47,6 @@ _PRODUCTS = {
     "blanket": "Mamba output projections",
 }
 """Each option of dense products, and its name in receipts."""
-_RECOMPUTE = "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"
 _HOPPER = 9
 
 
@@ -147,10 +146,9 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
         (fp8.shared_experts and config.moe_shared_expert_overlap,
          "--moe-shared-expert-overlap runs the shared expert in parts, outside of its scope",
          "leave it out, or shared_experts"),
-        (fp8.attention and "mla_up_proj" in selective,
-         "--recompute-modules mla_up_proj has Megatron repeat a part of a scope outside of it, in BF16", _RECOMPUTE),
         (fp8.recipe == "delayed" and (whole or bool(selective & {"moe", "shared_experts"})),
-         "--recompute-granularity has Megatron repeat a scope whose scales have changed since", _RECOMPUTE),
+         "--recompute-granularity has Megatron repeat a scope whose scales have changed since",
+         "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"),
         (fp8.recipe == "delayed" and fsdp2,
          "--use-torch-fsdp2 cuts weights over ranks whose maxima are not reduced together", "use block or current"),
         (rows is not None and fp8.recipe == "block" and config.sequence_parallel and rows % BLOCK,

@@ -136,7 +136,8 @@ def test_the_history_of_delayed_scaling_covers_micro_batches(monkeypatch: pytest
     delayed, other_chunk = scopes("delayed", history=4), scopes("delayed", history=4)
     for number, chunk in ((2, delayed), (3, delayed), (4, other_chunk)):
         chunk.install(Layer(), number)
-    assert delayed.recipe.amax_history_len == 12
+    other_chunk.install(Engine(), calls=2)
+    assert delayed.recipe.amax_history_len == 20
     assert vars(scopes("block").recipe) == {}
 
 
@@ -172,6 +173,16 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
         scopes().install(Linear(32, 32), 3)
     with raises(ModelError, "layer 3", "linear_proj is (40, 32)", "multiples of 16"):
         scopes().install(Layer(outputs=40), 3)
+
+
+def test_the_projection_of_mtp_is_in_no_zone() -> None:
+    projection = Engine()
+    assert scopes(depth=2).install(projection, name="eh_proj") == ("eh_proj",)
+    projection(torch.ones(16, 32))
+    projection.eval()(torch.ones(16, 32))
+    assert projection.seen == [True, False]
+    with raises(ModelError, "MTP: eh_proj is (40, 32)", "multiples of 16"):
+        scopes().install(Engine(outputs=40), name="eh_proj")
 
 
 @pytest.mark.parametrize("name", ["linear_q_up_proj", "linear_kv_up_proj"])
@@ -247,7 +258,7 @@ def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks:
 CLEAN: dict[str, Any] = {
     "params_dtype": torch.bfloat16, "fp8": None, "fp4": None, "first_last_layers_bf16": False, "tp_only_amax_red": False,
     "transformer_impl": "transformer_engine", "moe_shared_expert_overlap": False, "recompute_granularity": None,
-    "recompute_modules": None, "num_layers": 6, "sequence_parallel": False,
+    "recompute_modules": None, "num_layers": 6, "sequence_parallel": False, "mtp_num_layers": None,
 }  # fmt: skip
 
 
@@ -263,6 +274,7 @@ CLEAN: dict[str, Any] = {
         ({"moe_shared_expert_overlap": True}, {}, "--moe-shared-expert-overlap"),
         ({"recompute_granularity": "full"}, {"recipe": "delayed"}, "--recompute-granularity"),
         ({}, {"attention": False, "shared_experts": False}, "attention or shared_experts"),
+        ({}, {"mtp": True}, "predicts one token"),
         ({"rows": 4100}, {}, "multiple of 16"),
         ({"fsdp2": True}, {"recipe": "delayed"}, "--use-torch-fsdp2"),
     ],

@@ -204,6 +204,26 @@ def test_a_row_has_the_memory_of_a_gpu_and_what_its_profile_says(tmp_path: Path)
     assert train._profiled(tmp_path) == "AllGather_exposed_ms:3.0 M_ms:15.0"
 
 
+with (ROOT / "experiments/results/nam56r_h200.csv").open(newline="") as file:
+    ESTIMATED = [row for row in csv.DictReader(file) if "reserved_gb" in row["probe"]]
+
+
+@pytest.mark.parametrize("row", ESTIMATED, ids=lambda row: f"{row['arm']}, {row['commit']}")
+def test_the_estimate_is_what_the_rows_of_an_h200_reserved(row: dict[str, str], tmp_path: Path) -> None:
+    """In bf16 and in FP8, whose copies of weights leave parts of blocks unused, in graphs."""
+    content = yaml.safe_load((ROOT / "experiments/nam56r.yaml").read_text())
+    arm = train._arm(content, row["arm"], content["arms"][row["arm"]])
+    (tmp_path / "megacpp.json").write_text(json.dumps({"model": row["model"], **arm.settings}))
+    plan = Training(data=("--mock-data",), extra=tuple(map(str, arm.words)), **arm.training)
+    (tmp_path / "arguments.json").write_text(json.dumps(lower(Run(preset(row["model"]), Layout(), plan))))
+    reserved = float(dict(word.split(":") for word in row["probe"].split())["reserved_gb"])
+    held = {"kind": "CUDA allocator", "reserved_peak_bytes": 0}
+    found = dict(
+        word.split(":") for word in train._memory(tmp_path, {"memory": held, "parallelism": {"world_size": 1}}).split()
+    )
+    assert float(found["estimated_gb"]) == pytest.approx(reserved, rel=0.02)
+
+
 def test_a_plot_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two GPUs take half of their milliseconds' tokens each; a small family is among the others."""
     table, columns = tmp_path / "rows.csv", ("arm", "tokens_per_s", "step_ms", "probe")

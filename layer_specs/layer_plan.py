@@ -97,7 +97,7 @@ class LayerPlan:
 
     Attributes:
         recompute: what the backward pass recomputes.
-        fp8: the FP8 scopes of trunk layers, if any.
+        fp8: the FP8 scopes of trunk layers and of MTP's projection, if any.
         linear: whether Transformer Engine's linear layers replace the dense ones.
         is_mtp: whether the layer is the MTP block's.
     """
@@ -118,9 +118,12 @@ class LayerPlan:
         return ModuleSpec(module=PlannedLayer, params={"family": letter, "plan": self}, submodules=layer.submodules)
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
-        """Return the MTP block with its inner layer, of family A, under this plan."""
-        outside = dataclasses.replace(self, fp8=None, is_mtp=True)  # MTP, an auxiliary head, has no FP8 scope
-        return with_inner_layer(block, lambda layer: outside.spec(layer, ATTENTION.letter))
+        """Return the MTP block with its projection, and its inner layer of family A without a scope, under this plan."""
+        outside = dataclasses.replace(self, fp8=None, is_mtp=True)
+        changed = with_inner_layer(block, lambda layer: outside.spec(layer, ATTENTION.letter))
+        if self.fp8 is not None and self.fp8.fp8.mtp:
+            changed.layer_specs = [dataclasses.replace(one, params={"scopes": self.fp8}) for one in changed.layer_specs]
+        return changed
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
         """Replace linear layers, then wrap in recompute, and wrap that in an FP8 scope."""

@@ -28,6 +28,7 @@ from megacpp_mcore.layer_specs.mla import wait_for_parameters
 from megacpp_mcore.layer_specs.norm import plain_norm, residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.patches.embedding_gradient import depth_of_mtp
+from megacpp_mcore.te.fp8_scopes import Scopes
 from megacpp_mcore.util import te_imports
 
 FUSED_NORM = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
@@ -40,10 +41,15 @@ class RepeatedLayer(MultiTokenPredictionLayer):
     Megatron (0.19.2, ``core/extensions/transformer_engine.py``) marks the first call of a linear layer, and Transformer Engine
     writes the weight's gradient of a marked call over what is in ``main_grad``: with several depths the first is marked, and
     the others, whose backward passes come before, would be lost. The mark is for cached quantised weights, which MTP has not.
+
+    Args:
+        scopes: the run's FP8 scopes, if the projection is in one.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, scopes: Scopes | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if scopes is not None:
+            scopes.install(self.eh_proj, calls=self.config.mtp_num_layers, name="eh_proj")
         check_gradients(self.config, global_vars._GLOBAL_ARGS)  # get_args() would assert
         for module in self.modules():
             if hasattr(module, "is_first_microbatch"):

@@ -3,8 +3,8 @@
 A scope is one entry of Transformer Engine's ``autocast`` around a module of one layer, or around a group of layers. Scopes do
 not nest: an inner one would silently change recipe and reduction. A group that includes a layer of the BF16 zone, the first and
 last layers, is BF16 as a whole. Evaluation is BF16. Inside a scope, the indexer and other modules that must not be FP8 run with
-it switched off (:data:`HELD`). Embeddings, heads, MTP, R layers and routers are in no scope; M's projections only with
-``blanket``.
+it switched off (:data:`HELD`). Embeddings, heads, MTP's layer, R layers and routers are in no scope; M's projections only with
+``blanket``, MTP's with ``mtp``.
 
 ``delayed`` scaling keeps a history of maxima for each tensor and rolls all of them at the end of each scope: its length is the
 number of the process's scopes times :attr:`FP8.history`, and so covers that many micro-batches. ``current`` and ``block`` keep
@@ -45,9 +45,9 @@ _PRODUCTS = {
     "attention": "attention output projections",
     "shared_experts": "shared experts",
     "blanket": "Mamba output projections",
+    "mtp": "MTP projection",
 }
 """Each option of dense products, and its name in receipts."""
-_RECOMPUTE = "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"
 _HOPPER = 9
 
 
@@ -59,7 +59,8 @@ class FP8:
         recipe: ``delayed``, ``current``, ``block`` or ``mxfp8`` (Blackwell only); None: no FP8 here.
         attention: whether the output projections of A layers run in FP8.
         shared_experts: whether those of the shared experts of E layers do.
-        blanket: whether the output projections of M layers do, too: everything that can. Receipts record it.
+        blanket: whether the output projections of M layers do, too. Receipts record it.
+        mtp: whether MTP's projection of hidden states and the next token's embedding does.
         first, last: how many layers at each end stay in BF16, at least 1.
         history: micro-batches that the maxima of ``delayed`` are kept for.
     """
@@ -68,13 +69,14 @@ class FP8:
     attention: bool = True
     shared_experts: bool = True
     blanket: bool = False
+    mtp: bool = False
     first: int = 1
     last: int = 1
     history: int = 16
 
     @property
     def on(self) -> tuple[str, ...]:
-        """The options of dense products that are on, by which a family of layers has a scope."""
+        """The options of dense products that are on, by which a family of layers, or MTP, has a scope."""
         return tuple(name for name in _PRODUCTS if getattr(self, name))
 
     @property
@@ -135,6 +137,7 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
     whole = config.recompute_granularity == "full"
     for found, what, remedy in (
         (not fp8.on, "no family of layers is named", "name attention or shared_experts"),
+        (fp8.mtp and not config.mtp_num_layers, "mtp is on, and the model predicts one token", "leave mtp out"),
         (min(fp8.first, fp8.last) < 1, f"the BF16 zone is {fp8.first} and {fp8.last} layers", "keep 1 or more at each end"),
         (fp8.history < 1, f"the history is {fp8.history}", "keep 1 micro-batch or more"),
         (config.params_dtype != torch.bfloat16, f"parameters are {config.params_dtype}", "train in bf16"),
@@ -147,10 +150,9 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
         (fp8.shared_experts and config.moe_shared_expert_overlap,
          "--moe-shared-expert-overlap runs the shared expert in parts, outside of its scope",
          "leave it out, or shared_experts"),
-        (fp8.attention and "mla_up_proj" in selective,
-         "--recompute-modules mla_up_proj has Megatron repeat a part of a scope outside of it, in BF16", _RECOMPUTE),
         (fp8.recipe == "delayed" and (whole or bool(selective & {"moe", "shared_experts"})),
-         "--recompute-granularity has Megatron repeat a scope whose scales have changed since", _RECOMPUTE),
+         "--recompute-granularity has Megatron repeat a scope whose scales have changed since",
+         "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"),
         (fp8.recipe == "delayed" and fsdp2,
          "--use-torch-fsdp2 cuts weights over ranks whose maxima are not reduced together", "use block or current"),
         (rows is not None and fp8.recipe == "block" and config.sequence_parallel and rows % BLOCK,
@@ -194,7 +196,7 @@ class Scopes:
         """One scope around layers ``numbers``; yields whether it is FP8: not if one is in the BF16 zone, nor in evaluation.
 
         Args:
-            numbers: of the layers, from 1 over all pipeline stages.
+            numbers: of the layers, from 1 over all pipeline stages; none is MTP, behind them.
             amax_group: the ranks over which maxima are reduced (:func:`check_amax_group`).
             training: whether the layers are in training.
 
@@ -205,7 +207,7 @@ class Scopes:
         import torch
 
         numbers = tuple(numbers)
-        name = f"layers {', '.join(map(str, numbers))}"
+        name = f"layers {', '.join(map(str, numbers))}" if numbers else "MTP"
         if _active:
             raise ModelError(
                 f"the FP8 scope of {name} was entered inside of that of {_active[-1]}; enter one scope, around the group",
@@ -230,8 +232,14 @@ class Scopes:
         finally:
             _active.pop()
 
-    def install(self, module: Any, number: int) -> tuple[str, ...]:
-        """Have every call of ``module``, of layer ``number``, run in a scope; its held modules run in BF16 inside of it.
+    def install(self, module: Any, *number: int, calls: int = 1, name: str = "") -> tuple[str, ...]:
+        """Have every call of ``module`` run in a scope; its held modules run in BF16 inside of it.
+
+        Args:
+            module: of a layer, or of MTP.
+            number: of the layer; none is MTP.
+            calls: of the module in a micro-batch.
+            name: of the module, where it is a linear layer itself.
 
         Returns:
             Names of the linear layers in FP8; none in the zone, where nothing is changed.
@@ -239,20 +247,22 @@ class Scopes:
         Raises:
             ModelError: it has no module of Transformer Engine, or a width is not a multiple of 16.
         """
-        if self.in_zone(number):
+        if any(map(self.in_zone, number)):
             return ()
+        where = f"layer {number[0]}" if number else "MTP"
         kind = te_imports.entry("TransformerEngineBaseModule")
-        found = {name: one for name, one in module.named_modules() if isinstance(one, kind) and is_product(one)}
+        modules = module.named_modules(prefix=name)
+        found = {name: one for name, one in modules if isinstance(one, kind) and is_product(one)}
         inside = {name: one for name, one in found.items() if not HELD.search(name)}
         if not inside:
             raise ModelError(
-                f"layer {number}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
+                f"{where}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
             )
-        check_widths(number, inside)
+        check_widths(where, inside)
         if self.fp8.recipe == "block":
-            check_gathers(number, inside)
+            check_gathers(where, inside)
         group = common_group(inside.values())
-        check_amax_group(group, inside.values(), f"layer {number}")
+        check_amax_group(group, inside.values(), where)
         for name, one in found.items():
             if name in inside:
                 # Megatron marks a step's first micro-batch only under its own FP8; without that, and without this, Transformer
@@ -260,8 +270,8 @@ class Scopes:
                 one.disable_parameter_transpose_cache = True
             else:
                 _bind(one, lambda _: te_imports.entry("autocast")(enabled=False))
-        _bind(module, lambda self_: self.group((number,), amax_group=group, training=self_.training))
-        _counts["installed"] += 1
+        _bind(module, lambda self_: self.group(number, amax_group=group, training=self_.training))
+        _counts["installed"] += calls
         return tuple(inside)
 
 
@@ -270,7 +280,7 @@ def is_product(module: Any) -> bool:
     return any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
 
 
-def check_widths(number: int, modules: dict[str, Any]) -> None:
+def check_widths(where: str, modules: dict[str, Any]) -> None:
     """Refuse matrices whose rows or columns, on this rank, are not multiples of 16.
 
     Raises:
@@ -280,12 +290,12 @@ def check_widths(number: int, modules: dict[str, Any]) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 2 and any(width % ALIGNMENT for width in parameter.shape):
                 raise ModelError(
-                    f"layer {number}: {name} is {tuple(parameter.shape)} on a rank, and an FP8 product needs multiples of "
+                    f"{where}: {name} is {tuple(parameter.shape)} on a rank, and an FP8 product needs multiples of "
                     f"{ALIGNMENT}; change the width or the tensor parallelism, or leave the family out of fp8"
                 )
 
 
-def check_gathers(number: int, modules: dict[str, Any]) -> None:
+def check_gathers(where: str, modules: dict[str, Any]) -> None:
     """Refuse tensors that ``block`` would gather over a sequence-parallel group in BF16, and then quantise once more.
 
     These are the inputs of column-parallel layers and the output gradients of row-parallel ones (Transformer Engine 2.20,
@@ -299,7 +309,7 @@ def check_gathers(number: int, modules: dict[str, Any]) -> None:
             outputs, inputs = module.weight.shape
             if (width := inputs if module.parallel_mode == "column" else outputs) % BLOCK:
                 raise ModelError(
-                    f"layer {number}: {name} gathers {width} values a row, which the FP8 recipe block does in BF16 if that is "
+                    f"{where}: {name} gathers {width} values a row, which the FP8 recipe block does in BF16 if that is "
                     f"no multiple of {BLOCK}; use current, or leave the family out of fp8"
                 )
 

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 import yaml
 
-from experiments import lengths, megatrons, train
+from experiments import lengths, megatrons, starts, train
 from experiments.curves import main as draw_curves
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read
@@ -202,6 +202,52 @@ def test_a_row_has_the_memory_of_a_gpu_and_what_its_profile_says(tmp_path: Path)
         }
         (folder / "table.json").write_text(json.dumps(table))
     assert train._profiled(tmp_path) == "AllGather_exposed_ms:3.0 M_ms:15.0"
+
+
+with (ROOT / "experiments/results/nam56r_h200.csv").open(newline="") as file:
+    ESTIMATED = [row for row in csv.DictReader(file) if "reserved_gb" in row["probe"]]
+
+
+@pytest.mark.parametrize("row", ESTIMATED, ids=lambda row: f"{row['arm']}, {row['commit']}")
+def test_the_estimate_is_what_the_rows_of_an_h200_reserved(row: dict[str, str], tmp_path: Path) -> None:
+    """In bf16 and in FP8, whose copies of weights leave parts of blocks unused, in graphs."""
+    content = yaml.safe_load((ROOT / "experiments/nam56r.yaml").read_text())
+    arm = train._arm(content, row["arm"], content["arms"][row["arm"]])
+    (tmp_path / "megacpp.json").write_text(json.dumps({"model": row["model"], **arm.settings}))
+    plan = Training(data=("--mock-data",), extra=tuple(map(str, arm.words)), **arm.training)
+    (tmp_path / "arguments.json").write_text(json.dumps(lower(Run(preset(row["model"]), Layout(), plan))))
+    reserved = float(dict(word.split(":") for word in row["probe"].split())["reserved_gb"])
+    held = {"kind": "CUDA allocator", "reserved_peak_bytes": 0}
+    found = dict(
+        word.split(":") for word in train._memory(tmp_path, {"memory": held, "parallelism": {"world_size": 1}}).split()
+    )
+    assert float(found["estimated_gb"]) == pytest.approx(reserved, rel=0.02)
+
+
+def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one record; what has caches of its own starts with none."""
+    caches = []
+
+    def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        caches.append(env["TRITON_CACHE_DIR"])
+        return SimpleNamespace(returncode=forks.start(command[3:], Path(stdout.name), env=env).wait(300))
+
+    monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, STDOUT=None))
+    monkeypatch.setattr(starts, "STARTS", ("second, cold", "kernels built, cold", "warm"))
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
+    (corpus,) = prepare([tmp_path / "text.txt"], str(tmp_path / "corpus"))
+    output, folder = tmp_path / "rows.csv", tmp_path / "starts"
+    words = ["nam56r_tiny_pretrain_1cpu_fp32", "--data", corpus, "--folder", str(folder), "--output", str(output)]
+    assert starts.main(words) == 0
+    rows = list(csv.DictReader(output.open()))
+    assert [row["start"] for row in rows] == ["second, cold", "kernels built, cold", "warm"]
+    assert len({row["second_s"] for row in rows}) > 1  # of each start its own
+    for row in rows:
+        assert 0 < float(row["startup_s"]) < float(row["first_s"]) < float(row["second_s"])
+    assert caches[0] != caches[1] == caches[2]
+    with pytest.raises(FileExistsError):
+        starts.main(words)
 
 
 def test_a_plot_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "block": PACKED,
     "current": PACKED,
     "whole": WHOLE,
+    "whole in FP8": WHOLE,
     "packed hybrid": PACKED,
     "whole hybrid": WHOLE,
 }
@@ -54,6 +55,13 @@ FP8: dict[str, dict[str, Any]] = {
     for recipe, more in (("block", {}), ("current", {"mamba3_projection": "triton_fp8"}))
 }
 """Settings of the cases in FP8: scopes of every family that has one, routed experts, and once M's input projections."""
+SETTINGS: dict[str, dict[str, Any]] = FP8 | {
+    "whole in FP8": {
+        "fp8": {"recipe": "current", "blanket": True, "mtp": True},
+        "backends": dict.fromkeys(("routed_mlp", "mamba3_projection", "feed_forward"), "triton_fp8"),
+    }
+}
+"""And with prediction, whose feed-forward layer and projection are in FP8, too."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -102,7 +110,7 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
             *words,
             *(GRAPHS if with_graphs else ()),
             host=HYBRID if case in HYBRID_CASES else GPT,
-            **FP8.get(case, {}),
+            **SETTINGS.get(case, {}),
         )
         for case, (overrides, words) in CASES.items()
         for with_graphs in (False, True)
@@ -215,7 +223,7 @@ def test_a_pipeline_replays_mixers_and_the_prediction_between_layers_that_are_no
     assert captured(replayed) == {"1, 3, 5, 7, 9, 11-12": "8 graphs", "mtp": "16 graphs"}
 
 
-@pytest.mark.parametrize("case", ["whole", "whole hybrid"])
+@pytest.mark.parametrize("case", ["whole", "whole in FP8", "whole hybrid"])
 def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
     trained: dict[tuple[str, bool], Path], case: str
 ) -> None:
@@ -224,6 +232,10 @@ def test_replays_train_as_the_layers_do_with_full_attention_and_prediction(
     assert captured(eager) == {}
     # A forward and a backward graph a layer; MTP's layer is applied at two depths.
     assert captured(replayed) == {"1-12": "2 graphs", "mtp": "4 graphs"}
+    for receipt in (receipts.read(folder / "run") for folder in (eager, replayed) if case in SETTINGS):
+        assert ("feed_forward", "triton_fp8") in {(row["op"], row["observed"]) for row in receipt["backends"]}
+        assert "MTP projection" in receipt["precision"]["kernel_fp8"]
+        assert receipt["precision"]["dequantised"] == 0
 
 
 def assert_close(replayed: list[dict[str, float]], eager: list[dict[str, float]]) -> None:

@@ -331,9 +331,12 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
     assert all(rms(one, other) < 5e-3 for one, other in zip(found, expected, strict=True))
 
 
-def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("keys", [{}, {"fp8": {"recipe": "current", "mtp": True}}], ids=["bf16", "projection in FP8"])
+def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(
+    tiny: Callable[..., Any], keys: dict[str, Any]
+) -> None:
     """Transformer Engine writes a gradient over main_grad where Megatron marks a call as the first."""
-    wrapped = tiny(mtp_depth=2, fused=True)
+    wrapped = tiny(mtp_depth=2, fused=True, **keys)
     parameters = dict(wrapped.module.mtp.named_parameters())
     found = []
     for _ in range(2):
@@ -341,6 +344,7 @@ def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(tiny: Cal
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         loss_of(wrapped).backward()
         found.append({name: one.main_grad for name, one in parameters.items() if one.main_grad.any()})
+    assert wrapped.module.mtp.layers[0].eh_proj.fp8 == bool(keys)
     first, second = found
     assert {"layers.0.eh_proj.weight", "layers.0.mtp_model_layer.mlp.linear_fc2.weight"} <= set(first)
     errors = {name: rms(gradient, second[name]) for name, gradient in first.items()}

@@ -1,10 +1,14 @@
-"""MTP's feed-forward layer by the op ``feed_forward``: the model is stock's, and what stock alone can do stays with it."""
+"""MTP's feed-forward layer by the op ``feed_forward``: the model is stock's, and what stock alone can do stays with it.
+
+And its projection, which may be in an FP8 scope.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +17,12 @@ from megatron.core.transformer.mlp import MLP
 from megacpp_mcore.backends import AUTO, STOCK, Dispatcher, probes
 from megacpp_mcore.backends.probes import ProbeResult
 from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs import layer_plan
 from megacpp_mcore.layer_specs.mtp import FeedForward, why_stock_feed_forward
 from megacpp_mcore.model import preset
 from megacpp_mcore.ops.feed_forward.reference import feed_forward
+from megacpp_mcore.te import quantized
+from megacpp_mcore.te.fp8_scopes import FP8, Scopes
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.errors import raises
@@ -81,6 +88,23 @@ def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(
         assert parameter.grad_added_to_main_grad
         assert weight.grad is not None
         torch.testing.assert_close(parameter.main_grad - 1, weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
+    process: Path, monkeypatch: pytest.MonkeyPatch, is_fp8: bool
+) -> None:
+    scopes = Scopes(
+        FP8(recipe="current", attention=False, shared_experts=not is_fp8, mtp=is_fp8), depth=2
+    )  # all in the zone
+    monkeypatch.setattr(layer_plan, "scopes_of", lambda *_, **__: scopes)
+    monkeypatch.setattr(quantized, "watch", lambda: None)
+    with mock.patch.object(scopes, "install") as install:
+        model = built(process, AUTO)
+    if not is_fp8:
+        assert install.call_count == model.config.moe_layer_freq.count(1)
+        return
+    install.assert_called_once_with(model.mtp.layers[0].eh_proj, calls=2, name="eh_proj")
 
 
 @pytest.mark.parametrize(

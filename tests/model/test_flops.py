@@ -273,10 +273,13 @@ def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
     assert by_precision(SMALL, whole, PLANS["bf16"], projected=numbers)["fp8"].total == Work(each * wide)
 
 
-def test_the_feed_forward_layer_of_mtp_in_fp8_is_both_of_its_products_at_every_depth() -> None:
+@pytest.mark.parametrize(
+    ("name", "inner"), [("dense_ffn", SMALL.ffn_hidden_size), ("mtp_projection", SMALL.hidden_size)]
+)
+def test_products_of_mtp_in_fp8_are_those_of_two_matrices_at_every_depth(name: str, inner: int) -> None:
     step = flops.step(SMALL, BATCH)
-    found = by_precision(SMALL, step, PLANS["bf16"], predicted=True)
+    found = by_precision(SMALL, step, PLANS["bf16"], predicted=[name])
     assert reduce(add, found.values()) == step.families
-    forward = 2 * step.tokens * SMALL.hidden_size * SMALL.ffn_hidden_size * 2 * SMALL.mtp.depth
-    assert found["fp8"].total == found["fp8"].dense_ffn == Work(forward, 2 * forward)
+    forward = 2 * step.tokens * SMALL.hidden_size * inner * 2 * SMALL.mtp.depth
+    assert found["fp8"].total == getattr(found["fp8"], name) == Work(forward, 2 * forward)
     assert forward

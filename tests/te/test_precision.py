@@ -136,7 +136,8 @@ def test_the_history_of_delayed_scaling_covers_micro_batches(monkeypatch: pytest
     delayed, other_chunk = scopes("delayed", history=4), scopes("delayed", history=4)
     for number, chunk in ((2, delayed), (3, delayed), (4, other_chunk)):
         chunk.install(Layer(), number)
-    assert delayed.recipe.amax_history_len == 12
+    other_chunk.install(Engine(), calls=2)
+    assert delayed.recipe.amax_history_len == 20
     assert vars(scopes("block").recipe) == {}
 
 
@@ -172,6 +173,34 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
         scopes().install(Linear(32, 32), 3)
     with raises(ModelError, "layer 3", "linear_proj is (40, 32)", "multiples of 16"):
         scopes().install(Layer(outputs=40), 3)
+
+
+def test_the_projection_of_mtp_is_in_no_zone() -> None:
+    projection = Engine()
+    assert scopes(depth=2).install(projection, name="eh_proj") == ("eh_proj",)
+    projection(torch.ones(16, 32))
+    projection.eval()(torch.ones(16, 32))
+    assert projection.seen == [True, False]
+    with raises(ModelError, "MTP: eh_proj is (40, 32)", "multiples of 16"):
+        scopes().install(Engine(outputs=40), name="eh_proj")
+
+
+@pytest.mark.parametrize("name", ["linear_q_up_proj", "linear_kv_up_proj"])
+def test_products_with_latents_are_in_bf16_where_megatron_repeats_them(name: str) -> None:
+    """``--recompute-modules mla_up_proj`` does so outside of the scope."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Latents(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear_proj(checkpoint(getattr(self, name), x, use_reentrant=True))
+
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    fp8_scopes.check_run(FP8(recipe="delayed"), SimpleNamespace(**CLEAN | selective))
+    layer = Latents()
+    layer.add_module(name, Engine())
+    scopes("delayed").install(layer, 3)
+    layer(torch.ones(16, 32, requires_grad=True)).sum().backward()
+    assert (layer.linear_proj.seen, getattr(layer, name).seen) == ([True], [False, False])
 
 
 def test_the_op_of_latents_stays_in_a_layer_with_a_scope() -> None:
@@ -229,7 +258,7 @@ def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks:
 CLEAN: dict[str, Any] = {
     "params_dtype": torch.bfloat16, "fp8": None, "fp4": None, "first_last_layers_bf16": False, "tp_only_amax_red": False,
     "transformer_impl": "transformer_engine", "moe_shared_expert_overlap": False, "recompute_granularity": None,
-    "recompute_modules": None, "num_layers": 6, "sequence_parallel": False,
+    "recompute_modules": None, "num_layers": 6, "sequence_parallel": False, "mtp_num_layers": None,
 }  # fmt: skip
 
 
@@ -244,8 +273,8 @@ CLEAN: dict[str, Any] = {
         ({"transformer_impl": "local"}, {}, "--transformer-impl transformer_engine"),
         ({"moe_shared_expert_overlap": True}, {}, "--moe-shared-expert-overlap"),
         ({"recompute_granularity": "full"}, {"recipe": "delayed"}, "--recompute-granularity"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, {}, "--recompute-modules mla_up_proj"),
         ({}, {"attention": False, "shared_experts": False}, "attention or shared_experts"),
+        ({}, {"mtp": True}, "predicts one token"),
         ({"rows": 4100}, {}, "multiple of 16"),
         ({"fsdp2": True}, {"recipe": "delayed"}, "--use-torch-fsdp2"),
     ],

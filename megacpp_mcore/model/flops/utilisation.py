@@ -43,7 +43,7 @@ def by_precision(
     scoped: Collection[int] = (),
     projected: Collection[int] = (),
     gradient: bool = True,
-    predicted: bool = False,
+    predicted: Collection[str] = (),
 ) -> dict[str, Families]:
     """``step`` split by the precision whose peak applies; the parts sum to the whole.
 
@@ -56,7 +56,7 @@ def by_precision(
         scoped: those of layers in FP8 scopes (:mod:`megacpp_mcore.te.fp8_scopes`).
         projected: those of M layers whose wide input projections run in FP8.
         gradient: whether the products for these weights' gradients do, too.
-        predicted: whether the feed-forward layer of MTP does.
+        predicted: the kinds of MTP's work, of ``dense_ffn`` and ``mtp_projection``, that do.
     """
     usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype
     experts = expert_layers(model) if plan.kernel_fp8 == "experts" else experts
@@ -71,7 +71,7 @@ def by_precision(
         for number, part in numbered
         if number in projected
     ]
-    mtp = Families(dense_ffn=step.families.dense_ffn) if predicted else Families()
+    mtp = Families(**{name: getattr(step.families, name) for name in predicted})
     fp8 = reduce(add, [*routed, *dense, *inputs], mtp)
     rest = {name: _less(getattr(step.families, name), getattr(fp8, name)) for name in NAMES}
     return {"fp8": fp8, usual: Families(**rest)}

@@ -321,12 +321,13 @@ def _flops(
     dtype, kernels = facts.values["precision.model_dtype"], facts.values["precision.kernel_fp8"].split("; ")
     plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="experts" if "experts" in kernels else "none")
     inputs = _IN_FP8["mamba3_projection"]
+    of_mtp = {"dense_ffn": f"{_IN_FP8['feed_forward']} by {_BY_TRITON}" in kernels, "mtp_projection": "mtp" in fp8.on}
     numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
     in_fp8: dict[str, Any] = {
         "experts": _numbers(model, EXPERTS) if f"experts by {_BY_TRITON}" in kernels else (),
         "projected": _numbers(model, MAMBA) if any(inputs in name for name in kernels) else (),
         "gradient": f"{inputs} by {_BY_TRITON}" in kernels,
-        "predicted": f"{_IN_FP8['feed_forward']} by {_BY_TRITON}" in kernels,
+        "predicted": [name for name, is_fp8 in of_mtp.items() if is_fp8],
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }

@@ -37,7 +37,7 @@ TRANSPOSED = {"BP": 128, "BW": 64, "num_warps": 8}
 ACROSS = 2
 """Launch options of the transpose: rows and columns of a tile, programs across the columns."""
 
-WEIGHT_GRADIENT = {"BM": 128, "BN": 128, "BK": 128, "STAGES": 3, "num_warps": 8}
+WEIGHT_GRADIENT = {"BM": 128, "BN": 256, "BK": 128, "STAGES": 4, "num_warps": 8}
 """Launch options of :func:`weight_gradient`; experts' rows are padded to multiples of BK."""
 
 BACKWARD = {"elements": 1024, "warps": 4}

@@ -3,7 +3,8 @@
 Stock has one parameter per expert and matrix, and runs the experts on rows that its dispatcher has permuted. Ours stack all
 experts into one parameter per matrix, which a grouped GEMM reads in place; they take the tokens unpermuted, with their routing,
 and the host reads nothing. With expert parallelism that is so under ``--moe-token-dispatcher-type allgather``: every rank
-gathers the tokens of all, and sums over ranks are scattered. Initial values and distributed checkpoints are stock's.
+gathers the tokens of all, during the router, and sums over ranks are scattered, during the shared expert; so are their
+gradients. Initial values and distributed checkpoints are stock's.
 
 Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
 D hidden, F expert width.
@@ -23,10 +24,7 @@ from megatron.core.extensions.transformer_engine import Fp8Padding, Fp8Unpadding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -40,6 +38,7 @@ from megacpp_mcore.backends import STOCK, Dispatcher, Resolution
 from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs import router
+from megacpp_mcore.layer_specs.exchange import Exchange
 from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.norm import residual_norm
@@ -208,6 +207,7 @@ class ExpertsLayer(MoELayer):
         self.takes_tokens = isinstance(self.experts, StackedExperts) and self.experts.takes_tokens
         self._routing_TE: torch.Tensor | None = None
         self._readers: Sequence[torch.Tensor] = ()
+        self._tokens: Exchange | None = None
         self._shared: torch.Tensor | None = None
         sums = self.takes_tokens and self.use_shared_expert and compute_device() == "cuda"
         self.adds_three = sums and not (self.moe_layer_recompute or config.fp32_residual_connection)
@@ -227,17 +227,23 @@ class ExpertsLayer(MoELayer):
         return output, bias if shared is None else shared
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Run the shared expert, the first of the three readers of the layer's input."""
+        """Run the shared expert, first of three readers of the input; where sums are sent, :meth:`combine`."""
+        readers = (hidden_states,) * 3
         if self.adds_three and self.training:
             from megacpp_mcore.ops.add import fork3
 
-            hidden_states, *self._readers = fork3(hidden_states)
-        shared: torch.Tensor | None = super().shared_experts_compute(hidden_states)
+            readers = fork3(hidden_states)
+        if self.takes_tokens:
+            self._readers = readers
+        if self.takes_tokens and self.ep_group.size() > 1:
+            self._tokens = Exchange(readers[2], self.ep_group, gathers=True)
+            return None
+        shared: torch.Tensor | None = super().shared_experts_compute(readers[0])
         return shared
 
     def route(self, hidden_states: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the tokens."""
-        mine = self._readers[0] if self._readers else hidden_states
+        mine = self._readers[1] if self.takes_tokens else hidden_states
         probs, routing_map = super().route(mine, *args)
         return probs, routing_map
 
@@ -247,23 +253,21 @@ class ExpertsLayer(MoELayer):
         """Store the routing map ``[T, E]`` for the experts. With gathered tokens: all ranks' tokens, this rank's experts."""
         if not self.takes_tokens:
             return super().preprocess(hidden_states, probs, routing_map)
-        if self._readers:
-            hidden_states, self._readers = self._readers[1], ()
-        if self.ep_group.size() > 1:
+        if self._tokens is not None:
             mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
-            routing_map, probs = (self._gathered(one)[:, mine] for one in (routing_map.view(torch.uint8), probs))
+            routing_map, probs = (
+                gather_from_sequence_parallel_region(one, group=self.ep_group)[:, mine]
+                for one in (routing_map.view(torch.uint8), probs)
+            )
         self._routing_TE = routing_map.bool()
-        return hidden_states, probs
+        return self._readers[2], probs
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All-to-all tokens to their experts, or all-gather them where the experts take tokens."""
         if not self.takes_tokens:
             return super().dispatch(hidden_states, probs)
-        return self._gathered(hidden_states), probs
-
-    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """All-gather ``rows`` over the expert-parallel group; the backward pass is a reduce-scatter."""
-        return rows if self.ep_group.size() == 1 else gather_from_sequence_parallel_region(rows, group=self.ep_group)
+        tokens, self._tokens = self._tokens, None
+        return hidden_states if tokens is None else tokens.end(), probs
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Run the routed experts. With gathered tokens the result is already summed over this rank's experts."""
@@ -274,21 +278,26 @@ class ExpertsLayer(MoELayer):
         return output_TD.view_as(hidden_states), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Return every token's rows, or its sum over ranks, to its rank, if it was sent."""
+        """Return every token's rows, or its sum over ranks, to its rank, if it was sent; run the shared expert meanwhile."""
         if not self.takes_tokens:
             return super().combine(output)
+        (mine, *_), self._readers = self._readers, ()
         if self.ep_group.size() > 1:
-            output = reduce_scatter_to_sequence_parallel_region(output, group=self.ep_group)
+            sums = Exchange(output, self.ep_group, gathers=False)
+            self._shared = super().shared_experts_compute(mine)
+            output = sums.end()
         return output
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Add the shared expert's output, or leave that to :func:`add_to_residual`."""
         if not self.takes_tokens:
             return super().postprocess(output, shared_expert_output)
-        if self.adds_three and self.training:
+        if self._shared is None:
             self._shared = shared_expert_output
+        if self.adds_three and self.training:
             return output
-        return output if shared_expert_output is None else output + shared_expert_output
+        shared, self._shared = self._shared, None
+        return output if shared is None else output + shared
 
 
 def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:

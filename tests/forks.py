@@ -243,6 +243,9 @@ def _serve() -> dict[str, Any] | None:
                         with contextlib.redirect_stdout(sys.stderr):
                             for library in _MEGATRON:
                                 importlib.import_module(library)
+                        # The texts of --help, for which it parses the source of its configuration in every process.
+                        factory = sys.modules["megatron.training.argument_utils"].ArgumentGroupFactory
+                        factory._get_field_docstrings = lambda *_: {}
                     except BaseException:  # or who waits for an answer would wait for ever
                         traceback.print_exc()
                         os.kill(os.getppid(), signal.SIGKILL)

@@ -112,7 +112,7 @@ import datetime, os, sys
 if os.environ["RANK"] == "2":
     os.environ["MASTER_PORT"] = "9"
 from megacpp_mcore.policy import ranks
-ranks.MINUTE = datetime.timedelta(seconds=10)
+ranks.MINUTE = datetime.timedelta(seconds=4)
 from megacpp_mcore.commands.cli import main
 sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]))"""
 
@@ -121,7 +121,8 @@ sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]
 def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Path) -> None:
     words = stock.words(preset("nam56r_tiny"), "--distributed-timeout-minutes", "1", processes=3, global_batch_size=3)
     outputs = [tmp_path / str(rank) for rank in range(3)]
-    programs = forks.start_ranks(["-c", MISSING, *words], outputs, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    programs = forks.start_ranks(["-c", MISSING, *words], outputs, env=env, megatron=True)
     assert [program.wait(timeout=120) for program in programs] == [2, 2, 2]
     first, second, third = (output.read_text() for output in outputs)
     host = re.escape(socket.gethostname())

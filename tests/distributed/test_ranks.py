@@ -87,7 +87,7 @@ DIFFERENCE = "--weight-decay: 0.1 on rank 0; 0.25 on rank 1"
 def refused(code: str, script: str, data: Path) -> str:
     words = tiny_run.words(data, 2)
     env = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "MEGACPP_CONFIG": str(data / "config.yaml")}
-    status, output = forks.run_ranks(["-c", code, script, *words], 2, env=env)
+    status, output = forks.run_ranks(["-c", code, script, *words], 2, env=env, megatron=code is LAUNCHED)
     assert status != 0
     assert not re.search(r"iteration +1/", output), output[-3000:]
     return output

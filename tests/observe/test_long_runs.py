@@ -20,7 +20,13 @@ from tests.observe.recorded import a_step, at, file_of, receipt_writer, stepped,
 from tests.observe.test_receipt_folder import facts
 
 STEP_S = 1.7
-BACKEND = {"requested": "auto", "observed": "triton", "speed": "kernel", "slower_than_best": False, "reason": "the best"}
+BACKEND = {
+    "requested": "auto",
+    "observed": "triton",
+    "speed": "kernel",
+    "slower_than_best": False,
+    "reason": "the best",
+}
 
 
 def write_run(run: Path, ranks: int, steps: int, layers: int = 52) -> None:

@@ -34,8 +34,7 @@ pytestmark = [
 
 def launched(cache: Path, *record: Path) -> list[bool]:
     """For each kernel that a process launches, whether the cache had it."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    done = forks.run(["-m", "tests.ops.launching", *map(str, record)], env=environment, timeout=120)
+    done = forks.run(["-m", "tests.ops.launching", *map(str, record)], timeout=120, TRITON_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[bool] = json.loads(done.stdout.splitlines()[-1])
     return found

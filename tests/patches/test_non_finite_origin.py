@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +52,9 @@ def train(
     sizes = {"global_batch_size": 1 if "every" in how else 4, "micro_batch_size": 1, "train_iters": 3}
     arguments = stock.words(model, *words, layout=layout, host=host, **sizes)
     script = [f"{path}/pretrain_gpt.py"] if path else []
-    env = os.environ | {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
+    variables = {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
     command = ["-m", "tests.patches.non_finite", how, str(folder / "found"), *script, *arguments]
-    return *forks.run_ranks(command, processes, env=env, megatron=not path), folder / "found"
+    return *forks.run_ranks(command, processes, megatron=not path, **variables), folder / "found"
 
 
 def check_unchanged(found: Path, processes: int = 1) -> None:

@@ -91,11 +91,6 @@ def refused(code: str, script: str, data: Path) -> str:
     return output
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.slow
 def test_the_launcher_refuses_before_process_groups_are_made(data: Path) -> None:
     """Groups of other sizes would wait for each other."""

@@ -124,8 +124,7 @@ def test_numbers_are_checked_at_once(words: str, kind: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_sampled_from_and_scored(tmp_path: Path) -> None:
-    data = tiny_run.make_data(tmp_path)
+def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> None:
     saved, file = str(tmp_path / "saved"), tmp_path / "score.json"
     launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--")
     words = tiny_run.words(data, 2)

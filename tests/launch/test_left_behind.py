@@ -19,11 +19,6 @@ from tests.lanes import exhaustive_but
 from tests.leftovers import END_S, started
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", exhaustive_but([signal.SIGKILL, signal.SIGTERM], signal.SIGTERM))
 def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Signals) -> None:

@@ -41,14 +41,9 @@ STOCK_MOE = (
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def finished(data: Path) -> tuple[Path, str]:
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run in which a listener fails, and what it printed."""
-    run, evaluation = data / "finished", ("--eval-interval", "3", "--eval-iters", "1")
+    run, evaluation = tmp_path_factory.mktemp("runs") / "finished", ("--eval-interval", "3", "--eval-iters", "1")
     return run, start(run, data, STEPS, *evaluation, fate="fault writers").finish()
 
 

@@ -163,16 +163,8 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
         assert f"2 {what}; expected 1" in tiny_run.start(in_two, ["--load", saved, *refused], data).finish(2)
     for layout in (split, stages):
         converted = tmp_path / str(layout.pipeline)
-        more = [
-            "--load",
-            saved,
-            "--no-load-optim",
-            "--no-load-rng",
-            "--no-save-optim",
-            "--ckpt-convert-format",
-            "torch_dist",
-        ]
-        more += ["--ckpt-convert-save", str(converted)]
+        without = "--no-load-optim --no-load-rng --no-save-optim --ckpt-convert-format torch_dist --ckpt-convert-save"
+        more = ["--load", saved, *without.split(), str(converted)]
         status, printed = runs.launch(["--", *tiny_run.words(data, 3, *more, layout=layout)], data / "config.yaml", 2)
         assert status == 0, printed[-3000:]
         given = ["--load", str(converted / "torch_dist"), *words]

@@ -17,15 +17,10 @@ from megacpp_mcore.ops.feed_forward import triton
 from megacpp_mcore.ops.feed_forward.reference import feed_forward as reference
 from tests.errors import raises
 from tests.gpu import runs
-from tests.gpu.device import assert_replays, assert_same_bits
+from tests.gpu.device import assert_replays, assert_same_bits, hopper
 from tests.ops.feed_forward_case import Case, assert_same, draw, outcome
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY, reason="FP8 needs Hopper"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned"), hopper]
 
 CASES = {
     "odd tokens": Case(T=2345, D=512, F=1040),

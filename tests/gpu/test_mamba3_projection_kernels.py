@@ -15,15 +15,10 @@ from megacpp_mcore.ops import fp8, quantised_weights
 from megacpp_mcore.ops.mamba3_projection import triton
 from tests.errors import raises
 from tests.gpu import runs
-from tests.gpu.device import assert_replays, assert_same_bits, replayed, without_waiting
+from tests.gpu.device import assert_replays, assert_same_bits, hopper, replayed, without_waiting
 from tests.ops.mamba3_projection_case import Case, assert_same, draw, exact, outcome
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY, reason="FP8 needs Hopper"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned"), hopper]
 
 CASES = {
     "odd tokens": Case(T=2345, D=512, rows=1040, narrow=88),

@@ -48,6 +48,14 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus of :mod:`tests.tiny_run` and its file of options, in a folder."""
+    from tests import tiny_run
+
+    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
 def megatron_lm() -> Path:
     """The root of the Megatron-LM checkout (core_v0.19.0) that MEGATRON_LM names."""
     named = os.environ.get("MEGATRON_LM")

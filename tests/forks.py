@@ -2,11 +2,12 @@
 
 ``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``), and which Python: this
 one, or that of the environment with Megatron-Bridge, whose libraries take ten seconds. A program has its own session,
-environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. The first
-process that ``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which
-imports torch, for the first checkpoint of a process. With ``megatron`` the wheel's Megatron is there already, without the CPU
-lane, as in the tests' own process: for what is not about a start. Where Python's own start matters, or what is imported, or
-what a library reads from the environment as it is imported, ``subprocess`` starts it.
+environment (this process's with this tree first on its path, if ``env`` is not another, and further ``variables``), path and
+files, imports Megatron and this package itself, and ends as any other; warnings are off. The first process that
+``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which imports torch,
+for the first checkpoint of a process. With ``megatron`` the wheel's Megatron is there already, without the CPU lane, as in
+the tests' own process: for what is not about a start. Where Python's own start matters, or what is imported, or what a
+library reads from the environment as it is imported, ``subprocess`` starts it.
 """
 
 from __future__ import annotations
@@ -116,9 +117,12 @@ def start(
     error: Path | None = None,
     python: str = sys.executable,
     megatron: bool = False,
+    **variables: str,
 ) -> Program | subprocess.Popen[bytes]:
     """Start a program whose output goes to the file ``output``, and its errors to ``error``, or there, too."""
-    words, env, error = list(map(str, words)), dict(os.environ if env is None else env), error or output
+    words, error = list(map(str, words)), error or output
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**(os.environ | {"PYTHONPATH": path} if env is None else env), **variables}
     if Path("/dev/nvidiactl").exists():  # CUDA does not stand a fork
         with output.open("ab") as out, error.open("ab") as err:
             return subprocess.Popen(
@@ -144,11 +148,12 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
     python: str = sys.executable,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; after ``timeout`` seconds it is killed, with all that it started."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "output"), Path(folder, "error")
-        program = start(words, files[0], cwd=cwd, env=env, error=files[1], python=python)
+        program = start(words, files[0], cwd=cwd, env=env, error=files[1], python=python, **variables)
         try:
             program.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -157,7 +162,7 @@ def run(
 
 
 def start_ranks(
-    words: Sequence[str], outputs: Sequence[Path], *, env: Mapping[str, str], megatron: bool = False
+    words: Sequence[str], outputs: Sequence[Path], *, megatron: bool = False, **variables: str
 ) -> list[Program | subprocess.Popen[bytes]]:
     """Start a program as torchrun does, in a process for each of ``outputs``, with nobody who would end them together."""
     with socket.socket() as free:
@@ -167,17 +172,17 @@ def start_ranks(
     programs = []
     for rank, output in enumerate(outputs):
         of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        programs.append(start(words, output, env={**env, **of_rank}, megatron=megatron))
+        programs.append(start(words, output, megatron=megatron, **variables, **of_rank))
     return programs
 
 
 def run_ranks(
-    words: Sequence[str], count: int, *, env: Mapping[str, str], timeout: float = 180, megatron: bool = False
+    words: Sequence[str], count: int, *, timeout: float = 180, megatron: bool = False, **variables: str
 ) -> tuple[int, str]:
     """Run a program in ``count`` processes as torchrun does, until one fails; the first status but 0, and all output."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(count)]
-        programs = start_ranks(words, files, env=env, megatron=megatron)
+        programs = start_ranks(words, files, megatron=megatron, **variables)
         until = time.monotonic() + timeout
         while None in [program.poll() for program in programs] and time.monotonic() < until:
             if any(program.returncode for program in programs):
@@ -243,6 +248,9 @@ def _serve() -> dict[str, Any] | None:
                         with contextlib.redirect_stdout(sys.stderr):
                             for library in _MEGATRON:
                                 importlib.import_module(library)
+                        # The texts of --help, for which it parses the source of its configuration in every process.
+                        factory = sys.modules["megatron.training.argument_utils"].ArgumentGroupFactory
+                        factory._get_field_docstrings = lambda *_: {}
                     except BaseException:  # or who waits for an answer would wait for ever
                         traceback.print_exc()
                         os.kill(os.getppid(), signal.SIGKILL)

@@ -51,3 +51,11 @@ def backward(loss: torch.Tensor) -> None:
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """A copy of each parameter's gradient, where it has one."""
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def outcome(model: Any, tokens: torch.Tensor, **told: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The losses of a micro-batch, :func:`losses_of` it, and the gradients of their mean alone."""
+    model.zero_grad()
+    losses_BS = losses_of(model, tokens, **told)
+    backward(losses_BS.mean())
+    return losses_BS.detach(), gradients(model)

@@ -115,15 +115,14 @@ def makes(patch: Patch) -> dict[str, Callable[[Any], Any]]:
 def printed(code: str, *words: str, first: Path | None = None, timeout: float = 300) -> Any:
     """The JSON of the last line that ``code`` prints in a Python of its own, with ``first`` before all on its path."""
     path = os.pathsep.join([str(root) for root in (first, ROOT) if root is not None])
-    ended = forks.run(["-c", code, *words], env=os.environ | {"PYTHONPATH": path}, timeout=timeout)
+    ended = forks.run(["-c", code, *words], timeout=timeout, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def on_ranks(module: str, count: int, *words: str) -> None:
     """Run a module of the tests in ``count`` processes, as torchrun does; each is to be :func:`one_process` of them."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    status, output = forks.run_ranks(["-m", module, *words], count, env=environment, megatron=True)
+    status, output = forks.run_ranks(["-m", module, *words], count, megatron=True)
     assert status == 0, output[-6000:]
 
 

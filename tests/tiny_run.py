@@ -69,10 +69,7 @@ class Running:
 
 def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, fate: str = "", **more: str) -> Running:
     """Start ``program`` with Megatron's ``arguments``, the options of the folder ``data``, and a ``fate`` for real_run."""
-    paths = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
-    options = "" if data is None else str(data / "config.yaml")
-    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, settings.VARIABLE: options}
+    ours = {"FATE": fate, settings.VARIABLE: "" if data is None else str(data / "config.yaml")}
     with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
         output = Path(log.name)
-    environment = os.environ | ours | more
-    return Running(forks.start(["-m", *program, *arguments], output, env=environment, megatron=True), output)
+    return Running(forks.start(["-m", *program, *arguments], output, megatron=True, **ours | more), output)

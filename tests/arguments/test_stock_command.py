@@ -32,26 +32,10 @@ MORE = ["--lr", "2 3"]
 """What is said when a file with the command is run."""
 AWKWARD = "a b'c\"$(touch made)`touch made`\\!*#~ é"
 RUN = StockCommand(
-    recipe="nam56r",
-    device="cuda",
-    via=LAUNCH,
-    script="pretrain_gpt.py",
-    processes_per_node=2,
+    recipe="nam56r", device="cuda", via=LAUNCH, script="pretrain_gpt.py", processes_per_node=2,
     env={"FIRST": AWKWARD, "SECOND": "2"},
-    arguments=(
-        "--switch",
-        "--data-path",
-        DATA_VARIABLE,
-        "--split",
-        "1,0,0",
-        "--other",
-        AWKWARD,
-        "*",
-        "--spec",
-        "a",
-        "b",
-    ),
-)
+    arguments=("--switch", "--data-path", DATA_VARIABLE, "--split", "1,0,0", "--other", AWKWARD, "*", "--spec", "a", "b"),
+)  # fmt: skip
 
 RECORDER = f"""#!{sys.executable}
 import json, os, sys
@@ -212,19 +196,9 @@ def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
     assert not of_model & of_training
     assert {"depth", "dsa.schedule", "m2rnn.heads", "rope_theta"} <= of_model
     assert of_training == {
-        *("device", "precision", "transformer_impl", "micro_batch_size", "global_batch_size"),
-        *(
-            "processes",
-            "cuda_graphs",
-            "train_iters",
-            "optimizer",
-            "learning_rate",
-            "seed",
-            "weight_decay",
-            "adam_beta2",
-            "clip_grad",
-        ),
-    }
+        "device", "precision", "transformer_impl", "micro_batch_size", "global_batch_size", "processes", "cuda_graphs",
+        "train_iters", "optimizer", "learning_rate", "seed", "weight_decay", "adam_beta2", "clip_grad",
+    }  # fmt: skip
 
 
 def test_overrides_and_their_differences_are_each_others_inverse() -> None:
@@ -311,17 +285,7 @@ def test_the_printed_command_trains(host: str, capsys: pytest.CaptureFixture[str
     tool = tmp_path / "megacpp-mcore"
     tool.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m megacpp_mcore "$@"\n')
     tool.chmod(0o755)
-    run = [
-        "nam56r_tiny",
-        "--host",
-        host,
-        "--via",
-        "wheel",
-        "--set",
-        "train_iters=2",
-        "global_batch_size=1",
-        "dsa.topk=16",
-    ]
+    run = f"nam56r_tiny --host {host} --via wheel --set train_iters=2 global_batch_size=1 dsa.topk=16".split()
     command = emit(capsys, *run, "--settings", str(tmp_path / "the model.yaml"))
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",

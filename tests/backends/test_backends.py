@@ -365,6 +365,33 @@ def test_ops_have_kernels_where_they_can(
     assert answer.fn.__module__.endswith(name)
 
 
+FP8 = {"feed_forward": {"hidden": 3584, "ffn": 18944}, "mamba3_projection": {"hidden": 3584, "outputs": 18432}}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("feed_forward", "triton_fp8"), ("mamba3_projection", "triton_fp8"),
+        ("mamba3_projection", "triton_fp8_gradient_bf16"),
+    ],
+)  # fmt: skip
+def test_fp8_by_name_refuses_by_name(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a rank, as of tensor parallelism that does not divide them, among them; and a GPU that is not a Hopper."""
+    monkeypatch.setattr(probes, "requirement", lambda name: ProbeResult(True))
+    needs, (first, second) = {"device": "cuda", "dtype": "torch.bfloat16", "capturable": True} | FP8[op], FP8[op]
+    for capability, changed, why in (
+        ((9, 0), {first: 120}, f"{first} 120 is not a multiple of 16"),
+        ((9, 0), {second: 2312}, f"{second} 2312 is not a multiple of 16"),
+        ((9, 0), {second: 65536}, f"{second} 65536 > 32768"),
+        ((9, 0), {"device": "cpu"}, "not on cpu"),
+        ((9, 0), {"dtype": "torch.float16"}, "dtype float16 is not one of bfloat16"),
+        ((8, 0), {}, "(8, 0), not Hopper"),
+    ):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        with raises(BackendError, name, f"op {op}", why, code="cannot-run"):
+            Dispatcher({op: name}).request(op, **(needs | changed))
+
+
 def test_no_triton_is_tried_once_and_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     kernel = Candidate(name="fast", op="mla", speed=Speed.KERNEL, load=lambda: abs, requires=("triton",))

@@ -255,7 +255,7 @@ def test_a_trained_model_goes_on_with_longer_rows(tmp_path: Path) -> None:
     (prefix,) = prepare([Path(cli.__file__)], str(tmp_path / "text"))
     steps = {}
     for name, extra in (
-        ("nam56r_tiny", ("--save", str(tmp_path / "old"), "--save-interval", "1")),
+        ("nam56r_tiny", ("--save", str(tmp_path / "old"), "--save-interval", "2")),
         ("nam56r_tiny_long", ("--load", str(tmp_path / "new"))),
         ("nam56r_tiny_long", ("--load", str(tmp_path / "new"), "--finetune")),
     ):

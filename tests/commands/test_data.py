@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -92,8 +91,7 @@ def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
         "    sys.exit(cli.main(sys.argv[1:]))\n"
     )
     words = [tmp_path / "main.py", "data", "prepare", texts, "--output", output, "--workers", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = forks.start(list(map(str, words)), said := tmp_path / "said", env=environment)
+    process = forks.start(list(map(str, words)), said := tmp_path / "said")
     deadline = time.monotonic() + 60
     while not Path(f"{output}.unfinished", "dataset.0.bin").exists() and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -12,7 +12,7 @@ import pytest
 from megacpp_mcore.commands import cli
 from megacpp_mcore.patches.machinery.registry import default
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
-from tests.trees import HOOKED, commit, copy_modules, edit, git, snapshot, wheel_root
+from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, snapshot, wheel_root
 
 ROOT = Path(__file__).parents[2]
 NAME = "mtp-shared-block"
@@ -20,11 +20,15 @@ VERSION = SourceTree((wheel_root(),)).version()
 NAMES = [patch.name for patch in default().patches]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    modules = {module for patch in default().patches for module in patch.modules}
+    return copy_modules(wheel_root(), tmp_path_factory.mktemp("wheel"), modules)
+
+
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return copy_modules(
-        wheel_root(), tmp_path / "lm", {module for patch in default().patches for module in patch.modules}
-    )
+def tree(whole: Path, tmp_path: Path) -> Path:
+    return link_copy(whole, tmp_path / "lm")
 
 
 def test_the_whole_round(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

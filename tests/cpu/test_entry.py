@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def test_a_script_gets_its_arguments_its_folder_and_a_device(folder: Path, capsy
 def test_a_module_such_as_pytest(folder: Path) -> None:
     (folder / "test_lane.py").write_text(TEST)
     words = ("-m", "megacpp_mcore.cpu", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lane.py")
-    done = forks.run(words, cwd=folder, env=os.environ | {"PYTHONPATH": str(forks.ROOT)})
+    done = forks.run(words, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks
 from tests.distributed.comparing import assert_same_bytes
-from tests.distributed.runs import ROOT, read_scalars
+from tests.distributed.runs import read_scalars
 from tests.saved import tensors_in
 
 PROCESSES, STEPS, SAVED_EVERY = 4, 8, 3
@@ -37,15 +37,13 @@ class Job:
             str(self.record),
             "--",
         ]
-        self._words = [*command, *words]
-        self._words += [*WORDS, "--save", str(self.saved), "--load", str(self.saved)]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self._environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"} | environment
+        self._words = [*command, *words, *WORDS, "--save", str(self.saved), "--load", str(self.saved)]
+        self._environment = {"NCCL_ALGO": "Ring"} | environment
         self.ranks: Sequence[forks.Program | subprocess.Popen[bytes]] = ()
 
     def start(self) -> None:
         """Start the processes; the last checkpoint of before, if there is one, is gone on with."""
-        self.ranks = forks.start_ranks(self._words, [self._output] * PROCESSES, env=os.environ | self._environment)
+        self.ranks = forks.start_ranks(self._words, [self._output] * PROCESSES, **self._environment)
 
     def wait(self, timeout: float) -> list[int]:
         """The status of each process."""

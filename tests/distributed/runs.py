@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,9 +187,8 @@ def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
 
 def launch(words: Sequence[str], config: Path, processes: int = 1, *, timeout: float = 180) -> tuple[int, str]:
     """``megacpp-mcore launch --device cpu`` with ``words``, in as many processes as torchrun would start; status and output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config)}
     command = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", *words]
-    return forks.run_ranks(command, processes, env=environment, timeout=timeout, megatron=True)
+    return forks.run_ranks(command, processes, timeout=timeout, megatron=True, MEGACPP_CONFIG=str(config))
 
 
 def read_scalars(run: Path) -> dict[str, dict[int, float]]:

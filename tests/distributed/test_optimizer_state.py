@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,9 +228,8 @@ def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
 
 def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
     """The other rank has no trainable parameters; one that were not told would wait in Megatron's next collective."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "megacpp_mcore.cpu", "-m", "tests.distributed.refusing", str(tmp_path)]
-    status, output = forks.run_ranks(command, 2, env=environment, timeout=90, megatron=True)
+    status, output = forks.run_ranks(command, 2, timeout=90, megatron=True)
     assert status == 0, output[-8000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import sys
@@ -19,7 +18,6 @@ from megacpp_mcore.policy import ranks
 from tests import forks, stock, tiny_run
 from tests.distributed import differing
 from tests.errors import raises
-from tests.forks import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +84,11 @@ DIFFERENCE = "--weight-decay: 0.1 on rank 0; 0.25 on rank 1"
 
 def refused(code: str, script: str, data: Path) -> str:
     words = tiny_run.words(data, 2)
-    env = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "MEGACPP_CONFIG": str(data / "config.yaml")}
-    status, output = forks.run_ranks(["-c", code, script, *words], 2, env=env)
+    file = str(data / "config.yaml")
+    status, output = forks.run_ranks(["-c", code, script, *words], 2, megatron=code is LAUNCHED, MEGACPP_CONFIG=file)
     assert status != 0
     assert not re.search(r"iteration +1/", output), output[-3000:]
     return output
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.slow
@@ -112,7 +105,7 @@ import datetime, os, sys
 if os.environ["RANK"] == "2":
     os.environ["MASTER_PORT"] = "9"
 from megacpp_mcore.policy import ranks
-ranks.MINUTE = datetime.timedelta(seconds=10)
+ranks.MINUTE = datetime.timedelta(seconds=4)
 from megacpp_mcore.commands.cli import main
 sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]))"""
 
@@ -121,7 +114,7 @@ sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]
 def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Path) -> None:
     words = stock.words(preset("nam56r_tiny"), "--distributed-timeout-minutes", "1", processes=3, global_batch_size=3)
     outputs = [tmp_path / str(rank) for rank in range(3)]
-    programs = forks.start_ranks(["-c", MISSING, *words], outputs, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    programs = forks.start_ranks(["-c", MISSING, *words], outputs, megatron=True)
     assert [program.wait(timeout=120) for program in programs] == [2, 2, 2]
     first, second, third = (output.read_text() for output in outputs)
     host = re.escape(socket.gethostname())

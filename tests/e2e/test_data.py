@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -41,9 +40,7 @@ def words(*data: str, extra: tuple[str, ...] = (), spec: Sequence[str] = ("megac
 
 
 def python(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("MEGACPP_CONFIG", None)
-    return forks.run(command, env=environment)
+    return forks.run(command, MEGACPP_CONFIG="")
 
 
 def quiet(run: Path | None, *data: str, extra: tuple[str, ...]) -> tuple[list[str], str]:

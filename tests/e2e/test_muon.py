@@ -25,9 +25,8 @@ def test_megatron_reads_an_optimizer_at_adamws_learning_rate() -> None:
 
 
 @pytest.mark.slow
-def test_it_trains(tmp_path: Path) -> None:
+def test_it_trains(data: Path) -> None:
     pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers and absl-py")
-    data = tiny_run.make_data(tmp_path)
     asked = tiny_run.words(data, 6, "--optimizer", "muon", "--muon-extra-scale-factor", "0.2")
     program = ("megacpp_mcore", "launch", "--device", "cpu", "--verbose", "--")
     said = tiny_run.start(program, asked, data).finish()

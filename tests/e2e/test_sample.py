@@ -124,8 +124,7 @@ def test_numbers_are_checked_at_once(words: str, kind: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_sampled_from_and_scored(tmp_path: Path) -> None:
-    data = tiny_run.make_data(tmp_path)
+def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> None:
     saved, file = str(tmp_path / "saved"), tmp_path / "score.json"
     launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--")
     words = tiny_run.words(data, 2)
@@ -164,16 +163,8 @@ def test_a_checkpoint_is_sampled_from_and_scored(tmp_path: Path) -> None:
         assert f"2 {what}; expected 1" in tiny_run.start(in_two, ["--load", saved, *refused], data).finish(2)
     for layout in (split, stages):
         converted = tmp_path / str(layout.pipeline)
-        more = [
-            "--load",
-            saved,
-            "--no-load-optim",
-            "--no-load-rng",
-            "--no-save-optim",
-            "--ckpt-convert-format",
-            "torch_dist",
-        ]
-        more += ["--ckpt-convert-save", str(converted)]
+        without = "--no-load-optim --no-load-rng --no-save-optim --ckpt-convert-format torch_dist --ckpt-convert-save"
+        more = ["--load", saved, *without.split(), str(converted)]
         status, printed = runs.launch(["--", *tiny_run.words(data, 3, *more, layout=layout)], data / "config.yaml", 2)
         assert status == 0, printed[-3000:]
         given = ["--load", str(converted / "torch_dist"), *words]

@@ -91,7 +91,7 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
         rates.append(command[command.index("--lr") + 1])
         assert not busy.intersection(gpus)
         busy.update(gpus)
-        time.sleep(0.2)
+        time.sleep(0.05)
         busy.difference_update(gpus)
         seen.append((command[command.index("--nproc") + 1], len(gpus)))
         return SimpleNamespace(returncode=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,20 +45,32 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written first reads as NaN, in E4M3 too."""
+def filled() -> Iterator[None]:
+    """Memory that is not written first reads as NaN, in deterministic mode."""
     import torch
 
-    from megacpp_mcore.ops import fp8
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
 
-    plain = torch.Tensor.new_empty
 
-    def empty(*args: Any, **how: Any) -> torch.Tensor:
-        made = plain(*args, **how)
-        if made.dtype == fp8.E4M3:
-            made.view(torch.uint8).fill_(255)
-        elif made.is_floating_point():
-            made.fill_(float("nan"))
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written first reads as NaN, or as a place far before any tensor."""
+    import torch
+
+    def poison(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **how: Any) -> torch.Tensor:
+            tensor = empty(*args, **how)
+            if tensor.is_floating_point() and not tensor.requires_grad:
+                tensor.fill_(float("nan"))
+            elif tensor.dtype in (torch.int32, torch.int64):
+                tensor.fill_(-(2**30))
+            return tensor
+
         return made
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", empty)
+    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

@@ -5,7 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import pytest
 import torch
+
+from megacpp_mcore.ops.fp8 import CAPABILITY
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY, reason="FP8 needs Hopper"
+)
 
 
 def peak(run: Callable[[], object]) -> int:

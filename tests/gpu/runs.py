@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import torch
 
 from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.model import Layout, Model
+from megacpp_mcore.model import Layout, Model, preset
+from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from tests import stock
 
@@ -72,3 +75,16 @@ def train(words: Sequence[str], record: Path, processes: int = 1, **environment:
         cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+def two_steps(corpus: str, record: Path, op: str, way: str, loss: str, *, fp8: str) -> list[float]:
+    """The ``loss`` of each of two steps of nam56r_tiny on the backend ``way`` of ``op``, whose receipt says ``fp8`` or none."""
+    file = record.with_suffix(".json")
+    file.write_text(json.dumps({"model": "nam56r_tiny", "backends": {op: way}}))
+    sizes = {"train_iters": 2, "learning_rate": 1e-3, "micro_batch_size": 2, "global_batch_size": 4}
+    train(words_of(preset("nam56r_tiny"), corpus=corpus, **sizes), record, **{plugin_config.VARIABLE: str(file)})
+    receipt = receipts.read(record)
+    assert [one["observed"] for one in receipt["backends"] if one["op"] == op] == [way]
+    assert receipt["precision"]["kernel_fp8"] == (fp8 or "none")
+    assert ("fp8" in receipt["flops"]["by_precision"]) is bool(fp8)
+    return [step.losses[loss] for step in read_steps(record)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +11,16 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import preset
-from megacpp_mcore.observe import receipts
-from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.ops import fp8
 from megacpp_mcore.ops.feed_forward import triton
 from megacpp_mcore.ops.feed_forward.reference import feed_forward as reference
 from tests.errors import raises
 from tests.gpu import runs
-from tests.gpu.device import assert_replays, assert_same_bits
+from tests.gpu.device import assert_replays, assert_same_bits, hopper
 from tests.ops.feed_forward_case import Case, assert_same, draw, outcome
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY, reason="FP8 needs Hopper"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned"), hopper]
 
 CASES = {
     "odd tokens": Case(T=2345, D=512, F=1040),
@@ -115,27 +105,12 @@ def test_nothing_waits_and_a_graph_replays(name: str) -> None:
 
 
 def test_two_steps_are_beside_those_in_bf16(corpus: str, tmp_path: Path) -> None:
-    losses = {}
-    for way in ("stock", "triton_fp8"):
-        file, record = tmp_path / f"{way}.json", tmp_path / way
-        file.write_text(json.dumps({"model": "nam56r_tiny", "backends": {"feed_forward": way}}))
-        words = runs.words_of(
-            preset("nam56r_tiny"),
-            corpus=corpus,
-            train_iters=2,
-            learning_rate=1e-3,
-            micro_batch_size=2,
-            global_batch_size=4,
-        )
-        runs.train(words, record, **{plugin_config.VARIABLE: str(file)})
-        losses[way] = [step.losses["mtp_1 loss"] for step in read_steps(record)]
-        receipt = receipts.read(record)
-        assert [one["observed"] for one in receipt["backends"] if one["op"] == "feed_forward"] == [way]
-        in_fp8 = "MTP feed-forward by triton_fp8" if way != "stock" else "none"
-        assert receipt["precision"]["kernel_fp8"] == in_fp8
-        assert ("fp8" in receipt["flops"]["by_precision"]) is (way != "stock")
-    assert losses["triton_fp8"] == pytest.approx(losses["stock"], rel=1e-2)
-    assert all(ours != stocks for ours, stocks in zip(losses["triton_fp8"], losses["stock"], strict=True))
+    ours, stocks = (
+        runs.two_steps(corpus, tmp_path / way, "feed_forward", way, "mtp_1 loss", fp8=said)
+        for way, said in (("triton_fp8", "MTP feed-forward by triton_fp8"), ("stock", ""))
+    )
+    assert ours == pytest.approx(stocks, rel=1e-2)
+    assert all(our != stock for our, stock in zip(ours, stocks, strict=True))
 
 
 def test_no_token_at_all_and_one_gradient_alone() -> None:

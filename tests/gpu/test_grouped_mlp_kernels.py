@@ -12,7 +12,7 @@ from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.ops.fp8 import CAPABILITY
 from megacpp_mcore.ops.grouped_mlp import fp8, reference, triton
 from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
-from tests.gpu.device import assert_replays, assert_same_bits, peak
+from tests.gpu.device import assert_replays, assert_same_bits, hopper, peak
 from tests.ops.grouped_mlp_case import (
     LEAVES,
     Case,
@@ -24,6 +24,8 @@ from tests.ops.grouped_mlp_case import (
     outcome_added,
     outcome_of_rows,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 RMS = 5e-3
 CASES = {
@@ -44,23 +46,6 @@ MODEL = Case(T=8192, D=3584, F=896, E=16, topk=4, routing="skewed")
 """A layer of NAM56R."""
 
 
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written first reads as NaN."""
-    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
-        plain = getattr(owner, name)
-
-        def empty(*args: object, plain: object = plain, **how: object) -> torch.Tensor:
-            made = plain(*args, **how)  # type: ignore[operator]
-            return made.fill_(float("nan") if made.is_floating_point() else -(2**30))
-
-        monkeypatch.setattr(owner, name, empty)
-
-
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY,
-    reason="FP8 experts need Hopper",
-)
 QUANTIZED = (0.02, 0.1)
 """RMS error of all of a result in FP8: a value of E4M3 is off by 2.6 % (rms); three to five operands meet in each."""
 ROW = 0.3

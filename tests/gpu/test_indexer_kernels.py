@@ -6,8 +6,6 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -29,17 +27,9 @@ from tests.ops.indexer_case import (
 )
 from tests.patches.test_dsa_indexer_memory import assert_same_selection
 
+pytestmark = pytest.mark.usefixtures("filled")
+
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that is not written first reads as NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,6 @@ Shape legend: S queries and keys, B batch, H heads, K query-key width, V value w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,31 +18,16 @@ from megacpp_mcore.ops.indexer import reference as indexer_reference
 from megacpp_mcore.ops.indexer import triton as indexer
 from megacpp_mcore.ops.mamba3 import triton as fused
 from megacpp_mcore.ops.mla import sdpa
-from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
 from tests.gpu import runs
 from tests.gpu.device import assert_same_bits, peak, replayed, without_waiting
+from tests.gpu.test_mla_core_attention import draw, outcome, truth
 from tests.ops import indexer_case
 from tests.ops.mamba3_case import Case, make_tensors, run, with_gradients
 
 SCALE = 128**-0.5
-
-
-def draw(S: int, B: int = 2, H: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """Queries, keys, values, and a gradient of the output."""
-    generator = torch.Generator("cuda").manual_seed(7)
-    shapes = ((S, B, H, 128), (S, B, H, 128), (S, B, H, 64), (S, B, H, 64))
-    tensors = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
-    return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
-
-
-def outcome(op: object, inputs: Sequence[torch.Tensor], **options: object) -> list[torch.Tensor]:
-    output = op(*inputs[:3], softmax_scale=SCALE, **options)  # type: ignore[operator]
-    return [output.detach(), *torch.autograd.grad(output, inputs[:3], inputs[3])]
-
-
 DOCUMENTS = (1000, 1, 346)
 
 
@@ -54,14 +38,13 @@ DOCUMENTS = (1000, 1, 346)
 )
 def test_a_window_is_the_references(S: int, window: int, lengths: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     inputs = draw(S, dtype=dtype)
-    double = [tensor.detach().double() for tensor in inputs]
-    exact = [*(tensor.requires_grad_() for tensor in double[:3]), double[3]]
     options: dict[str, object] = {"window": window}
     if lengths is not None:
         bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
         options["seq_idx"] = seq_idx_from_cu_seqlens(bounds, S).expand(2, S).contiguous()
     assert sdpa.fused_backend(*inputs[:3], **options) == SDPBackend.FLASH_ATTENTION  # type: ignore[arg-type]
-    found, expected = outcome(sdpa.sdpa_attention, inputs, **options), outcome(mla_attention, exact, **options)
+    options["softmax_scale"] = SCALE
+    found, expected = outcome(sdpa.sdpa_attention, inputs, **options), truth(inputs, **options)
     few = slice(16, None)  # of the first rows dq is next to nothing: see test_mla_core_attention.py
     for name, have, want in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
         if window == 0 and name in ("dq", "dk"):  # a softmax over one key
@@ -80,12 +63,12 @@ def test_a_window_makes_nobody_wait_and_is_captured() -> None:
         tensor.detach().mul_(0.5)
 
     def both() -> list[torch.Tensor]:
-        return outcome(sdpa.sdpa_attention, inputs, window=99)
+        return outcome(sdpa.sdpa_attention, inputs, softmax_scale=SCALE, window=99)
 
     both()
     with without_waiting():
         both()
-    expected = outcome(sdpa.sdpa_attention, others, window=99)
+    expected = outcome(sdpa.sdpa_attention, others, softmax_scale=SCALE, window=99)
     for have, want in zip(replayed(both, inputs, others), expected, strict=True):
         torch.testing.assert_close(have, want)
 
@@ -93,7 +76,7 @@ def test_a_window_makes_nobody_wait_and_is_captured() -> None:
 def test_a_window_stores_no_scores() -> None:
     """NAM56R's heads at 32,768 tokens."""
     inputs = draw(32_768, B=1, H=56)
-    assert peak(lambda: outcome(sdpa.sdpa_attention, inputs, window=4095)) < 6 * 2**30
+    assert peak(lambda: outcome(sdpa.sdpa_attention, inputs, softmax_scale=SCALE, window=4095)) < 6 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.gpu.device import assert_replays, assert_same_bits
 from tests.ops.m2rnn_case import Case, draw, outcome
+
+pytestmark = pytest.mark.usefixtures("filled")
 
 CASES = {
     "bf16": Case(),
@@ -29,16 +30,6 @@ CASES = {
 RMS = 5e-3
 """The ratio allowed whatever plain PyTorch has. Where that has more, three times as much is, for the worst of some hundred rows
 is one draw of rounding (seen: 2.6, in dW of one token)."""
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that is not written first reads as NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -14,7 +14,7 @@ from megacpp_mcore.ops.testing import assert_parity, row_norms, worst_row
 from tests.gpu.device import assert_replays, assert_same_bits, peak
 from tests.ops.mamba3_case import Case, inputs, make_tensors, run, with_gradients
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 OVERALL = 1e-2
 """What a whole gradient may be off, as a part of its norm; single rows are measured against plain PyTorch's."""
@@ -38,24 +38,6 @@ CASES = {
     "siso_state_128": Case(301, N=128, B=1, R=1, mimo=False, documents=(100, 201)),
     "float16": Case(256, dtype=torch.float16),
 }
-
-
-@pytest.fixture(autouse=True)
-def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel leaves unwritten shows as NaN."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def made(*args: Any, **options: Any) -> torch.Tensor:
-            tensor = make(*args, **options)
-            if tensor.is_cuda and not tensor.requires_grad:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**31))
-            return tensor
-
-        return made
-
-    monkeypatch.setattr(fused.torch, "empty", poisoned(empty))
-    monkeypatch.setattr(fused.torch, "empty_like", poisoned(empty_like))
 
 
 def plain(case: Case, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,24 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import preset
-from megacpp_mcore.observe import receipts
-from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.ops import fp8, quantised_weights
 from megacpp_mcore.ops.mamba3_projection import triton
 from tests.errors import raises
 from tests.gpu import runs
-from tests.gpu.device import assert_replays, assert_same_bits, replayed, without_waiting
+from tests.gpu.device import assert_replays, assert_same_bits, hopper, replayed, without_waiting
 from tests.ops.mamba3_projection_case import Case, assert_same, draw, exact, outcome
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY, reason="FP8 needs Hopper"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned"), hopper]
 
 CASES = {
     "odd tokens": Case(T=2345, D=512, rows=1040, narrow=88),
@@ -155,28 +145,14 @@ def test_a_graph_reads_weights_that_are_renewed_once_a_step() -> None:
 
 
 def test_two_steps_are_beside_those_in_bf16(corpus: str, tmp_path: Path) -> None:
-    losses = {}
-    for way in ("torch", "triton_fp8", "triton_fp8_gradient_bf16"):
-        file, record = tmp_path / f"{way}.json", tmp_path / way
-        file.write_text(json.dumps({"model": "nam56r_tiny", "backends": {"mamba3_projection": way}}))
-        words = runs.words_of(
-            preset("nam56r_tiny"),
-            corpus=corpus,
-            train_iters=2,
-            learning_rate=1e-3,
-            micro_batch_size=2,
-            global_batch_size=4,
-        )
-        runs.train(words, record, **{plugin_config.VARIABLE: str(file)})
-        losses[way] = [step.losses["lm loss"] for step in read_steps(record)]
-        receipt = receipts.read(record)
-        assert [one["observed"] for one in receipt["backends"] if one["op"] == "mamba3_projection"] == [way]
-        in_fp8 = f"Mamba input projections by {way}" if way != "torch" else "none"
-        assert receipt["precision"]["kernel_fp8"] == in_fp8
-        assert ("fp8" in receipt["flops"]["by_precision"]) is (way != "torch")
-    for found in (losses["triton_fp8"], losses["triton_fp8_gradient_bf16"]):
-        assert found == pytest.approx(losses["torch"], rel=1e-2)
-        assert found != losses["torch"]
+    def losses(way: str, said: str) -> list[float]:
+        return runs.two_steps(corpus, tmp_path / way, "mamba3_projection", way, "lm loss", fp8=said)
+
+    in_bf16 = losses("torch", "")
+    for way in ("triton_fp8", "triton_fp8_gradient_bf16"):
+        found = losses(way, f"Mamba input projections by {way}")
+        assert found == pytest.approx(in_bf16, rel=1e-2)
+        assert found != in_bf16
 
 
 def test_no_token_at_all_and_one_gradient_alone() -> None:

@@ -9,6 +9,8 @@ from megacpp_mcore.ops.mla_projection import reference, triton
 from tests.gpu.device import replayed, without_waiting
 from tests.ops.mla_projection_case import Case, assert_same, cases, outcome
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 RMS = 5e-3
 
 SIZES = {
@@ -19,13 +21,6 @@ SIZES = {
     "one token": (1, 1, 3, torch.bfloat16),
     "float16": (515, 2, 14, torch.float16),
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written first reads as NaN."""
-    new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **how: new_empty(*args, **how).fill_(float("nan")))
 
 
 @pytest.mark.parametrize(("S", "B", "H", "dtype"), SIZES.values(), ids=SIZES.keys())

@@ -15,6 +15,8 @@ from megacpp_mcore.ops.sparse_mla.triton import attend
 from tests.gpu.device import assert_replays, assert_same_bits, peak
 from tests.ops.sparse_mla_case import Case, assert_same, assert_same_sums, draw, eager, outcome
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 RMS = 5e-3
 
 CASES = {
@@ -58,13 +60,6 @@ def ordered(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written first reads as NaN."""
-    new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **how: new_empty(*args, **how).fill_(float("nan")))
 
 
 @pytest.fixture

@@ -85,8 +85,7 @@ def test_the_advice_is_the_last_schedule_within_the_tolerance(process: Path) -> 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [(), ("--bf16",)])
-def test_a_checkpoint_is_searched(dtype: tuple[str, ...], tmp_path: Path) -> None:
-    data = tiny_run.make_data(tmp_path)
+def test_a_checkpoint_is_searched(dtype: tuple[str, ...], data: Path, tmp_path: Path) -> None:
     words, saved = tiny_run.words(data, 2, *dtype), str(tmp_path / "saved")
     launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--")
     tiny_run.start(launch, [*words, "--save", saved, "--save-interval", "2"], data).finish()

@@ -19,23 +19,17 @@ from tests.lanes import exhaustive_but
 from tests.leftovers import END_S, started
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", exhaustive_but([signal.SIGKILL, signal.SIGTERM], signal.SIGTERM))
 def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Signals) -> None:
     saved, output = tmp_path / "saved", tmp_path / "output"
     words = tiny_run.words(data, 1000, "--save", str(saved), "--save-interval", "2")
     launch = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--", *words]
-    path = os.pathsep.join(filter(None, (str(tiny_run.ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path, "MEGACPP_CONFIG": str(data / "config.yaml")}
+    options = {"MEGACPP_CONFIG": str(data / "config.yaml")}
     os.mkfifo(output)
     ours = os.open(output, os.O_RDWR)  # without one that could write, it would end before the training opens it
     said = b""
-    with output.open("rb", buffering=0) as pipe, forks.start(launch, output, env=environment) as training:
+    with output.open("rb", buffering=0) as pipe, forks.start(launch, output, **options) as training:
         while b"successfully saved checkpoint" not in said:
             assert select.select([pipe], [], [], tiny_run.PATIENCE_S)[0], said[-3000:]
             said += pipe.read(1 << 16)

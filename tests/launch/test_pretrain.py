@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -75,15 +74,13 @@ def train(tmp_path: Path) -> Train:
         status: int = 0,
         allow: Sequence[str] = launch_plan.ALLOWED_SPEC_PREFIXES,
     ) -> Run:
-        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
         options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(no_observe=True)"
         call = "import sys; from megacpp_mcore.launch.launcher import Recording, launch; "
         call += f"sys.exit(launch({command!r}, {options}))"
         output = tmp_path / "output"
         output.unlink(missing_ok=True)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))}
-        found = forks.start(["-c", call], output, cwd=tmp_path, env=environment).wait(300)
+        found = forks.start(["-c", call], output, cwd=tmp_path).wait(300)
         assert found == status, output.read_text()[-4000:]
         return Run(output.read_text())
 

@@ -36,10 +36,7 @@ def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def trained(model: Any, batch: int = B, **told: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses, and the gradient of every parameter that has one."""
-    losses = micro_batch.losses_of(model, micro_batch.draw_tokens(batch, S), **told)
-    micro_batch.backward(losses.mean())
-    return losses.detach(), micro_batch.gradients(model)
+    return micro_batch.outcome(model, micro_batch.draw_tokens(batch, S), **told)
 
 
 def of_the_indexer(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
 
-from megacpp_mcore.backends import AUTO, STOCK, Dispatcher, probes
-from megacpp_mcore.backends.probes import ProbeResult
+from megacpp_mcore.backends import AUTO, STOCK, Dispatcher
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs import layer_plan
 from megacpp_mcore.layer_specs.mtp import FeedForward, why_stock_feed_forward
@@ -32,6 +31,7 @@ OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
 
 
 def built(folder: Path, backend: str, *words: str) -> Any:
+    stock.loss_scale(1.0)
     return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"feed_forward": backend}).train()
 
 
@@ -39,20 +39,13 @@ def layer_of(model: Any) -> Any:
     return model.mtp.layers[0].mtp_model_layer.mlp
 
 
-def outcome(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    stock.loss_scale(1.0)
-    losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
-    losses_BS.mean().backward()
-    return losses_BS.detach(), micro_batch.gradients(model)
-
-
 def test_the_model_is_stocks_to_rounding_and_so_are_its_checkpoints(process: Path) -> None:
-    theirs = built(process, AUTO)
+    theirs, tokens = built(process, AUTO), micro_batch.draw_tokens(B, S)
     assert (type(layer_of(theirs)), layer_of(theirs).backend.observed) == (MLP, STOCK)
-    losses_BS, gradients = outcome(theirs)
+    losses_BS, gradients = micro_batch.outcome(theirs, tokens)
     ours = built(process, "reference")
     assert (type(layer_of(ours)), layer_of(ours).backend.observed) == (FeedForward, "reference")
-    found_BS, found = outcome(ours)
+    found_BS, found = micro_batch.outcome(ours, tokens)
     torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
     assert differing_tensors(gradients, found, 1e-5) == []
     keys = [{one.key for one in layer_of(model).sharded_state_dict().values()} for model in (ours, theirs)]
@@ -131,25 +124,6 @@ def test_what_stock_alone_can_do_is_refused_by_name(
     with raises(BackendError, named, "feed_forward: triton_fp8", code="stock-only"):
         Dispatcher({"feed_forward": "triton_fp8"}).resolve_or_stock("feed_forward", why, **needs)
     assert named in Dispatcher({}).resolve_or_stock("feed_forward", why, **needs).reason
-
-
-@pytest.mark.parametrize(
-    ("changed", "refusal"),
-    [
-        ({"hidden": 120}, "hidden 120 is not a multiple of 16"),
-        ({"ffn": 40}, "ffn 40 is not a multiple of 16"),
-        ({"ffn": 65536}, "ffn 65536 > 32768"),
-        ({"device": "cpu"}, "not on cpu"),
-        ({"dtype": torch.float16}, "dtype float16 is not one of bfloat16"),
-    ],
-)
-def test_fp8_by_name_refuses_by_name(changed: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = {"hidden": 3584, "ffn": 18944, "device": "cuda", "dtype": torch.bfloat16, "capturable": True}
-    monkeypatch.setattr(probes, "requirement", lambda name: ProbeResult(True))
-    for capability, sizes, why in (((9, 0), changed, refusal), ((8, 0), {}, "(8, 0), not Hopper")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        with raises(BackendError, "triton_fp8", "op feed_forward", why, code="cannot-run"):
-            Dispatcher({"feed_forward": "triton_fp8"}).request("feed_forward", **(needs | sizes))
 
 
 @pytest.mark.parametrize(

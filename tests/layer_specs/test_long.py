@@ -80,10 +80,7 @@ def test_a_window_as_long_as_the_row_is_full_attention(make: Make) -> None:
     found = []
     for schedule, mtp in (("WFS", "W"), ("-FS", "-")):
         overrides = {**LONG, "mla": {"window_size": S}, "dsa": {"schedule": schedule}, "mtp": {"attention": mtp}}
-        model = make(overrides)
-        losses = micro_batch.losses_of(model, micro_batch.draw_tokens(2, S))
-        micro_batch.backward(losses.mean())
-        found.append((losses.detach(), micro_batch.gradients(model)))
+        found.append(micro_batch.outcome(make(overrides), micro_batch.draw_tokens(2, S)))
     (losses, gradients), (expected, others) = found
     torch.testing.assert_close(losses, expected)
     assert gradients.keys() == others.keys()
@@ -119,13 +116,9 @@ def test_the_rotary_embedding_is_yarns(make: Make) -> None:
 def test_recompute_and_documents(make: Make) -> None:
     """Packed rows are each document by itself, whatever the window; what is recomputed changes nothing."""
     lengths = (5, 30, 13)
-    tokens = micro_batch.draw_tokens(1, S)
-    found = []
-    for words in ((), stock.full_recompute(), stock.selective_recompute("core_attn")):
-        model = make(LONG, *words)
-        losses = micro_batch.losses_of(model, tokens, packed_seq_params=micro_batch.packed(lengths))
-        micro_batch.backward(losses.mean())
-        found.append((losses.detach(), micro_batch.gradients(model)))
+    tokens, told = micro_batch.draw_tokens(1, S), {"packed_seq_params": micro_batch.packed(lengths)}
+    ways = ((), stock.full_recompute(), stock.selective_recompute("core_attn"))
+    found = [micro_batch.outcome(make(LONG, *words), tokens, **told) for words in ways]
     for losses, gradients in found[1:]:
         assert torch.equal(losses, found[0][0])
         for name, gradient in gradients.items():

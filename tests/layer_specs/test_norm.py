@@ -22,22 +22,16 @@ OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
 
 
 def built(folder: Path, backend: str, *words: str) -> Any:
-    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"rms_norm": backend}).train()
-
-
-def outcome(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses of one micro-batch, and the gradients of their mean."""
     stock.loss_scale(1.0)
-    losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
-    losses_BS.mean().backward()
-    return losses_BS.detach(), micro_batch.gradients(model)
+    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"rms_norm": backend}).train()
 
 
 @pytest.mark.parametrize("words", [(), stock.full_recompute()], ids=["", "recomputed"])
 def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) -> None:
-    losses_BS, gradients = outcome(built(process, STOCK))
+    tokens = micro_batch.draw_tokens(B, S)
+    losses_BS, gradients = micro_batch.outcome(built(process, STOCK), tokens)
     model = built(process, "reference", *words)
-    found_BS, found = outcome(model)
+    found_BS, found = micro_batch.outcome(model, tokens)
     for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer):
         norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
         assert any(getattr(module, "backend", None) and module.backend.observed == "reference" for module in norms)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from megacpp_mcore.backends import Dispatcher, probes
-from megacpp_mcore.backends.probes import ProbeResult
-from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import mamba, recurrent
 from megacpp_mcore.layer_specs.projection import ALIGNMENT, Part, inexact_rows, slots
 from megacpp_mcore.model import PRESETS, Layout, preset
@@ -117,27 +115,6 @@ def test_a_backend_may_give_the_wide_parts_and_the_rest_apart(built: Any, monkey
     assert [*parts] == ["z", "x", "B", "C", "dt", "A", "trap", "angles"]
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "refusal"),
-    [
-        ({"hidden": 120}, "hidden 120 is not a multiple of 16"),
-        ({"outputs": 2312}, "outputs 2312 is not a multiple of 16"),
-        ({"outputs": 65536}, "outputs 65536 > 32768"),
-        ({"device": "cpu"}, "not on cpu"),
-        ({"dtype": torch.float16}, "dtype float16 is not one of bfloat16"),
-    ],
-)
-def test_fp8_by_name_refuses_by_name(sizes: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a rank, as of tensor parallelism that does not divide them, among them; and a GPU that is not a Hopper."""
-    needs = {"hidden": 3584, "outputs": 18432, "device": "cuda", "dtype": torch.bfloat16, "capturable": True}
-    monkeypatch.setattr(probes, "requirement", lambda name: ProbeResult(True))
-    for name in ("triton_fp8", "triton_fp8_gradient_bf16"):
-        for capability, changed, why in (((9, 0), sizes, refusal), ((8, 0), {}, "(8, 0), not Hopper")):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-            with raises(BackendError, name, "op mamba3_projection", why, code="cannot-run"):
-                Dispatcher({"mamba3_projection": name}).request("mamba3_projection", **(needs | changed))
 
 
 @pytest.mark.parametrize("fused", [True, False])

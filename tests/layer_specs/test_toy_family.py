@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -52,9 +51,8 @@ def test_it_trains_on_the_cpu_lane(tmp_path: Path) -> None:
     prepare([str(find_stdlib_sources()[0].path)], str(tmp_path / "text"))
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES, "recompute": ["t"]}))
-    environment = os.environ | {"MEGACPP_CONFIG": str(file), "PYTHONPATH": str(Path(__file__).parents[2])}
     words = [str(tmp_path / "text"), str(tmp_path / "observed")]
-    done = forks.run(["-m", "tests.layer_specs.toy_family", *words], env=environment)
+    done = forks.run(["-m", "tests.layer_specs.toy_family", *words], MEGACPP_CONFIG=str(file))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
     assert len(losses) == 3

@@ -32,10 +32,9 @@ PARTS = (
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed in step 4 and went on from step 3 with a fall-back, profiled."""
     folder = tmp_path_factory.mktemp("page")
-    data = tiny_run.make_data(folder)
     run = folder / "killed"
     save: tuple[str, ...] = ("--save", str(folder / "saved"), "--save-interval", "3", "--ckpt-format", "torch_dist")
     save += ("--eval-interval", "5", "--eval-iters", "1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -42,14 +41,9 @@ STOCK_MOE = (
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def finished(data: Path) -> tuple[Path, str]:
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run in which a listener fails, and what it printed."""
-    run, evaluation = data / "finished", ("--eval-interval", "3", "--eval-iters", "1")
+    run, evaluation = tmp_path_factory.mktemp("runs") / "finished", ("--eval-interval", "3", "--eval-iters", "1")
     return run, start(run, data, STEPS, *evaluation, fate="fault writers").finish()
 
 
@@ -265,8 +259,8 @@ def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(
 @pytest.mark.exhaustive
 def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> None:
     words = tiny_run.words(data, STEPS, layout=Layout(expert=2))
-    environment = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "MEGACPP_CONFIG": str(data / "config.yaml")}
-    status, said = forks.run_ranks(["-m", "tests.observe.real_run", str(tmp_path), *words], 2, env=environment)
+    program = ["-m", "tests.observe.real_run", str(tmp_path), *words]
+    status, said = forks.run_ranks(program, 2, MEGACPP_CONFIG=str(data / "config.yaml"))
     assert status == 0, said[-4000:]
     found = receipts.read(tmp_path)
     assert json.loads((tmp_path / "receipt.json").read_text())["status"] == found["status"] == "finished"

@@ -54,24 +54,9 @@ Variant = tuple[str, Any, dict[str, str], dict[str, Any]]
 D, F, E, K = 3584, 896, 16, 4
 """Sizes of NAM56R's experts."""
 MULTIPLES = (
-    "stride",
-    "stride_b",
-    "stride_s",
-    "size",
-    "R",
-    "N",
-    "W",
-    "P",
-    "SIZE",
-    "score_b",
-    "q_s",
-    "q_b",
-    "q_h",
-    "k_s",
-    "k_b",
-    "w_s",
+    "stride", "stride_b", "stride_s", "size", "R", "N", "W", "P", "SIZE", "score_b", "q_s", "q_b", "q_h", "k_s", "k_b", "w_s",
     "w_b",
-)
+)  # fmt: skip
 """Integers that are multiples of 16 at those sizes, where Triton looks at that."""
 
 

@@ -83,7 +83,7 @@ def test_functions_and_packages_of_one_name() -> None:
     assert callable(importlib.import_module("megacpp_mcore.ops").m2rnn)
     code = "import megacpp_mcore.ops.m2rnn.reference as r; from megacpp_mcore.ops import m2rnn; "
     code += "print(r.__name__, m2rnn.reference is r)"
-    done = forks.run(["-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = forks.run(["-c", code])
     assert done.stdout.strip() == "megacpp_mcore.ops.m2rnn.reference True", done.stderr
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         mamba3.other  # noqa: B018
@@ -166,7 +166,7 @@ def test_the_backend_is_chosen_by_the_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_loop_of_the_examples_learns() -> None:
     words = [str(ROOT / "examples" / "ops_loop.py"), "--steps", "11", "--device", "cpu"]
-    done = forks.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
+    done = forks.run(words)
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = (float(line.split()[3]) for line in done.stdout.splitlines())
     assert last < first < 5.6

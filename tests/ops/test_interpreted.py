@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("triton")
@@ -16,6 +14,5 @@ from tests.ops.interpreted import PROGRAMS
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parity(name: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forks.ROOT)}
-    done = forks.run(["-m", "tests.ops.interpreted", name], env=environment, timeout=900)
+    done = forks.run(["-m", "tests.ops.interpreted", name], timeout=900, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr

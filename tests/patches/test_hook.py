@@ -172,7 +172,7 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> Non
 
 def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
     settings = {"PYTHONPATH": os.pathsep.join([str(root), str(ROOT)]), "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    return forks.run(["-c", textwrap.dedent(code), *words], cwd=root, env=os.environ | settings)
+    return forks.run(["-c", textwrap.dedent(code), *words], cwd=root, **settings)
 
 
 # megatron.training imports megatron.core from its own inside, and the hook then finds it half imported.

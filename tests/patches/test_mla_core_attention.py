@@ -36,6 +36,7 @@ from tests.distributed.comparing import differing_tensors
 from tests.errors import raises
 from tests.host_reads import host_reads
 from tests.micro_batch import packed
+from tests.ops.test_mla import gradients
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128
 MATH, ON_A_CPU = SDPBackend.MATH, sdpa.FUSED
@@ -77,11 +78,6 @@ def draw(queries: int = S, keys: int = S, dtype: torch.dtype = torch.float64, wi
     generator = torch.Generator().manual_seed(0)
     shapes = ((queries, B, H, width), (keys, B, H, width), (keys, B, H, V))
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
-
-
-def gradients(output: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return torch.autograd.grad(output, inputs, cotangent.to(output.dtype))
 
 
 def some_mask(*shape: int) -> torch.Tensor:

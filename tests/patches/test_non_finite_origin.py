@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +52,9 @@ def train(
     sizes = {"global_batch_size": 1 if "every" in how else 4, "micro_batch_size": 1, "train_iters": 3}
     arguments = stock.words(model, *words, layout=layout, host=host, **sizes)
     script = [f"{path}/pretrain_gpt.py"] if path else []
-    env = os.environ | {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
+    variables = {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
     command = ["-m", "tests.patches.non_finite", how, str(folder / "found"), *script, *arguments]
-    return *forks.run_ranks(command, processes, env=env, megatron=not path), folder / "found"
+    return *forks.run_ranks(command, processes, megatron=not path, **variables), folder / "found"
 
 
 def check_unchanged(found: Path, processes: int = 1) -> None:
@@ -148,16 +147,9 @@ def test_pipeline_stages_tell_whose_value_it_was(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
-    words = [
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--ddp-bucket-size",
-        "100000",
-    ]
-    status, output, found = train(
-        tmp_path, "first E, gradient, inf", *words, "--bf16", processes=2, layout=Layout(expert=2)
-    )
+    words = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16"]
+    words += ["--ddp-bucket-size", "100000"]
+    status, output, found = train(tmp_path, "first E, gradient, inf", *words, processes=2, layout=Layout(expert=2))
     assert status != 0
     check_unchanged(found, 2)
     assert re.search(r"error: step 1: .* rank [01]: .* went wrong in layer 10 \(E\)", output), output[-4000:]

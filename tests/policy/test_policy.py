@@ -352,18 +352,10 @@ def test_taxes_are_paid_for_the_duration(tmp_path: Path) -> None:
 
 
 ALL = but(
-    GPU,
-    with_overrides(preset("nam56r"), {"mtp": {"depth": 1}}),
-    tensor=2,
-    expert=4,
-    sequence_parallel=True,
-    distributed_optimizer=True,
-    overlap_grad_reduce=True,
-    overlap_param_gather=True,
-    overlap_moe_a2a=True,
-    overlap_shared_expert=True,
-    tp_comm_overlap=True,
-)
+    GPU, with_overrides(preset("nam56r"), {"mtp": {"depth": 1}}), tensor=2, expert=4, sequence_parallel=True,
+    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, overlap_moe_a2a=True,
+    overlap_shared_expert=True, tp_comm_overlap=True,
+)  # fmt: skip
 
 
 def possible(run: Run, connections: str | None) -> dict[str, str]:

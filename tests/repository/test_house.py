@@ -113,7 +113,7 @@ print(before, found.params, megacpp_mcore.nam56r is found, callable(found))
 
 
 def test_megatrons_own_import_finds_the_spec_by_two_words() -> None:
-    done = forks.run(["-c", SPEC_BY_MEGATRON], env=PATHS)
+    done = forks.run(["-c", SPEC_BY_MEGATRON])
     assert done.stdout.strip() == "False {'preset': 'nam56r'} True True", done.stderr[-2000:]
 
 

@@ -349,6 +349,7 @@ _PRESETS = {
         dataclasses.replace(_NAM56R, name="nam56r_quarter", depth=13),
         _TINY,
         dataclasses.replace(_NAM56R, name="nam52", pattern="AEME"),
+        dataclasses.replace(_NAM56R, name="nam56r_wide", moe=MoE(experts=128)),
         _long(_NAM56R, 32_768),
         _long(_TINY, 1024),
     )

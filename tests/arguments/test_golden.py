@@ -30,7 +30,7 @@ RUNS: dict[str, list[str]] = {
     **{name: [name] for name in (*PRESETS, *RECIPES)},
     "tensor": ["nam56r", "--tensor", "2", "--sequence-parallel", *FOUR],
     "expert": ["nam56r", "--expert", "4", *FOUR],
-    "many experts": ["nam56r", "--expert", "16", "--gpus-per-node", "16", "--global-batch-size", "16"],
+    "many experts": ["nam56r_wide", "--expert", "16", "--gpus-per-node", "16", "--global-batch-size", "16"],
     "pipeline": ["nam56r", "--pipeline", "2", "--virtual", "2", *FOUR, *STAGED],
     "stages": ["nam56r_tiny", "--pipeline", "2", "--gpus-per-node", "2", "--set", "pattern=AEMEA|EMEAEMR", "dsa.schedule=-FF"],
     "hybrid": ["nam56r", "--host", "hybrid", "--pipeline", "2", *FOUR, *STAGED],

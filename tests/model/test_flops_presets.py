@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden": 4096, "heads": 32, "ffn": 21504, "state": 128, "angles": 32, "m_heads": 128, "r_heads": 48},
     "nam56r_quarter": BIG | {"depth": 13},
     "nam52": BIG | {"pattern": "AEME"},
+    "nam56r_wide": BIG | {"experts": 128},
     "nam56r_long": BIG | {"seq": 32768, "roles": "WFSS", "mtp": "W", "window": 4096},
     "nam56r_tiny": {
         "pattern": "AEMEAEMEAEMR", "depth": 12, "hidden": 128, "heads": 4, "ffn": 512, "vocab": 384, "seq": 256,

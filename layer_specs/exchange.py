@@ -21,20 +21,23 @@ class Exchange:
     """
 
     def __init__(self, rows: torch.Tensor, group: distributed.ProcessGroup, *, gathers: bool) -> None:
-        self._flight = _Flight(group, gathers)
-        self._made = _Begin.apply(rows, self._flight)
+        self._flight = _Flight(group)
+        self._begun = _Begin.apply(rows, self._flight, gathers)
+        self._gathers = gathers
+        self._made: torch.Tensor | None = None
 
     def end(self) -> torch.Tensor:
-        """Wait, and return what the collective made; once."""
-        made: torch.Tensor = _End.apply(self._made, self._flight)
-        return made
+        """Wait, and return what the collective made; what is there already, the second time."""
+        if self._made is None:
+            self._made = _End.apply(self._begun, self._flight, self._gathers)
+        return self._made
 
 
 class _Flight:
     """The collective under way, and its tensors, which live until it is over."""
 
-    def __init__(self, group: distributed.ProcessGroup, gathers: bool) -> None:
-        self._group, self.gathers = group, gathers
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self._group = group
 
     def begin(self, rows: torch.Tensor, *, gathers: bool) -> torch.Tensor:
         rows, ranks = rows.contiguous(), self._group.size()
@@ -51,23 +54,23 @@ class _Flight:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, flight: _Flight) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, flight: _Flight, gathers: bool) -> torch.Tensor:
         ctx.flight = flight
-        return flight.begin(rows, gathers=flight.gathers)
+        return flight.begin(rows, gathers=gathers)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.flight.end(), None
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.flight.end(), None, None
 
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: torch.Tensor, flight: _Flight) -> torch.Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, begun: torch.Tensor, flight: _Flight, gathers: bool) -> torch.Tensor:
+        ctx.flight, ctx.gathers = flight, gathers
         flight.end()
-        return made.view_as(made)
+        return begun.view_as(begun)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.flight.begin(gradient, gathers=not ctx.flight.gathers)
-        return gradient, None  # for the node before, which returns the other's
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.flight.begin(gradient, gathers=not ctx.gathers)
+        return gradient, None, None  # for the node before, which returns the other's

@@ -205,8 +205,10 @@ class ExpertsLayer(MoELayer):
         super().__init__(config, *args, **kwargs)
         self.experts_backend, self.router_backend = backends
         self.takes_tokens = isinstance(self.experts, StackedExperts) and self.experts.takes_tokens
+        self.gathers_tokens = self.takes_tokens and self.ep_group.size() > 1
         self._routing_TE: torch.Tensor | None = None
         self._readers: Sequence[torch.Tensor] = ()
+        self._mine: torch.Tensor | None = None
         self._tokens: Exchange | None = None
         self._shared: torch.Tensor | None = None
         sums = self.takes_tokens and self.use_shared_expert and compute_device() == "cuda"
@@ -227,23 +229,28 @@ class ExpertsLayer(MoELayer):
         return output, bias if shared is None else shared
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Run the shared expert, first of three readers of the input; where sums are sent, :meth:`combine`."""
-        readers = (hidden_states,) * 3
+        """Run the shared expert, the first of three readers of the input; where sums are sent, :meth:`combine` does."""
         if self.adds_three and self.training:
             from megacpp_mcore.ops.add import fork3
 
-            readers = fork3(hidden_states)
-        if self.takes_tokens:
-            self._readers = readers
-        if self.takes_tokens and self.ep_group.size() > 1:
-            self._tokens = Exchange(readers[2], self.ep_group, gathers=True)
+            hidden_states, *self._readers = fork3(hidden_states)
+        if self.gathers_tokens:
+            self._mine = hidden_states
+            self._tokens = self._exchange(self._readers[1] if self._readers else hidden_states, gathers=True)
             return None
-        shared: torch.Tensor | None = super().shared_experts_compute(readers[0])
+        shared: torch.Tensor | None = super().shared_experts_compute(hidden_states)
         return shared
+
+    def _exchange(self, rows: torch.Tensor, *, gathers: bool) -> Exchange:
+        """Begin a collective over the ranks that experts are divided over; end it, too, where others might run beside it."""
+        exchange = Exchange(rows, self.ep_group, gathers=gathers)
+        if self.attn_tp_group.size() > 1:
+            exchange.end()  # NCCL wants the collectives of two groups in one order, which branches of a graph do not have
+        return exchange
 
     def route(self, hidden_states: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the tokens."""
-        mine = self._readers[1] if self.takes_tokens else hidden_states
+        mine = self._readers[0] if self._readers else hidden_states
         probs, routing_map = super().route(mine, *args)
         return probs, routing_map
 
@@ -253,21 +260,22 @@ class ExpertsLayer(MoELayer):
         """Store the routing map ``[T, E]`` for the experts. With gathered tokens: all ranks' tokens, this rank's experts."""
         if not self.takes_tokens:
             return super().preprocess(hidden_states, probs, routing_map)
+        if self._readers:
+            hidden_states, self._readers = self._readers[1], ()
         if self._tokens is not None:
+            # Before the probabilities are gathered, so that backward has their gradients first, and the router's meanwhile.
+            hidden_states, self._tokens = self._tokens.end(), None
             mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
             routing_map, probs = (
                 gather_from_sequence_parallel_region(one, group=self.ep_group)[:, mine]
                 for one in (routing_map.view(torch.uint8), probs)
             )
         self._routing_TE = routing_map.bool()
-        return self._readers[2], probs
+        return hidden_states, probs
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-to-all tokens to their experts, or all-gather them where the experts take tokens."""
-        if not self.takes_tokens:
-            return super().dispatch(hidden_states, probs)
-        tokens, self._tokens = self._tokens, None
-        return hidden_states if tokens is None else tokens.end(), probs
+        """All-to-all tokens to their experts; where these take tokens, :meth:`preprocess` has gathered them."""
+        return (hidden_states, probs) if self.takes_tokens else super().dispatch(hidden_states, probs)
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Run the routed experts. With gathered tokens the result is already summed over this rank's experts."""
@@ -281,10 +289,9 @@ class ExpertsLayer(MoELayer):
         """Return every token's rows, or its sum over ranks, to its rank, if it was sent; run the shared expert meanwhile."""
         if not self.takes_tokens:
             return super().combine(output)
-        (mine, *_), self._readers = self._readers, ()
-        if self.ep_group.size() > 1:
-            sums = Exchange(output, self.ep_group, gathers=False)
-            self._shared = super().shared_experts_compute(mine)
+        if self._mine is not None:
+            sums = self._exchange(output, gathers=False)
+            self._shared, self._mine = super().shared_experts_compute(self._mine), None
             output = sums.end()
         return output
 

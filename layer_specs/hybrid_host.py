@@ -144,7 +144,13 @@ class SharedMTPLayer(RepeatedLayer):
         dispatcher = Dispatcher(run.settings.backends if run.settings is not None else None)
         (spec,) = gpt_host.mtp_submodules(run.model, config, dispatcher, run.settings).layer_specs
         super().__init__(
-            config, spec.submodules, layer_number, vp_stage=vp_stage, pg_collection=pg_collection, name=name
+            config,
+            spec.submodules,
+            layer_number,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+            name=name,
+            **(spec.params or {}),
         )
 
 

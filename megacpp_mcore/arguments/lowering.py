@@ -300,8 +300,7 @@ _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
         "expert parallelism": (
             1,
-            "replicas with other experts would pass for parts of one; Megatron asserts it, and upstream has expert parallelism "
-            "in Megatron-FSDP v2 alone: NVIDIA/Megatron-LM#6450",
+            "replicas with other experts would pass for parts of one; Megatron asserts it, and has it in Megatron-FSDP",
         ),
         "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
         "context parallelism": (1, "no run has shown what it does to gradients"),

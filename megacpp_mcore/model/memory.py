@@ -113,23 +113,29 @@ def _unfilled(run: Run) -> int:
 
     A layer's copies are made in the first step, and taken to lie in a block that the layer's widest tensor has left. What they
     leave of it goes to no graph: those have a pool of their own, and no block that is in use in part is given back. Inferred
-    from what ``nam56r`` reserved on an H200 (experiments/results/nam56r_h200.csv), which it is within 2 % of.
+    from what ``nam56r`` reserved on an H200 (experiments/results/nam56r_h200.csv), which it is within 2 % of; with divided
+    experts, whose tensors are of the tokens of all ranks, it has not been compared.
     """
     model, layout = run.model, run.layout
     if model is None or run.settings is None or run.execution.cuda_graph_impl == "none":
         return 0
     tokens = run.training.micro_batch_size * model.seq_length // layout.context // layout.tensor
     hidden, moe, inputs = model.hidden_size, model.moe, wide_width(model.hidden_size, model.mamba3)
-    # The layers of an op, the width of their widest tensor, and the rows of their weights, of the width of the hidden states.
-    experts = model.layers.count("E"), moe.topk * hidden, 2 * moe.ffn_hidden_size * moe.experts // layout.expert
-    sizes = {
-        "routed_mlp": experts,
-        "grouped_mlp": experts,
-        "mamba3_projection": (model.layers.count("M"), inputs, inputs // layout.tensor),
-        "feed_forward": (min(1, model.mtp.depth), model.ffn_hidden_size, 2 * model.ffn_hidden_size),
-    }
-    in_fp8 = (size for op, size in sizes.items() if "fp8" in run.settings.backends.get(op, ""))
-    found = sum(layers * max(0, 2 * width * tokens - 2 * hidden * rows) for layers, width, rows in in_fp8)
+    experts, ffn = moe.experts // layout.expert, model.ffn_hidden_size
+    at_once = min(tokens, MTP_MLP_TOKENS) if run.settings.recompute.mtp else tokens
+    # Ops, layers, values of the widest tensor, and rows of the weights, of the width of the hidden states.
+    sizes: tuple[tuple[set[str], int, int, int], ...] = (
+        (
+            {"routed_mlp", "grouped_mlp"},
+            model.layers.count("E"),
+            min(moe.topk, experts) * layout.expert * hidden * tokens,
+            2 * moe.ffn_hidden_size * experts,
+        ),
+        ({"mamba3_projection"}, model.layers.count("M"), inputs * tokens, inputs // layout.tensor),
+        ({"feed_forward"}, min(1, model.mtp.depth), ffn * at_once, 2 * ffn),
+    )
+    in_fp8 = {op for op, way in run.settings.backends.items() if "fp8" in way}
+    found = sum(layers * max(0, 2 * widest - 2 * hidden * rows) for ops, layers, widest, rows in sizes if ops & in_fp8)
     return found // layout.pipeline
 
 
@@ -166,11 +172,9 @@ def _in_flight(run: Run, model: Model) -> str:
     stages, virtual = run.layout.pipeline, run.layout.virtual
     if stages == 1:
         return model.layers
-    ahead = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
-    given = run.training
-    micro_batches = given.global_batch_size // (given.micro_batch_size * run.layout.replicas(run.processes))
+    ahead = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * (run.execution.stage_group or stages) + 1
     largest = max(model.chunks(run.layout), key=len)
-    return model.layers[largest.start - 1 : largest.stop - 1] * min(ahead, micro_batches * virtual)
+    return model.layers[largest.start - 1 : largest.stop - 1] * ahead
 
 
 def _mamba_kept(model: Model) -> dict[str, int]:

@@ -76,6 +76,7 @@ class Execution:
         bucket_elements, num_buckets: size and number of gradient buckets; Megatron takes one of them.
         log_interval: steps between two lines in the log.
         cpu_initialization: weights are drawn by the CPU's generator.
+        stage_group: micro-batches in a row that a virtual stage takes; as many as stages, if none is given.
         torch_fsdp, megatron_fsdp: who shards the parameters, if anyone does.
         fp16: weights in fp16, which no plan of this package has.
         fp8: Megatron's own FP8 format, for every layer.
@@ -103,6 +104,7 @@ class Execution:
     cpu_initialization: bool = _switch("--use-cpu-initialization")
     cuda_graph_impl: str = _option("--cuda-graph-impl", default="none")
     cuda_graph_scope: tuple[str, ...] = _option("--cuda-graph-modules", "--cuda-graph-scope", default=(), kind=tuple)
+    stage_group: int | None = _option("--microbatch-group-size-per-virtual-pipeline-stage", kind=int)
     torch_fsdp: bool = _switch(TORCH_FSDP)
     megatron_fsdp: bool = _switch("--use-megatron-fsdp")
     overlap_moe_a2a: bool = _switch("--overlap-moe-expert-parallel-comm")

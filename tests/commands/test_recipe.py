@@ -136,7 +136,7 @@ def test_recipes_in_fp8_are_the_fastest_rows_in_fp8() -> None:
     with (experiments / "results" / "nam56r_h200.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     rates = {row["arm"]: int(row["tokens_per_s"]) for row in rows}
-    assert rates.keys() <= arms.keys()  # an arm may wait for its row
+    assert rates.keys() == arms.keys() - {"fp8 projections, MTP and its projection"}  # which waits for its row
     as_the_recipe = [arm for arm in rates if "fp8" in str(arms[arm]) and "training" not in arms[arm]]
     fastest = max(as_the_recipe, key=lambda arm: rates[arm])
     commit = next(row["commit"] for row in reversed(rows) if row["arm"] == fastest)

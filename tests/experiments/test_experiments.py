@@ -46,7 +46,7 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         if arm.via == "stock":
             own = given.pop("extra")
             words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.host))
-            assert_stock_trains(train.of_stock(words, model, own))
+            assert_stock_trains(train.of_stock(words, model, own), arm.training["learning_rate"])
             continue
         # As on the machine that it is for, of H200 at most.
         states = memory.states(read(words, device="cuda", processes=given["processes"], model=model))
@@ -66,7 +66,7 @@ def test_the_twins_take_the_same_work_a_token() -> None:
     assert all(one == pytest.approx(TWIN, rel=0.03) for one in work.values())
 
 
-def assert_stock_trains(words: list[str]) -> None:
+def assert_stock_trains(words: list[str], rate: float) -> None:
     """Megatron takes what a stock arm says, on the CPU's layers, and counts what the file says."""
     from megatron.training.training import num_floating_point_operations
 
@@ -74,7 +74,7 @@ def assert_stock_trains(words: list[str]) -> None:
     on_cpu = [{"transformer_engine": "local"}.get(word, word) for word in words if word not in of_gpus]
     vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32767"]
     arguments = stock.parse([*on_cpu, *vocabulary, "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"])
-    assert arguments.lr == 1e-3
+    assert arguments.lr == rate
     arguments.padded_vocab_size = 32768
     assert num_floating_point_operations(arguments, 1) / arguments.seq_length == pytest.approx(TWIN, rel=0.01)
 

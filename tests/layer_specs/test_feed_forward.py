@@ -19,6 +19,7 @@ from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs import layer_plan
 from megacpp_mcore.layer_specs.mtp import FeedForward, why_stock_feed_forward
 from megacpp_mcore.model import preset
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.ops.feed_forward.reference import feed_forward
 from megacpp_mcore.te import quantized
 from megacpp_mcore.te.fp8_scopes import FP8, Scopes
@@ -30,9 +31,10 @@ S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
 
 
-def built(folder: Path, backend: str, *words: str) -> Any:
+def built(folder: Path, backend: str, *words: str, host: str = GPT) -> Any:
     stock.loss_scale(1.0)
-    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"feed_forward": backend}).train()
+    backends = {"feed_forward": backend}
+    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends=backends, host=host).train()
 
 
 def layer_of(model: Any) -> Any:
@@ -83,9 +85,9 @@ def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(
         torch.testing.assert_close(parameter.main_grad - 1, weight.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(("host", "is_fp8"), [(GPT, False), (GPT, True), (HYBRID, True)])
 def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
-    process: Path, monkeypatch: pytest.MonkeyPatch, is_fp8: bool
+    process: Path, monkeypatch: pytest.MonkeyPatch, host: str, is_fp8: bool
 ) -> None:
     scopes = Scopes(
         FP8(recipe="current", attention=False, shared_experts=not is_fp8, mtp=is_fp8), depth=2
@@ -93,7 +95,7 @@ def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
     monkeypatch.setattr(layer_plan, "scopes_of", lambda *_, **__: scopes)
     monkeypatch.setattr(quantized, "watch", lambda: None)
     with mock.patch.object(scopes, "install") as install:
-        model = built(process, AUTO)
+        model = built(process, AUTO, host=host)
     if not is_fp8:
         assert install.call_count == model.config.moe_layer_freq.count(1)
         return

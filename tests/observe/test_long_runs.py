@@ -71,7 +71,7 @@ def test_memory_does_not_grow_with_the_steps_of_all_ranks(tmp_path: Path) -> Non
     a_rank = peak_of(lambda: events.read(tmp_path / "2")) // 2
     for read in (assemble, page.read, lambda run: events.read(run, lambda *_: None)):
         few, many = (peak_of(partial(read, tmp_path / ranks)) for ranks in ("2", "6"))
-        assert many < few + a_rank, (read, few, many, a_rank)  # all steps of four more ranks are four times that
+        assert many < few + 0.4 * a_rank, (read, few, many, a_rank)  # all steps of four more ranks are four times that
 
 
 def test_facts_are_written_where_they_changed_and_more_rarely_as_a_run_grows(

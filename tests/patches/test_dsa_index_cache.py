@@ -397,11 +397,21 @@ def live_selections() -> int:
     return sum(kind is Selection for kind in map(type, gc.get_objects()))
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """What other tests still hold is not counted."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # what is imported, as before
+
+
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_indices_live_as_long_as_the_micro_batch(patched: Registry, recompute: str) -> None:
     model = build(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
-    gc.collect()
-    gc.freeze()  # what other tests still hold
     losses = [forward(model, number) for number in range(2)]
     # The Full layers that are recomputed, or whose Shared layers are.
     kept = 0 if recompute == "none" else 2

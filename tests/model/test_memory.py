@@ -251,6 +251,17 @@ def test_what_mamba_keeps_follows_from_memory(
     assert policy.mamba_keeps(dataclasses.replace(run, training=on_cpu)) is None
 
 
+def test_a_pipeline_holds_more_of_longer_groups_of_micro_batches() -> None:
+    plan = Training(processes=2, micro_batch_size=2, global_batch_size=32)
+    model = with_overrides(preset("nam56r"), {"dsa": {"schedule": "F"}})
+    words = lower(Run(model, Layout(pipeline=2, virtual=2), plan, asked={"distributed_optimizer": True}))
+    kept = []
+    for longer in ([], ["--microbatch-group-size-per-virtual-pipeline-stage", "8"]):
+        run = read([*words, *longer], device="cuda", processes=2, model=model)
+        kept.append(memory.mamba_keeps(run, H200))
+    assert kept == ["all", None]
+
+
 @pytest.mark.parametrize(
     ("card", "size", "processes", "layout"),
     [

@@ -17,6 +17,7 @@ from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops import quantised_weights
+from megacpp_mcore.ops.main_grad import MainGrad
 
 FORWARD, BOTH = "forward", "forward+backward"
 
@@ -57,7 +58,7 @@ class Inputs:
         return dataclasses.replace(self, leaves=leaves, cotangents=cotangents)
 
 
-Call = Callable[[Inputs], Any]
+Call = Callable[..., Any]
 """A forward pass: from the inputs to its one output, or to a tuple of them."""
 
 
@@ -107,7 +108,7 @@ class Variant:
 
     name: str
     side: str
-    runs: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    runs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     results: Callable[[Tensors], Tensors] = list
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     absent: str = ""
@@ -140,6 +141,22 @@ class Variant:
 
         return dataclasses.replace(self, runs={work: partial(anew, run) for work, run in self.runs.items()})
 
+    def into_main_grad(self, *names: str) -> Variant:
+        """Return this variant adding gradients to float32 buffers, as Megatron does: of the leaves ``names``, the last ones.
+
+        Its forward pass takes ``main_grads``, one of each. Before the first call, which checks parity, they are zero.
+        """
+        main: dict[str, torch.Tensor] = {}
+
+        def both(inputs: Inputs) -> list[torch.Tensor]:
+            leaves = {name: inputs.leaves[name] for name in names}
+            for name, leaf in leaves.items() if not main else ():
+                main[name] = torch.zeros_like(leaf, dtype=torch.float32)
+            main_grads = [MainGrad(main[name], partial(torch.empty_like, leaf)) for name, leaf in leaves.items()]
+            return [*self.runs[BOTH](inputs, main_grads=main_grads)[: -len(names)], *main.values()]
+
+        return dataclasses.replace(self, name=f"{self.name}, dW into main_grad", runs={BOTH: both})
+
     def deterministic(self) -> Variant:
         """Return this variant as Megatron's ``--deterministic-mode`` runs it; a graph has to be captured in that mode."""
         if self.is_captured:  # its graphs would be shared with the variant of the other mode
@@ -160,8 +177,8 @@ class Variant:
         ``leaves`` returns the tensors to differentiate, by default the leaves of the inputs; ``more`` are other fields.
         """
 
-        def both(inputs: Inputs) -> list[torch.Tensor]:
-            return with_gradients(call, inputs, None if leaves is None else leaves(inputs))
+        def both(inputs: Inputs, **how: Any) -> list[torch.Tensor]:
+            return with_gradients(partial(call, **how), inputs, None if leaves is None else leaves(inputs))
 
         return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **more)
 

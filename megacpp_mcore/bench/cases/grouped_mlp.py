@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
-from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.util import te_imports
 
 FP8 = "triton_fp8"
@@ -128,17 +127,7 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
         if variant.name in CAPTURED and variant.runs and options.device == "cuda":
             yield variant.captured()
         if variant.name in limits and variant.runs:
-            runs = {BOTH: partial(_accumulated, variant.runs[FORWARD], {})}
-            yield dataclasses.replace(variant, name=f"{variant.name}, dW into main_grad", runs=runs)
-
-
-def _accumulated(forward: Callable[..., Any], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
-    """Add the weights' gradients in float32 to earlier ones, as Megatron does; ``main`` is empty before the first call."""
-    if not main:
-        main |= {name: torch.zeros_like(inputs.leaves[name], dtype=torch.float32) for name in ("w1", "w2")}
-    main_grads = [MainGrad(buffer, partial(torch.empty_like, inputs.leaves[name])) for name, buffer in main.items()]
-    found = with_gradients(partial(forward, main_grads=main_grads), inputs)
-    return list((dict(zip(inputs.names, found, strict=True)) | {f"d{name}": main[name] for name in main}).values())
+            yield variant.into_main_grad("w1", "w2")
 
 
 def _grouped_mm(options: Options) -> Variant:

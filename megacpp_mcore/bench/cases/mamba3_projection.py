@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.model.flops import product
-from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.te.fp8_scopes import RECIPES
 from megacpp_mcore.util import te_imports
 
@@ -49,7 +48,11 @@ def problem(options: Options) -> Problem:
 
     return Problem(
         inputs=inputs,
-        variants=[_plain(wide), *_engine(options, inputs, wide), *_ours(options, wide)],
+        variants=[
+            _variant("PyTorch", PEER, lambda given: (torch.nn.functional.linear(*given.leaves.values()),), wide),
+            *engine_in_fp8(options, inputs.leaves["weight"], make=partial(_engine, wide)),
+            *_ours(options, wide),
+        ],
         works=Floor.pair(
             product(S * B * D * (wide + narrow)), x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype
         ),
@@ -78,22 +81,24 @@ def _variant(name: str, side: str, call: Call, wide: int, weight: torch.Tensor |
     return Variant(name=name, side=side, runs={FORWARD: call, BOTH: both}, results=results, **more)
 
 
-def _plain(wide: int) -> Variant:
-    return _variant("PyTorch", PEER, lambda given: (torch.nn.functional.linear(*given.leaves.values()),), wide)
+def _engine(wide: int, name: str, linears: Sequence[Any], scope: Scope) -> Variant:
+    """Return Transformer Engine's linear layer in an FP8 recipe."""
+    (linear,) = linears
+
+    def call(inputs: Inputs) -> tuple[torch.Tensor]:
+        with scope():
+            return (linear(inputs.leaves["x"]),)
+
+    return _variant(name, PEER, call, wide, linear.weight, limit=QUANTIZED)
 
 
-def _engine(options: Options, inputs: Inputs, wide: int) -> Iterator[Variant]:
-    """Yield Transformer Engine's linear layer in its FP8 recipes, which quantise the weight in every call."""
-    for name, made in engine_in_fp8(options, inputs.leaves["weight"]):
-        if isinstance(made, str):
-            yield Variant.missing(name, made)
-            continue
-        (linear,), scope = made
-        yield _variant(name, PEER, partial(_in_scope, linear, scope), wide, linear.weight, limit=QUANTIZED)
+def engine_in_fp8(
+    options: Options, *weights: torch.Tensor, make: Callable[[str, Sequence[Any], Scope], Variant]
+) -> Iterator[Variant]:
+    """Yield a variant of each of Transformer Engine's FP8 recipes, which quantise the weights in every call.
 
-
-def engine_in_fp8(options: Options, *weights: torch.Tensor) -> Iterator[tuple[str, str | tuple[list[Any], Scope]]]:
-    """Yield Transformer Engine's FP8 recipes, each with linear layers of these weights and its scope, or why it cannot run."""
+    ``make`` is given its name, linear layers of these weights, and the recipe's scope.
+    """
     for recipe in ("current", "block"):
         name = f"Transformer Engine, FP8 {recipe}"
         reason = lacking(options.device, ENGINE, name)
@@ -102,7 +107,7 @@ def engine_in_fp8(options: Options, *weights: torch.Tensor) -> Iterator[tuple[st
             can, why = te_imports.entry(asks)(return_reason=True)
             reason = "" if can else f"not here: {why}"
         if reason:
-            yield name, reason
+            yield Variant.missing(name, reason)
             continue
         linears = []
         for weight in weights:
@@ -110,19 +115,15 @@ def engine_in_fp8(options: Options, *weights: torch.Tensor) -> Iterator[tuple[st
             linears.append(te_imports.entry("Linear")(weight.shape[1], len(weight), **made))
             with torch.no_grad():
                 linears[-1].weight.copy_(weight)
-        yield name, (linears, partial(te_imports.entry("autocast"), enabled=True, recipe=te_imports.entry(kind)()))
-
-
-def _in_scope(linear: torch.nn.Module, scope: Scope, inputs: Inputs) -> tuple[torch.Tensor]:
-    with scope():
-        return (linear(inputs.leaves["x"]),)
+        scope = partial(te_imports.entry("autocast"), enabled=True, recipe=te_imports.entry(kind)())
+        yield make(name, linears, scope)
 
 
 def _ours(options: Options, wide: int) -> Iterator[Variant]:
     """Yield our backends; in FP8 with the weight quantised in each call, or kept, also as graphs, which quantise it."""
 
-    def run(fn: Any, inputs: Inputs, main_grad: Any = None) -> tuple[torch.Tensor, ...]:
-        outputs: tuple[torch.Tensor, ...] = fn(*inputs.leaves.values(), main_grad, wide)
+    def run(fn: Any, inputs: Inputs, main_grads: Any = (None,)) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = fn(*inputs.leaves.values(), *main_grads, wide)
         return outputs
 
     D = options.shape["hidden"]
@@ -143,8 +144,7 @@ def _ours(options: Options, wide: int) -> Iterator[Variant]:
             for direction, fast in (("forward", False), ("backward", True)):
                 how = f"{'fast' if fast else 'exact'} sums {direction}"
                 yield dataclasses.replace(kept, name=f"{kept.name}, {how}", around=partial(_summed, {direction: fast}))
-        runs = {BOTH: partial(_accumulated, kept.runs[BOTH], {})}
-        yield dataclasses.replace(kept, name=f"{kept.name}, dW into main_grad", runs=runs)
+        yield kept.into_main_grad("weight")
 
 
 @contextlib.contextmanager
@@ -153,12 +153,3 @@ def _summed(fast: dict[str, bool]) -> Iterator[None]:
 
     with mock.patch.dict(triton.FAST, fast):
         yield
-
-
-def _accumulated(both: Callable[..., Tensors], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
-    """Add the weight's gradient in float32 to earlier ones, as Megatron does; ``main`` is empty before the first call."""
-    weight = inputs.leaves["weight"]
-    if not main:
-        main["weight"] = torch.zeros_like(weight, dtype=torch.float32)
-    found = both(inputs, main_grad=MainGrad(main["weight"], partial(torch.empty_like, weight)))
-    return [*found[:-1], main["weight"]]

@@ -230,8 +230,7 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
 
 def load(benchmark: Benchmark, options: Options) -> Problem:
     """Make the problem of a benchmark."""
-    made: Problem = pkgutil.resolve_name(f"megacpp_mcore.bench.cases.{benchmark.problem}")(options)
-    return made
+    return pkgutil.resolve_name(f"megacpp_mcore.bench.cases.{benchmark.problem}")(options)
 
 
 def measured(problem: Problem, variant: Variant, options: Options) -> dict[str, Result]:

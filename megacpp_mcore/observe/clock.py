@@ -145,19 +145,17 @@ def compilation_timed(clock: Clock) -> Iterator[None]:
     def on_end(_: Any) -> None:
         clock.leave(Phase.COMPILE)
 
-    with contextlib.ExitStack() as stack:
-        callback_handler.register_start_callback(on_start)
-        callback_handler.register_end_callback(on_end)
-        stack.callback(_discard, callback_handler.start_callbacks, on_start)
-        stack.callback(_discard, callback_handler.end_callbacks, on_end)
-        if importlib.util.find_spec("triton") is not None:
-            _time_triton(clock, stack)
-        yield
-
-
-def _discard(callbacks: list[Any], callback: Callable[[Any], None]) -> None:
-    with contextlib.suppress(ValueError):  # torch._dynamo.reset() forgets all callbacks
-        callbacks.remove(callback)
+    callback_handler.register_start_callback(on_start)
+    callback_handler.register_end_callback(on_end)
+    try:
+        with contextlib.ExitStack() as stack:
+            if importlib.util.find_spec("triton") is not None:
+                _time_triton(clock, stack)
+            yield
+    finally:
+        for callbacks, ours in ((callback_handler.start_callbacks, on_start), (callback_handler.end_callbacks, on_end)):
+            if ours in callbacks:  # torch._dynamo.reset() forgets all
+                callbacks.remove(ours)
 
 
 def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:

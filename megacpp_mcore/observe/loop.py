@@ -39,13 +39,12 @@ class Seam(NamedTuple):
     handler: Handler
 
 
-def timed(phase: Phase, within: Phase | None = None) -> Handler:
-    """Return a handler that runs the function in ``phase``; given ``within``, only while the clock is in that phase."""
+def timed(phase: Phase, when: Callable[..., bool] = lambda *_, **__: True) -> Handler:
+    """Return a handler that runs the function in ``phase``, if ``when``, called as the handler is, is true."""
 
     def run(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if within is not None and notifier.clock.phase is not within:
-            return stock(*args, **kwargs)
-        with notifier.clock.within(phase):
+        is_timed = when(notifier, stock, *args, **kwargs)
+        with notifier.clock.within(phase) if is_timed else contextlib.nullcontext():
             return stock(*args, **kwargs)
 
     return run
@@ -191,12 +190,10 @@ def _train_step(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwa
         return stock(*args, **kwargs)
 
 
-def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Count the call as part of a save only with ``--async-save``: the loop makes it every step."""
+def _saves_meanwhile(*_: Any, **__: Any) -> bool:
     from megatron.training import get_args
 
-    with notifier.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
-        return stock(*args, **kwargs)
+    return bool(get_args().async_save)
 
 
 def note_stop(notifier: Notifier, stock: Callable[..., Any], line: str, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +218,11 @@ def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **k
 
 
 _TRAINING = "megatron.training.training"
-BATCH = Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", timed(Phase.DATA, within=Phase.STEP))
+BATCH = Seam(
+    "megatron.core.rerun_state_machine",
+    "RerunDataIterator.__next__",
+    timed(Phase.DATA, lambda notifier, *_, **__: notifier.clock.phase is Phase.STEP),
+)
 STOCK = (
     Seam(_TRAINING, "setup_model_and_optimizer", _set_up),
     Seam(_TRAINING, "load_checkpoint", timed(Phase.LOAD)),
@@ -230,7 +231,7 @@ STOCK = (
     Seam(_TRAINING, "training_log", _training_log),
     Seam(_TRAINING, "save_checkpoint", timed(Phase.SAVE)),
     Seam(_TRAINING, "save_checkpoint_and_time", timed(Phase.SAVE)),
-    Seam(_TRAINING, "maybe_finalize_async_save", _finalize),
+    Seam(_TRAINING, "maybe_finalize_async_save", timed(Phase.SAVE, _saves_meanwhile)),  # called every step
     Seam(_TRAINING, "evaluate_and_print_results", timed(Phase.EVALUATION)),
     Seam(_TRAINING, "print_datetime", note_stop),
     BATCH,

@@ -32,11 +32,8 @@ _ALIKE = {
 """Settings by part of the configuration; each has the name of the stock argument."""
 
 
-def _finalize(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Count the call as part of a save only if saving is asynchronous: the loop makes it every step."""
-    asynchronous = inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
-    with notifier.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
-        return stock(*args, **kwargs)
+def _saves_meanwhile(_: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    return bool(inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save)
 
 
 def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +65,7 @@ SEAMS = (
     Seam(f"{_BRIDGE}.utils.train_utils", "_build_moe_metric_writer",
          lambda notifier, stock, *args, **kwargs: notifier.scalars.tap(stock(*args, **kwargs))),
     Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", timed(Phase.SAVE)),
-    Seam(f"{_BRIDGE}.checkpointing", "maybe_finalize_async_save", _finalize),
+    Seam(f"{_BRIDGE}.checkpointing", "maybe_finalize_async_save", timed(Phase.SAVE, _saves_meanwhile)),
     Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", timed(Phase.EVALUATION)),
     Seam(f"{_BRIDGE}.train", "barrier_and_log", note_stop),
     Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", timed(Phase.EVALUATION)),

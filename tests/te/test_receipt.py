@@ -47,13 +47,12 @@ def test_the_plan_of_a_run_with_scopes(tmp_path: Path, text: str, kernel_fp8: st
     assert (found["kernel_fp8"], found["dispatch"], found["checkpoint_owner"]) == (kernel_fp8, dispatch, owner)
 
 
-def test_experts_in_fp8_by_name_are_not_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_fp8_by_name_are_not_bf16() -> None:
     by_op = [("routed_mlp", "triton_fp8"), ("mamba3_projection", "triton_fp8_gradient_bf16"), ("mamba3", "triton")]
     by_op += [("feed_forward", "triton_fp8")]
     modules = [SimpleNamespace(backend=SimpleNamespace(op=op, observed=name)) for op, name in by_op]
-    monkeypatch.setattr(of_run, "_modules", lambda chunks: iter(modules))
     facts = of_run.Facts()
-    of_run._precision(facts, [], CONFIG, None)
+    of_run._precision(facts, [SimpleNamespace(modules=lambda: modules)], CONFIG, None)
     assert facts.values["precision.kernel_fp8"] == (
         "experts by triton_fp8; Mamba input projections by triton_fp8_gradient_bf16; MTP feed-forward by triton_fp8"
     )

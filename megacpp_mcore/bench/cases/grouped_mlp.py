@@ -152,8 +152,7 @@ def _permuted(topk: int, fused: bool, engine: _Engine, inputs: Inputs) -> torch.
     x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
     counts = routing.sum(0).tolist()  # the host waits, as it does in stock
     row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=len(x) * topk, fused=fused)
-    y: torch.Tensor = moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
-    return y
+    return moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
 
 
 class _Engine:

@@ -245,8 +245,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
 
 def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:
     output = module(hidden_SBD, attention_mask=None)
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -274,8 +273,7 @@ def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]
 
     def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
         given = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
-        found: torch.Tensor = module(token_BS, position_BS, hidden_SBD, **given)[0]
-        return found
+        return module(token_BS, position_BS, hidden_SBD, **given)[0]
 
     return call
 

@@ -57,8 +57,7 @@ def problem(options: Options) -> Problem:
         q, k, v, g, f = weights.pop("u").split(widths, dim=-1)
         v, g = (part.unflatten(-1, (H, V)) for part in (v, g))
         how = {"eps": EPS, "norm_width": H * V, "checkpoint_every": options.shape["checkpoint_every"]}
-        output: torch.Tensor = fn(q, k, v, g, f, **weights, **how)[0]
-        return output
+        return fn(q, k, v, g, f, **weights, **how)[0]
 
     if reason := lacking(options.device, XMA_MODULE, "xma"):
         peer = Variant.missing(XMA, reason)

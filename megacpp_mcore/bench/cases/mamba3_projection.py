@@ -123,8 +123,7 @@ def _ours(options: Options, wide: int) -> Iterator[Variant]:
     """Yield our backends; in FP8 with the weight quantised in each call, or kept, also as graphs, which quantise it."""
 
     def run(fn: Any, inputs: Inputs, main_grads: Any = (None,)) -> tuple[torch.Tensor, ...]:
-        outputs: tuple[torch.Tensor, ...] = fn(*inputs.leaves.values(), *main_grads, wide)
-        return outputs
+        return fn(*inputs.leaves.values(), *main_grads, wide)
 
     D = options.shape["hidden"]
     for found in Variant.candidates("mamba3_projection", options, run, hidden=D, outputs=wide):

@@ -35,7 +35,8 @@ PLAIN = "plain PyTorch"
 def problem(options: Options) -> Problem:
     """Compare every implementation on one set of queries, keys and values."""
     engine = with_engine(options.device)
-    stock, seam = f"stock {'Transformer Engine' if engine else 'local'}", partial(_seam, _stock_core(options, engine))
+    stock = f"stock {'Transformer Engine' if engine else 'local'}"
+    seam = partial(_seam, _stock_core(options, engine), None)
     patch = Variant.of(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH))
     return _problem(options, 1, [Variant.of(stock, PEER, seam), patch])
 
@@ -50,7 +51,7 @@ def packed_problem(options: Options) -> Problem:
     if S % documents:
         raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
     engine = with_engine(options.device)
-    seam = partial(_packed_seam, _stock_core(options, engine), S // documents)
+    seam = partial(_seam, _stock_core(options, engine), S // documents)
     stock, patch = "stock Transformer Engine", f"patch {PATCH}"
     if B > 1:
         beside = [Variant.missing(stock, NO_BATCH), Variant.missing(patch, NO_BATCH, OURS)]
@@ -72,8 +73,7 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
     )
 
     def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
-        return output
+        return fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Norms for errors; in the gradient of a document's first queries everything cancels: they use the terms' norm."""
@@ -117,26 +117,21 @@ def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
     return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
 
 
-def _packed_seam(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:
+def _seam(attention: Any, length: int | None, inputs: Inputs) -> torch.Tensor:
+    """Attend in documents of ``length`` tokens, packed; None: in whole rows."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-    q, k, v = (leaf.squeeze(1) for leaf in inputs.leaves.values())
-    cu_seqlens = torch.arange(0, len(q) + 1, length, device=q.device, dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length
-    )
+    tensors, packed = list(inputs.leaves.values()), None
+    if length is not None:
+        tensors = [leaf.squeeze(1) for leaf in tensors]
+        ends = torch.arange(0, len(tensors[0]) + 1, length, device=tensors[0].device, dtype=torch.int32)
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
+        )
     run: Any = MultiLatentAttention._run_core_attention
-    output: torch.Tensor = run(attention, q, k, v, None, packed_seq_params=packed)
+    output: torch.Tensor = run(attention, *tensors, None, packed_seq_params=packed)
     return output.reshape(inputs.cotangents["o"].shape)
-
-
-def _seam(attention: Any, inputs: Inputs) -> torch.Tensor:
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
-    run: Any = MultiLatentAttention._run_core_attention
-    output: torch.Tensor = run(attention, *inputs.leaves.values(), None)
-    return output.view(inputs.cotangents["o"].shape)
 
 
 def _stock_core(options: Options, engine: bool) -> Any:

@@ -36,8 +36,7 @@ def problem(options: Options) -> Problem:
         """Probabilities with the losses added to each of them, so that one output depends on everything."""
         routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
         losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
-        output: torch.Tensor = routed.probs_TE + LOSS * losses
-        return output
+        return routed.probs_TE + LOSS * losses
 
     moved = S * B * E * (4 + 4 + 1)
     return Problem(

@@ -61,8 +61,7 @@ def problem(options: Options) -> Problem:
     how = {"softmax_scale": K**-0.5, "value_dim": V}
 
     def run(fn: Any, inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
-        return output
+        return fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Norms for errors; the gradient of the first queries, which select all that they see, cancels, as in ``mla``."""
@@ -101,10 +100,7 @@ def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Ten
     ends = torch.arange(1, len(q) + 1, device=q.device)
     run: Any = dsa._unfused_absorbed_dsa_fn
     index = inputs.fixed["stock's index"]
-    output: torch.Tensor = run(
-        q, kv.unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends
-    )
-    return output
+    return run(q, kv.unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends)
 
 
 def _tilelang(options: Options, K: int, V: int) -> Variant:

@@ -51,9 +51,7 @@ class Ranges(threading.local):
 
     def close(self, label: str) -> None:
         """Close the innermost range ``label`` and everything inside it; does nothing if there is none."""
-        if not any(name == label for name, _ in self.open_now):
-            return
-        while True:
+        while any(name == label for name, _ in self.open_now):
             name, record = self.open_now.pop()
             record.__exit__(None, None, None)
             if name == label:

@@ -26,7 +26,6 @@ from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.families import EXPERTS, FAMILIES, MAMBA
-from megacpp_mcore.model.families.base import Family
 from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe import card as cards
@@ -233,7 +232,8 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         mixers = [one for one in FAMILIES.values() if one.is_mixer and one.fp8 in settings.fp8.on]
         if any(one.recompute in settings.recompute.on for one in mixers):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
-    backends = [one.backend for one in _modules(chunks) if getattr(one, "backend", None) is not None]
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    backends = [one.backend for one in modules if getattr(one, "backend", None) is not None]
     called = {(one.op, one.observed) for one in backends}
     # A backend by name runs wherever the op does: in other stages of a pipeline, too.
     called |= set(settings.backends.items()) if settings is not None else set()
@@ -244,7 +244,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
         facts.put("precision.fp8_layers", None, "Megatron's own FP8 wraps every layer")
         return
-    experts = [one for one in _modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")]
+    experts = [one for one in modules if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")]
     facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
 
 
@@ -324,8 +324,8 @@ def _flops(
     of_mtp = {"dense_ffn": f"{_IN_FP8['feed_forward']} by {_BY_TRITON}" in kernels, "mtp_projection": "mtp" in fp8.on}
     numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
     in_fp8: dict[str, Any] = {
-        "experts": _numbers(model, EXPERTS) if f"experts by {_BY_TRITON}" in kernels else (),
-        "projected": _numbers(model, MAMBA) if any(inputs in name for name in kernels) else (),
+        "experts": model.layer_numbers(EXPERTS.letter) if f"experts by {_BY_TRITON}" in kernels else (),
+        "projected": model.layer_numbers(MAMBA.letter) if any(inputs in name for name in kernels) else (),
         "gradient": f"{inputs} by {_BY_TRITON}" in kernels,
         "predicted": [name for name, is_fp8 in of_mtp.items() if is_fp8],
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
@@ -401,15 +401,6 @@ def owner(module: Any) -> str:
     return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
 
 
-def _numbers(model: Model, family: Family) -> list[int]:
-    return [number for number, letter in enumerate(model.layers, 1) if letter == family.letter]
-
-
-def _modules(chunks: Sequence[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        yield from chunk.modules()
-
-
 def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
     """Yield every module of a layer or MTP block with the layer's number (None: MTP) and the last part of its name."""
     for core in map(bare, chunks):
@@ -440,10 +431,8 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     for number, name, module in _layers(chunks):
         follows = getattr(module, "follows_transformer_impl", True)
         is_ours = any(made.observed != STOCK for made in _answers(module))
-        # In the place of a missing linear layer or norm, Megatron puts an IdentityOp.
-        computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and type(
-            module
-        ).__name__ != "IdentityOp"
+        is_missing = type(module).__name__ == "IdentityOp"  # by Megatron in its place
+        computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and not is_missing
         if not is_ours and (computes or (name == "experts" and follows)):
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
             config = getattr(module, "config", None) or bare(chunks[0]).config

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 done = subprocess.run(program, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
             if done.returncode:
                 sys.exit(f"{start}: {command[0]} ended with status {done.returncode}; see {sink.name}")
-        last = recorded(events.read_any(run))[-1]
+        last = recorded(events.read(run))[-1]
         ends = [place for place, span in enumerate(last.spans) if span.step is not None][:2]
         spent = {
             f"{name}_s": sum(span.total(phases) for span in last.spans[: ends[1] + 1])

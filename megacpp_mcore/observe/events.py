@@ -329,7 +329,11 @@ class Start:
 
 
 def read(
-    run: str | os.PathLike[str], summarise: Callable[[int, Sequence[Start]], object] | None = None
+    run: str | os.PathLike[str],
+    summarise: Callable[[int, Sequence[Start]], object] | None = None,
+    *,
+    rank: int | None = None,
+    may_be_empty: bool = False,
 ) -> dict[int, list[Start]]:
     """Return the starts of every rank that left a file in the run's folder, by rank and in their order.
 
@@ -337,23 +341,12 @@ def read(
         run: the run's folder.
         summarise: called with each rank and its starts as they are read. Then the starts that are returned have no spans, and
             share equal facts: a long run of many ranks does not fit into memory otherwise.
+        rank: the only one that is read; None: every one.
+        may_be_empty: whether a folder in which nothing was recorded yet is no error.
 
     Raises:
         DataError: there is none, or a line is not what a run writes.
     """
-    if not (found := read_any(run, summarise=summarise)):
-        raise DataError(
-            f"{run} holds no whole line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
-        )
-    return found
-
-
-def read_any(
-    run: str | os.PathLike[str],
-    rank: int | None = None,
-    summarise: Callable[[int, Sequence[Start]], object] | None = None,
-) -> dict[int, list[Start]]:
-    """Read as :func:`read` does, but empty where nothing was recorded yet; with ``rank``, of that rank alone."""
     found: dict[int, list[Start]] = {}
     shared: dict[str, Any] = {}
     for one, files_of_rank in itertools.groupby(sorted(_files(Path(run)), key=itemgetter(1)), key=itemgetter(1)):
@@ -367,6 +360,10 @@ def read_any(
             for start in starts:
                 start.spans = []
                 start.facts = {key: shared.setdefault(json.dumps(fact), fact) for key, fact in start.facts.items()}
+    if not found and not may_be_empty:
+        raise DataError(
+            f"{run} holds no whole line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
+        )
     return found
 
 

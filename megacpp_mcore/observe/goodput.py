@@ -95,7 +95,7 @@ class Recorder(Listener):
             DataError: the file of an earlier start is damaged.
         """
         if self._before is None:
-            starts = events.read_any(self.log.run, self.log.rank).get(self.log.rank, [])
+            starts = events.read(self.log.run, rank=self.log.rank, may_be_empty=True).get(self.log.rank, [])
             earlier = [start for start in starts if start.number < self.log.number]
             this = Start(self.log.number, self.log.rank, self.log.world_size, self.log.began_ns, resumed_at=resumed_at)
             self._before = of_rank([*earlier, this]), _goes_on(earlier)

@@ -69,7 +69,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     name = whole.parent.name if place.is_file() else whole.name
     name = f"{whole.parent.name}/{name}" if whole.name == "observe" else name
     spent: dict[int, Goodput] = {}
-    ranks = events.read_any(place, summarise=lambda rank, starts: spent.update({rank: goodput.of_rank(starts)}))
+    ranks = events.read(place, lambda rank, starts: spent.update({rank: goodput.of_rank(starts)}), may_be_empty=True)
     return Run(name, place, receipts.read(place), ranks, spent)
 
 
@@ -135,7 +135,7 @@ class Run:
         if not self.spent:
             return None, []
         slowest, _ = self.slowest_first[0]
-        starts = events.read_any(self.place, slowest)[slowest]
+        starts = events.read(self.place, rank=slowest)[slowest]
         began, ended = starts[0].began_ns, max(one.ended_ns for one in starts)
         wall_s = (ended - began) / 1e9
         seconds, unit = (1, "s") if wall_s < 180 else (60, "min") if wall_s < 3 * 3600 else (3600, "h")

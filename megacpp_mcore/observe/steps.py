@@ -26,7 +26,7 @@ def read_steps(run: str | os.PathLike[str]) -> list[Step]:
     """
     if not Path(run).is_dir():
         raise DataError(f"{run} is no folder; expected that of a run that was observed")
-    return [step for start in recorded(events.read_any(run)) for step in start.steps]
+    return [step for start in recorded(events.read(run, may_be_empty=True)) for step in start.steps]
 
 
 def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[Start]:

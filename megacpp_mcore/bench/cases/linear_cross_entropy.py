@@ -54,7 +54,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=variants,
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
+        check=AgainstTruth(in_double(_called(_dense), inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
 
 
@@ -67,8 +67,8 @@ def _called(fn: Callable[..., torch.Tensor]) -> Call:
     return lambda inputs: fn(inputs.leaves["hidden"], inputs.leaves["weight"], inputs.fixed["label"])
 
 
-def _dense(inputs: Inputs) -> torch.Tensor:
-    return cross_entropy(inputs.leaves["hidden"] @ inputs.leaves["weight"].t(), inputs.fixed["label"], reduction="none")
+def _dense(hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    return cross_entropy(hidden @ weight.t(), label, reduction=reduction)
 
 
 def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
@@ -129,8 +129,9 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
         return [loss.detach(), *torch.autograd.grad(loss, wanted)]
 
     sizes = {name: options.shape[name] for name in ("hidden", "vocab")}
-    truth = dict(zip(inputs.names, mean(_dense_mean, inputs.in_double()), strict=True))
-    plain = zip(mean(_dense_mean, inputs), truth.items(), strict=True)
+    dense = partial(mean, partial(_dense, reduction="mean"))
+    truth = dict(zip(inputs.names, dense(inputs.in_double()), strict=True))
+    plain = zip(dense(inputs), truth.items(), strict=True)
     limit = max(LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
     for candidate in linear_cross_entropy_candidates():
         name, side = f"{candidate.name}, mean", OURS if candidate.name == "chunked" else PEER
@@ -138,7 +139,3 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
             yield Variant.missing(name, reason, side)
         else:
             yield Variant(name=name, side=side, runs={BOTH: partial(mean, candidate.load())}, truth=truth, limit=limit)
-
-
-def _dense_mean(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(hidden_NH @ weight_VH.t(), label_N)

@@ -96,30 +96,18 @@ def _peer(options: Options, inputs: Inputs) -> Variant:
         H * P // 2, expand=2, d_state=N, headdim=P, ngroups=G, chunk_size=options.shape["chunk"], is_mimo=R > 1, mimo_rank=R,
         device=options.device, dtype=getattr(torch, options.dtype),
     )  # fmt: skip
-    module.in_proj, module.out_proj = torch.nn.Identity(), _HeadNorm(inputs.leaves["out_norm_weight"], P)
+    module.in_proj = module.out_proj = torch.nn.Identity()
+    norm_weight = inputs.leaves["out_norm_weight"].detach().clone().requires_grad_()
     weights = {leaf: module.get_parameter(theirs) for leaf, theirs in THEIRS.items() if leaf in inputs.leaves}
     with torch.no_grad():
         for leaf, weight in weights.items():
             weight.copy_(inputs.leaves[leaf].view(weight.shape))
 
     def call(inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = module(inputs.leaves["u"])
-        return output.view(inputs.cotangents["y"].shape)
+        by_head = module(inputs.leaves["u"]).view(inputs.cotangents["y"].shape)
+        return torch.nn.functional.rms_norm(by_head, (P,), eps=EPS) * norm_weight.view(H, P)  # as ours norms its output
 
     def leaves(inputs: Inputs) -> Tensors:
-        return [inputs.leaves["u"], *weights.values(), module.out_proj.weight]
+        return [inputs.leaves["u"], *weights.values(), norm_weight]
 
     return Variant.of(name, PEER, call, leaves=leaves, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)
-
-
-class _HeadNorm(torch.nn.Module):
-    """The RMSNorm of each head that our Mamba-3 applies to its output: ``[…, H·P] -> […, H·P]``."""
-
-    def __init__(self, weight: torch.Tensor, head_dim: int) -> None:
-        super().__init__()
-        self.weight, self.head_dim = torch.nn.Parameter(weight.detach().clone()), head_dim
-
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        """Norm and scale ``y``."""
-        by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=EPS)
-        return by_head.flatten(-2) * self.weight

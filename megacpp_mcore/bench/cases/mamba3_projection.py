@@ -140,15 +140,10 @@ def _ours(options: Options, wide: int) -> Iterator[Variant]:
             kept = dataclasses.replace(kept, name=f"{found.name}, weights kept quantised")
         yield kept
         if found.name == FP8:
+            from megacpp_mcore.ops.mamba3_projection import triton
+
             for direction, fast in (("forward", False), ("backward", True)):
                 how = f"{'fast' if fast else 'exact'} sums {direction}"
-                yield dataclasses.replace(kept, name=f"{kept.name}, {how}", around=partial(_summed, {direction: fast}))
+                around = partial(mock.patch.dict, triton.FAST, {direction: fast})
+                yield dataclasses.replace(kept, name=f"{kept.name}, {how}", around=around)
         yield kept.into_main_grad("weight")
-
-
-@contextlib.contextmanager
-def _summed(fast: dict[str, bool]) -> Iterator[None]:
-    from megacpp_mcore.ops.mamba3_projection import triton
-
-    with mock.patch.dict(triton.FAST, fast):
-        yield

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -68,7 +69,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     slowest, *_ = goodput.slowest_first({rank: spent[rank] for rank in ranks})
     window = together([windows[one.rank, one.number] for one in processes])
     number = next(one.number for one in processes if one.rank == window.rank)
-    again = next(one for one in events.read_any(run, window.rank)[window.rank] if one.number == number)
+    again = next(one for one in events.read(run, rank=window.rank)[window.rank] if one.number == number)
     window = dataclasses.replace(window, seconds=measure(again, WARM_UP_STEPS, profiled).seconds)
     how, after = _ending(processes), _ending(later[-1]) if later else FINISHED
     status = RUNNING if how is None or (how in IN_ORDER and after is None) else how
@@ -203,13 +204,9 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     found.put("throughput.tokens_per_s_mean", mean, "no step was recorded")
 
 
-def _by_name(merge: Callable[[list[Any]], Any]) -> Callable[[Any], dict[str, Any] | None]:
-    def merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        return {
-            name: merge([one[name] for one in ranks if name in one]) for name in sorted({*chain.from_iterable(ranks)})
-        }
-
-    return merged
+def _by_name(merge: Callable[[list[Any]], Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = sorted({*chain.from_iterable(ranks)})
+    return {name: merge([one[name] for one in ranks if name in one]) for name in names}
 
 
 _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
@@ -218,8 +215,8 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "memory.reserved_peak_bytes": max,
     "precision.fp8_layers": lambda ranks: sorted({layer for layers in ranks for layer in layers}),
     "precision.dequantised": sum,
-    "indexer.overlap": lambda ranks: _by_name(fmean)(ranks) or None,
-    **dict.fromkeys(("precision.fp8_scopes", "cache.files", "cache.added"), _by_name(sum)),
+    "indexer.overlap": lambda ranks: _by_name(fmean, ranks) or None,
+    **dict.fromkeys(("precision.fp8_scopes", "cache.files", "cache.added"), partial(_by_name, sum)),
     **dict.fromkeys(("card.matmul_tflops_per_s", "card.copy_bytes_per_s", "card.sm_clock_mhz"), min),
 }
 """How the values of all ranks become one; the other fields are rank 0's."""

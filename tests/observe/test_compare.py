@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import REFUSED
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, NOISE_IN_GRAPHS, compare
-from tests.observe.test_receipts import report
 
 Changes = dict[str, Any]
 SAME_SPEED = "no difference in tokens/s that can be told from noise (1.00x; floor 7 %)"
@@ -302,22 +302,22 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     for name, changes in (("a", {}), ("b", {**FP8, **MEASURED, "throughput__tokens_per_s": 1310.0})):
         (tmp_path / name).write_text(json.dumps(receipt(**changes)))
     files = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert report("compare", *files) == REFUSED
+    assert cli.main(["report", "compare", *files]) == REFUSED
     said = capsys.readouterr().out
     assert "≠ precision: A has kernel_fp8 none, B has kernel_fp8 experts" in said
     assert "no claim:" in said
-    assert report("compare", *files, "--varies", "precision") == 0
+    assert cli.main(["report", "compare", *files, "--varies", "precision"]) == 0
     assert capsys.readouterr().out.splitlines()[-4:] == [
         "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision",
         f"  step times: A {STEPS}; B {STEPS}; floor 7 %, the run-to-run spread",
         "  A: dominant share not known",
         "  B: mamba is 41.3 % of the time; card by itself 705 TFLOP/s, copies 4.02 TB/s",
     ]
-    assert report("compare", *files, "--varies", "precision", "--json") == 0
+    assert cli.main(["report", "compare", *files, "--varies", "precision", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["varies"], printed["tokens_per_s_ratio"]) == ("precision", 1.31)
     assert (printed["noise_floor"], printed["told_from_noise"]) == (NOISE, True)
     assert {line["key"]: line["same"] for line in printed["lines"]} == {key: key != "precision" for key in KEYS}
     (tmp_path / "b").write_text("{}")
-    with pytest.raises(DataError, match=r"schema is None .*; expected 3"):
-        report("compare", *files)
+    assert cli.main(["report", "compare", *files]) == cli.USER_ERROR
+    assert re.search("schema is None .*; expected 3", capsys.readouterr().err)

@@ -11,6 +11,14 @@ from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from tests.observe.recorded import a_step
 
 
+def watched(interval: int = 1, shared: dict[int, int] | None = None) -> tuple[IndexOverlap, IndexCache]:
+    """A cache that is sampled in every ``interval``-th step, one of which has begun."""
+    listener, cache = IndexOverlap(interval), IndexCache(shared or {})
+    listener.watch(cache)
+    listener.on_step_begin(interval)
+    return listener, cache
+
+
 def test_the_overlap_of_two_selections() -> None:
     one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
     assert overlap(one, one) == 1
@@ -19,8 +27,7 @@ def test_the_overlap_of_two_selections() -> None:
 
 
 def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
-    listener, cache = IndexOverlap(interval=2), IndexCache({})
-    listener.watch(cache)
+    listener, cache = watched(2)
     keys = torch.arange(2 * SAMPLED).view(1, -1, 1)
     for number in (1, 2):
         listener.on_step_begin(number)
@@ -36,9 +43,7 @@ def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
 
 def test_a_rank_s_queries_select_keys_of_all_ranks() -> None:
     """Context parallelism: a rank has a part of the queries, and indices count every rank's keys."""
-    listener, cache = IndexOverlap(interval=1), IndexCache({})
-    listener.watch(cache)
-    listener.on_step_begin(1)
+    listener, cache = watched()
     queries = 2 * SAMPLED
     keys = torch.arange(queries, dtype=torch.int32).view(1, -1, 1) + torch.tensor([0, 7 * queries], dtype=torch.int32)
     cache.publish(5, Selection(keys))
@@ -49,9 +54,7 @@ def test_a_rank_s_queries_select_keys_of_all_ranks() -> None:
 
 
 def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
-    listener, cache = IndexOverlap(interval=1), IndexCache({})
-    listener.watch(cache)
-    listener.on_step_begin(1)
+    listener, cache = watched()
     queries, selected = 4 * SAMPLED + 3, 4
     cache.publish(5, Selection(torch.arange(queries).view(1, -1, 1).expand(2, -1, selected)))
     rows_BRN = listener._rows[5]
@@ -64,8 +67,7 @@ def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
 
 def test_what_a_graph_writes_is_compared_in_every_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay calls nothing here: it writes where it wrote when it was captured."""
-    listener, cache = IndexOverlap(interval=2), IndexCache({})
-    listener.watch(cache)
+    listener, cache = watched(2)
     monkeypatch.setattr(indices, "is_capturing", lambda: True)
     keys = torch.arange(2 * SAMPLED).view(1, -1, 1)
     for layer in (5, 9):
@@ -82,9 +84,7 @@ def test_what_a_graph_writes_is_compared_in_every_sampled_step(monkeypatch: pyte
 
 
 def test_rows_without_a_choice_are_not_compared() -> None:
-    listener, cache = IndexOverlap(interval=1), IndexCache({})
-    listener.watch(cache)
-    listener.on_step_begin(1)
+    listener, cache = watched()
     for layer in (5, 9):
         cache.publish(layer, Selection(torch.zeros(1, 4, 4, dtype=torch.long)))
     listener.on_step(a_step(1))
@@ -92,9 +92,7 @@ def test_rows_without_a_choice_are_not_compared() -> None:
 
 
 def test_an_error_ends_the_sampling_and_no_forward_pass() -> None:
-    listener, cache = IndexOverlap(interval=1), IndexCache({6: 5})
-    listener.watch(cache)
-    listener.on_step_begin(1)
+    listener, cache = watched(shared={6: 5})
     published = Selection(torch.arange(8).view(1, 8))  # a dimension too few
     cache.publish(5, published)
     assert cache.read(6) is published

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.commands import cli
 from megacpp_mcore.model import Layout, flops
 from megacpp_mcore.observe import events, goodput, live, page, receipts
 from megacpp_mcore.observe.events import Step
@@ -22,7 +23,6 @@ from megacpp_mcore.observe.steps import read_steps
 from tests import forks, tiny_run
 from tests.observe.real_run import start
 from tests.observe.test_page import check_self_contained
-from tests.observe.test_receipts import report
 from tests.tiny_run import TOKENS, make_data, model
 
 pytestmark = pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixtur
 
     _check_routing(found)
     _check_live_objects(found)
-    assert report("show", str(run)) == 0
+    assert cli.main(["report", "show", str(run)]) == 0
     assert "mamba3 auto → reference" in capsys.readouterr().out
 
 
@@ -233,7 +233,7 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     evidence = fall_back(found)
     assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
     assert {"backends", "disqualifiers"} <= check_self_contained(page.html(tmp_path)).parts()
-    assert report("show", str(tmp_path)) == 0
+    assert cli.main(["report", "show", str(tmp_path)]) == 0
     assert "fall-back: op mamba3" in capsys.readouterr().out
     refusals = claims.compare(found, found, declared=["fall-back"]).refusals
     assert "A has not finished: its status is ArithmeticError" in refusals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
@@ -25,13 +23,6 @@ from megacpp_mcore.observe.receipts import fields as receipt_fields
 from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, together, tokens_of
 from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
 from tests.tiny_run import ROOT
-
-
-def report(*words: str) -> int:
-    """The command's own parser and run, as the command line calls them."""
-    parser = argparse.ArgumentParser()
-    report_command.add_parser(parser.add_subparsers(dest="command"))
-    return report_command.run(parser.parse_args(["report", *words]))
 
 
 def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -245,10 +245,9 @@ def _check_kinds(line: Mapping[str, Any]) -> None:
     for key, value in line.items():
         if (kinds := _KINDS.get(key)) is not None and type(value) not in kinds:
             raise ValueError(f"{key} is {value!r:.80}")
-        if (inner := _INNER.get(key)) is not None:
-            for name, each in value.items():
-                if type(each) not in inner:
-                    raise ValueError(f"{key}: {name} is {each!r:.80}")
+        for name, each in value.items() if key in _INNER else ():
+            if type(each) not in _INNER[key]:
+                raise ValueError(f"{key}: {name} is {each!r:.80}")
         if key in ("time_s", "heartbeat_s") and not math.isfinite(value):
             raise ValueError(f"{key} is {value}")
     if "metrics" in line and type(line["metrics"].get("step")) is not int:

@@ -18,7 +18,7 @@ from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.profile import FamilyRanges, Profiler
+from megacpp_mcore.observe.profile.profiler import FamilyRanges, Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.ops import builds

@@ -20,7 +20,6 @@ RECEIPTS = sorted(FOLDER.glob("*.json"))
 @pytest.mark.parametrize("path", RECEIPTS, ids=lambda path: path.stem)
 def test_a_committed_receipt_is_one_of_a_real_run(path: Path) -> None:
     receipt = receipts.read(path)
-    receipt_fields.validate(receipt)
     assert path.read_text(encoding="utf-8") == receipt_fields.dumps(receipt) + "\n"
     assert (receipt["status"], receipt["data"]["kind"]) == ("finished", "real")
     assert receipt["device"].startswith("NVIDIA H100" if "h100" in path.stem else "NVIDIA H200")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from megacpp_mcore.observe.live import Live, line, metrics_of
 from megacpp_mcore.observe.receipts.fields import Facts
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
-from tests.observe.recorded import SECOND, a_step, at, stepped, with_loss, write_start
+from tests.observe.recorded import SECOND, a_step, at, stepped, write_start
 
 FACTS: tuple[dict[str, Any], dict[str, str]] = ({}, {})
 
@@ -137,18 +136,3 @@ def test_a_logged_step_costs_less_than_a_millisecond(
         spent.append(time.perf_counter() - began)
     assert sorted(spent)[len(spent) // 4] < 1e-3  # the machine may be busy with something else
     assert loop.recorder.so_far(20_000).steps == 20_000
-
-
-def test_what_a_restart_rolled_back_is_not_shown(tmp_path: Path) -> None:
-    metrics = {
-        "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": None, "mfu": None, "mfu_reason": "", "goodput": 0.5,
-        "memory_allocated_bytes": 0, "memory_reserved_bytes": 0,
-    }  # fmt: skip
-    lines = [
-        [with_loss(stepped(number, number)), at(number, metrics=metrics | {"step": number})] for number in range(1, 6)
-    ]
-    write_start(tmp_path, 1, 0, *itertools.chain(*lines))
-    again = metrics | {"step": 3, "resumed_at": 2}
-    write_start(tmp_path, 2, 0, with_loss(stepped(9, 3, resumed_at=2)), at(9, metrics=again), began=8)
-    found = metrics_of(events.read(tmp_path))
-    assert [(one["step"], one["resumed_at"]) for one in found] == [(1, 0), (2, 0), (3, 2)]

@@ -17,8 +17,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.profile import FamilyRanges, Profiler
 from megacpp_mcore.observe.profile import ranges as profile_ranges
+from megacpp_mcore.observe.profile.profiler import FamilyRanges, Profiler
 from megacpp_mcore.observe.profile.ranges import Ranges, named
 from tests.observe.recorded import a_step
 

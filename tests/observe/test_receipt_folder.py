@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.observe import receipts, routing
+from megacpp_mcore.observe import events, receipts, routing
 from megacpp_mcore.observe.card import REASONS, Samples
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import FINISHED, Log
 from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
@@ -173,9 +174,12 @@ def test_of_starts_that_all_did_no_step_it_is_the_last(tmp_path: Path) -> None:
 def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
     """Ten steps with a loss that is no number in the eighth; the run went on from the fifth, to the seventh."""
     lost = [with_loss(stepped(one, one), float("nan") if one == 8 else 2.0) for one in range(1, 11)]
-    write_start(tmp_path, 1, 0, facts(), *lost)
+    write_start(tmp_path, 1, 0, facts(), *(line | {"metrics": {"step": line["step"], "of": 1}} for line in lost))
     again = [with_loss(stepped(20, 6, resumed_at=5), 1.5), with_loss(stepped(21, 7, resumed_at=5), 1.25)]
+    again = [line | {"metrics": {"step": line["step"], "of": 2}} for line in again]
     write_start(tmp_path, 2, 0, facts(), *again, began=19)
+    shown = [(one["step"], one["of"]) for one in metrics_of(events.read(tmp_path))]
+    assert shown == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)]
     found = receipts.read(tmp_path)
     assert (found["loss"]["last_step"], found["loss"]["last"]) == (7, 1.25)
     assert "NaN skipped" not in {one["name"] for one in found["disqualifiers"]}

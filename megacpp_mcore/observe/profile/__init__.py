@@ -1,5 +1,1 @@
-"""Where the time of a few steps goes, by block family and phase. No torch at import."""
-
-from megacpp_mcore.observe.profile.profiler import FamilyRanges, Profiler
-
-__all__ = ["FamilyRanges", "Profiler"]
+"""Where the time of a few steps goes, by block family and phase."""

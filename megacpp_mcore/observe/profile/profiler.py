@@ -167,14 +167,9 @@ class FamilyRanges(Listener):
 
 
 class _Window:
-    """The open window: hooks, profiler, and a clock of its own for compilation in it.
+    """The open window: hooks, profiler, and a clock of its own for compilation in it, whose seconds are known at its end.
 
-    Attributes:
-        first, last: its first step, and the last completed one (0: none).
-        ranges: those that are open in this process.
-        device: the GPU's name; None on a CPU.
-        profiler: torch's.
-        compiled_s: seconds of compilation in it, known once it is closed.
+    ``last`` is the last step completed in it (0: none); ``device`` is None on a CPU.
     """
 
     def __init__(self, first: int, chunks: Sequence[Any], optimizer: Any) -> None:

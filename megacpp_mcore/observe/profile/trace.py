@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 PREFIX = "megacpp::"
@@ -136,9 +137,7 @@ class Cover:
             else:
                 self._starts.append(start)
                 self._ends.append(end)
-        self._before = [0]
-        for start, end in zip(self._starts, self._ends, strict=True):
-            self._before.append(self._before[-1] + end - start)
+        self._before = [0, *accumulate(end - start for start, end in zip(self._starts, self._ends, strict=True))]
         self.total = self._before[-1]
         """Nanoseconds that are covered."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tests import forks
 
@@ -14,9 +16,9 @@ PATIENCE_S = 900
 
 
 def run(
-    python: Path, *words: str, folder: Path = ROOT, fork: bool = True, **environment: str
+    python: Path, *words: str, folder: Path = ROOT, fork: bool = True, status: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m WORDS`` in ``folder``, with ``environment`` beside the caller's.
+    """``python -m WORDS`` in ``folder``, with ``environment`` beside the caller's; it has to end with ``status``.
 
     ``fork=False``: a Python of its own, where libraries read ``environment`` as they are imported, or where the import itself
     is what is tested.
@@ -24,6 +26,14 @@ def run(
     inherited = {name: value for name, value in os.environ.items() if name != "MEGACPP_CONFIG"}
     env = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     if fork:
-        return forks.run(["-m", *words], cwd=folder, env=env, timeout=PATIENCE_S, python=str(python))
-    command = [str(python), "-W", "ignore", "-m", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        done = forks.run(["-m", *words], cwd=folder, env=env, timeout=PATIENCE_S, python=str(python))
+    else:
+        command, how = [str(python), "-W", "ignore", "-m", *words], {"capture_output": True, "text": True}
+        done = subprocess.run(command, cwd=folder, env=env, check=False, timeout=PATIENCE_S, **how)
+    assert done.returncode == status, (done.stdout + done.stderr)[-6000:]
+    return done
+
+
+def answer(python: Path, *words: str, **how: Any) -> Any:
+    """What :func:`run` prints as JSON in its last line."""
+    return json.loads(run(python, *words, **how).stdout.splitlines()[-1])

@@ -18,6 +18,7 @@ import yaml
 from megacpp_mcore.model import Layout, preset, with_overrides
 from tests import stock, tiny_run
 from tests.bridge.processes import run
+from tests.distributed.comparing import assert_same_bytes
 from tests.distributed.runs import launch
 
 pytestmark = [pytest.mark.bridge, pytest.mark.slow]
@@ -48,8 +49,7 @@ def command(bridge_python: Path, place: Path) -> Command:
 
     def call(*words: object, status: int = 0, settings: str = str(place / "config.yaml")) -> str:
         options = ("megacpp_mcore", "checkpoint", *map(str, words), "--model", "nam56r_tiny")
-        done = run(bridge_python, *options, MEGACPP_CONFIG=settings)
-        assert done.returncode == status, done.stdout + done.stderr
+        done = run(bridge_python, *options, status=status, MEGACPP_CONFIG=settings)
         return done.stdout + done.stderr
 
     return call
@@ -77,18 +77,12 @@ def megatron(place: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def found(bridge_python: Path, place: Path, exported: Path) -> dict[str, Any]:
     """What from_pretrained.py finds."""
-    words = [
-        str(bridge_python),
-        str(HERE / "from_pretrained.py"),
-        str(exported),
-        str(place / "megatron.pt"),
-        str(place / "hf.pt"),
-    ]
-    return loaded(words, place)
+    return loaded(bridge_python, exported, place / "megatron.pt", place)
 
 
-def loaded(words: list[str], place: Path) -> dict[str, Any]:
-    """What the script finds, whose last word is the file for it."""
+def loaded(python: Path, exported: Path, tokens: Path, place: Path) -> dict[str, Any]:
+    """What the script finds in an export, in a folder."""
+    words = [str(one) for one in (python, HERE / "from_pretrained.py", exported, tokens, place / "hf.pt")]
     elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
     done = subprocess.run(
         words, cwd=place, env=elsewhere | {"HF_HOME": str(place)}, capture_output=True, text=True, check=False
@@ -110,21 +104,20 @@ def test_windows_and_yarn(bridge_python: Path, place: Path, tmp_path: Path) -> N
     words = stock.words(model, "--load", str(tmp_path / "saved"), "--tokens", str(tokens), **common)
     tiny_run.start((*LAUNCH, str(HERE / "megatron_logits.py")), words, tmp_path).finish()
     options = ("megacpp_mcore", "checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "exported"))
-    done = run(bridge_python, *options, "--model", model.name, MEGACPP_CONFIG=str(tmp_path / "config.yaml"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    script = [str(one) for one in (bridge_python, HERE / "from_pretrained.py", tmp_path / "exported", tokens)]
-    found, expected = loaded([*script, str(tmp_path / "hf.pt")], tmp_path), torch.load(tokens)
-    vocabulary = found["logits"].shape[-1]
-    torch.testing.assert_close(found["logits"], expected["logits"][..., :vocabulary], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found["ahead"][:, :-2], expected["ahead"][:, :-2, :vocabulary], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found["cached"], found["logits"], rtol=0, atol=1e-5)
+    run(bridge_python, *options, "--model", model.name, MEGACPP_CONFIG=str(tmp_path / "config.yaml"))
+    check_logits(loaded(bridge_python, tmp_path / "exported", tokens, tmp_path), torch.load(tokens))
 
 
-def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:
+def check_logits(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:
     vocabulary = found["logits"].shape[-1]
     torch.testing.assert_close(found["logits"], megatron["logits"][..., :vocabulary], rtol=0, atol=1e-5)
     # The last token that multi-token prediction knows is another there.
     torch.testing.assert_close(found["ahead"][:, :-2], megatron["ahead"][:, :-2, :vocabulary], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["cached"], found["logits"], rtol=0, atol=1e-5)
+
+
+def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:
+    check_logits(found, megatron)
     assert found["text"] == "ümläut(\n"
 
 
@@ -136,10 +129,8 @@ def test_bf16_rounds_as_megatrons_does(found: dict[str, Any], place: Path) -> No
     assert stock / 1.5 < ours < 1.5 * stock, (ours, stock)
 
 
-def test_caches_and_padding_change_nothing(found: dict[str, Any]) -> None:
-    logits = found["logits"]
-    torch.testing.assert_close(found["cached"], logits, rtol=0, atol=1e-5)
-    padding = 7
+def test_padding_and_recompute_change_nothing(found: dict[str, Any]) -> None:
+    logits, padding = found["logits"], 7
     torch.testing.assert_close(found["padded"][0, padding:], logits[0, :-padding], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["padded"][1], logits[0], rtol=0, atol=1e-5)
     assert torch.equal(found["by two"][1], found["generated"][0])
@@ -204,13 +195,10 @@ def test_import_is_the_inverse(
 ) -> None:
     command("import", exported, place / "imported")
     command("export", place / "imported", place / "again", "--shard-bytes", "1000000")
-    one, two = (stored(folder) for folder in (exported, place / "again"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(value, two[name]) and value.dtype == two[name].dtype for name, value in one.items())
+    assert_same_bytes(stored(exported), stored(place / "again"))
     assert len(list((place / "again").glob("model-*.safetensors"))) > 1
     command("export", place / "imported", place / "third")
-    for path in (path for path in exported.iterdir() if path.name not in ("README.md", "receipt.json")):
-        assert path.read_bytes() == (place / "third" / path.name).read_bytes(), path.name
+    check_files(exported, place / "third")
     loaded = megatrons(place, place / "imported", "--finetune")
     vocabulary = slice(tiny_run.model().vocab_size)  # rows that pad it are zeros now
     assert torch.equal(loaded["logits"][..., vocabulary], megatron["logits"][..., vocabulary])
@@ -229,8 +217,12 @@ def test_the_layout_does_not_show(
     status, said = launch(["--", *words], place / "config.yaml", 2)
     assert status == 0, said[-3000:]
     command("export", tmp_path / "saved" / "torch_dist", tmp_path / "exported")
+    check_files(exported, tmp_path / "exported")
+
+
+def check_files(exported: Path, other: Path) -> None:
     for path in (path for path in exported.iterdir() if path.name not in ("README.md", "receipt.json")):
-        assert path.read_bytes() == (tmp_path / "exported" / path.name).read_bytes(), path.name
+        assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -253,9 +245,8 @@ def test_what_save_pretrained_wrote_is_imported(
 ) -> None:
     command("import", f"{exported}_saved", place / "from_saved")
     command("export", place / "from_saved", place / "saved_again")
-    one, two = stored(exported), stored(place / "saved_again")
-    assert found["parameters"] == sum(value.numel() for value in one.values())
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert found["parameters"] == sum(value.numel() for value in stored(exported).values())
+    assert_same_bytes(stored(exported), stored(place / "saved_again"))
 
 
 AutoBridge = Callable[..., None]
@@ -268,8 +259,7 @@ def auto_bridge(bridge_python: Path, place: Path, tmp_path: Path) -> AutoBridge:
     def call(*words: Path, starter: tuple[str, ...] = (), **environment: str) -> None:
         environment |= {"HF_HOME": str(tmp_path / "cache"), "MEGACPP_CONFIG": str(place / "config.yaml")}
         words = (*starter, "tests.bridge.auto_bridge", *map(str, words))
-        done = run(bridge_python, *words, fork=False, **environment)  # transformers reads HF_HOME as it is imported
-        assert done.returncode == 0, done.stderr[-3000:]
+        run(bridge_python, *words, fork=False, **environment)  # transformers reads HF_HOME as it is imported
 
     return call
 
@@ -279,11 +269,8 @@ def test_bridge_takes_it_to_a_checkpoint_and_back(
 ) -> None:
     auto_bridge(exported, tmp_path / "back", tmp_path / "checkpoint")
     command("export", tmp_path / "checkpoint", tmp_path / "ours")
-    expected = stored(exported)
     for folder in (tmp_path / "back", tmp_path / "ours"):
-        found = stored(folder)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+        assert_same_bytes(stored(exported), stored(folder))
     command("import", tmp_path / "back", tmp_path / "imported")
     assert (tmp_path / "back" / "modeling_nam56r.py").read_bytes() == (exported / "modeling_nam56r.py").read_bytes()
 
@@ -294,9 +281,7 @@ def test_bridge_takes_it_through_two_processes(
 ) -> None:
     starter = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
     auto_bridge(exported, tmp_path / "back", starter=starter, SPLIT=split)
-    expected, found = stored(exported), stored(tmp_path / "back")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert_same_bytes(stored(exported), stored(tmp_path / "back"))
 
 
 @pytest.fixture

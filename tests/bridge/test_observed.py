@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.steps import read_steps
-from tests.bridge.processes import ROOT, TINY, run
+from tests.bridge.processes import ROOT, TINY, answer
 
 STEPS, SAVED, WITHIN_S = 4, 2, 1.0
 
@@ -81,9 +80,7 @@ def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, 
 
 def test_what_cannot_be_recorded(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
     """Each is a sentence and status 2, and leaves nothing replaced; so does a function of Bridge's loop that is gone."""
-    done = run(bridge_python, "tests.bridge.unobserved", corpus, str(tmp_path), folder=tmp_path)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    refused, gone = json.loads(done.stdout.splitlines()[-1])
+    refused, gone = answer(bridge_python, "tests.bridge.unobserved", corpus, str(tmp_path), folder=tmp_path)
     for (status, error), says in zip(
         refused,
         (

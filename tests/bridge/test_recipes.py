@@ -11,7 +11,7 @@ import pytest
 from megacpp_mcore.model import flops
 from megacpp_mcore.model.recipes import RECIPES
 from tests.bridge import factories
-from tests.bridge.processes import TINY, run
+from tests.bridge.processes import TINY, answer, run
 
 # What Bridge and stock say differently, and NAM56R's training does not depend on: model, optimizer, DDP.
 HARMLESS = {
@@ -30,9 +30,7 @@ HARMLESS_UNUSED = {"fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_e
 
 @pytest.mark.parametrize("name", [f"{TINY}_muon", "nam56r_quarter_pretrain_1gpu_h200_bf16"])
 def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python: Path, name: str) -> None:
-    done = run(bridge_python, "tests.bridge.fields", name)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer(bridge_python, "tests.bridge.fields", name)
     assert found.keys() == HARMLESS.keys()
     for section, fields in found.items():
         rest = {key: pair for key, pair in fields.items() if key not in HARMLESS[section] | HARMLESS_UNUSED}
@@ -47,10 +45,7 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
 def built(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What :mod:`tests.bridge.factories` says of every recipe, built without a network."""
     folder = tmp_path_factory.mktemp("factories")
-    done = run(bridge_python, "tests.bridge.factories", str(folder), fork=False, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return answer(bridge_python, "tests.bridge.factories", str(folder), fork=False, HF_HUB_OFFLINE="1")
 
 
 def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> None:
@@ -125,9 +120,7 @@ REFUSED = [
 def test_what_is_refused(bridge_python: Path) -> None:
     """All of them in one process, without a GPU to see: each is a sentence and status 2, and leaves nothing behind."""
     asked = [["--recipe", recipe, *overrides] for recipe, overrides, _ in REFUSED]
-    done = run(bridge_python, "tests.bridge.refusals", json.dumps(asked), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
+    answers = answer(bridge_python, "tests.bridge.refusals", json.dumps(asked), CUDA_VISIBLE_DEVICES="")
     assert len(answers) == len(REFUSED)
     for (_, _, says), (status, error, replaced) in zip(REFUSED, answers, strict=True):
         assert status == 2, error
@@ -137,9 +130,7 @@ def test_what_is_refused(bridge_python: Path) -> None:
 
 
 def test_an_optimizer_that_bridge_cannot_cut_is_whole_and_known_to_the_experts(bridge_python: Path) -> None:
-    done = run(bridge_python, "tests.bridge.optimizers")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer(bridge_python, "tests.bridge.optimizers")
     whole, cut = [False] * 5, [True] * 5
     assert found["cut"] == {"adam": cut, "sgd": cut, "lion": whole, "muon": whole, "adaptive_muon": whole}
     says = found["says"]

@@ -47,7 +47,6 @@ def files(folder: Path) -> tuple[list[Path], list[Path]]:
 def scalars(python: Path, *places: Path) -> list[Scalars]:
     """What is in ``places``."""
     done = run(python, "tests.bridge.events", *map(str, places))
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = map(json.loads, done.stdout.splitlines()[-len(places) :])
     return [{name: {int(step): one for step, one in values.items()} for name, values in of.items()} for of in found]
 
@@ -111,19 +110,8 @@ def stock(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             "--tensorboard-dir", str(folder / "events"), "--wandb-project", "project", "--wandb-exp-name", "name",
             "--wandb-save-dir", str(folder), *more,
         )  # fmt: skip
-        done = run(
-            bridge_python,
-            "megacpp_mcore",
-            "launch",
-            "--verbose",
-            "--device",
-            "cpu",
-            "--",
-            *words,
-            folder=folder,
-            **environment,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        launch = ["megacpp_mcore", "launch", "--verbose", "--device", "cpu", "--"]
+        run(bridge_python, *launch, *words, folder=folder, **environment)
     return folder
 
 
@@ -141,14 +129,13 @@ def test_both_writers_have_every_scalar_at_its_step(bridge_python: Path, stock: 
 
 
 def test_so_they_have_of_bridges_loop(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
-    done = run(
+    run(
         bridge_python, "megacpp_mcore.nemo_recipes.run", "--recipe", TINY, f"dataset.data_path={corpus}",
         "train.train_iters=3", "train.global_batch_size=2", "--observe", str(tmp_path / "run"),
         f"logger.tensorboard_dir={tmp_path}/events", "logger.wandb_project=project", "logger.wandb_exp_name=name",
         f"logger.wandb_save_dir={tmp_path}",
         folder=tmp_path, **offline(tmp_path), **settings(tmp_path, "model: nam56r_tiny\n"),
     )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     (events,), (history,) = files(tmp_path)
     start = recorded(tmp_path / "run", 0)
     by_tensorboard, by_wandb = scalars(bridge_python, events, history)

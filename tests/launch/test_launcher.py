@@ -15,9 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
+import torch
+from megatron.core.datasets import utils
 
-from megacpp_mcore import cpu
+from megacpp_mcore import cpu, patches
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read
 from megacpp_mcore.data.prepare import prepare
@@ -41,6 +44,14 @@ from tests.errors import raises
 from tests.leftovers import is_running
 
 CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
+
+
+def script_in(
+    folder: Path, code: str = "raise AssertionError('must not run')\n", name: str = "pretrain_gpt.py"
+) -> Path:
+    script = folder / name
+    script.write_text(code)
+    return script
 
 
 def plan(*command: str, environment: dict[str, str] | None = None, **options: Any) -> launch_plan.Plan:
@@ -112,8 +123,7 @@ def test_a_checkout_that_is_not_there_is_not_passed_over(tmp_path: Path, monkeyp
 
 
 def test_plan_of_a_whole_command(tmp_path: Path) -> None:
-    script = tmp_path / "pretrain_gpt.py"
-    script.touch()
+    script = script_in(tmp_path)
     chosen = plan(str(script), "--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
     assert chosen == launch_plan.Plan(
         script, ("--spec", "megacpp_mcore", "nam56r", *CPU_ARGUMENTS), ("megacpp_mcore", "nam56r"), "cpu", 1
@@ -151,8 +161,7 @@ def test_an_optimizer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("flag", ["--sft", "--mamba-state-dim=128"])
 def test_what_our_layers_would_not_read_is_refused_on_a_script_too(tmp_path: Path, flag: str) -> None:
-    script = tmp_path / "pretrain_gpt.py"
-    script.touch()
+    script = script_in(tmp_path)
     assert plan(str(script), flag, *CPU_ARGUMENTS).spec is None  # stock's own
     for first in ([str(script)], []):  # the reason, rather than that the wheel's loop does not do it
         with pytest.raises(ArgumentMismatchError, match=flag.partition("=")[0]):
@@ -242,8 +251,7 @@ def test_what_cannot_work_is_refused(command: list[str], options: dict[str, Any]
 )
 def test_packed_rows_on_inner_stages_of_a_stock_script_are_refused(words: str, tmp_path: Path) -> None:
     """Where stock ends in "'NoneType' object is not an iterator"; the wheel's loop trains so (tests/distributed)."""
-    script = tmp_path / "pretrain_gpt.py"
-    script.touch()
+    script = script_in(tmp_path)
     packed = [*words.split(), "--dataloader-inter-document-masking", *CPU_ARGUMENTS]
     with raises(LaunchError, "pretrain_gpt.py", "--dataloader-inter-document-masking", code="packed-inner-stages"):
         plan(str(script), *packed)
@@ -257,8 +265,7 @@ def test_packed_rows_on_inner_stages_of_a_stock_script_are_refused(words: str, t
 def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path, name: str) -> None:
     """It has no dataset for it, nor have those that run it; the wheel's loop has, on either host."""
     words = ["--hybrid-layer-pattern", "M", "--fim-data", *CPU_ARGUMENTS]
-    script = tmp_path / name
-    script.touch()
+    script = script_in(tmp_path, name=name)
     with raises(LaunchError, name, "--fim-data"):
         plan(str(script), *words)
     assert plan(*words).script is None
@@ -282,8 +289,6 @@ def test_a_mask_that_stock_attention_does_not_read_is_refused() -> None:
 
 @pytest.mark.parametrize("available", [True, False])
 def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(available))
     assert plan(*CPU_ARGUMENTS, device="auto").device == ("cuda" if available else "cpu")
@@ -302,8 +307,6 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(
     total_memory: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=total_memory)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
@@ -328,9 +331,6 @@ json.dump(facts, open(sys.argv[1], "w"))
 def test_a_script_runs_as_python_would_and_all_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-    from megatron.core.datasets import utils
-
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "sibling.py").write_text("VALUE = 3\n")
@@ -356,8 +356,7 @@ def test_a_script_runs_as_python_would_and_all_is_taken_back(
     [("sys.exit(3)", 3, "SystemExit"), ("sys.exit()", 0, "finished"), ("sys.exit('why')", 1, "SystemExit")],
 )
 def test_exit_status_passes_through_and_is_recorded(statement: str, status: int, how: str, tmp_path: Path) -> None:
-    script = tmp_path / "leave.py"
-    script.write_text(f"import sys\n{statement}\n")
+    script = script_in(tmp_path, f"import sys\n{statement}\n")
     recording = launcher.Recording(observe=str(tmp_path / "run"))
     assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", recording=recording) == status
     assert [start.how for start in events.read(tmp_path / "run")[0]] == [how]
@@ -378,8 +377,7 @@ def test_data_is_checked_once_per_host(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path, suffix: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise AssertionError('must not run')\n")
+    script = script_in(tmp_path)
     (tmp_path / "text.txt").write_text("some text to train on")
     (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"))
     with open(prefix + suffix, "r+b") as file:
@@ -405,8 +403,7 @@ def test_a_spec_that_is_not_allowed_or_cannot_be_imported_stops_the_run(
     """Where Megatron would log the second and train a stock GPT."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "our_specs.py").write_text("print('imported')\nimport no_such_module_at_all\n")
-    script = tmp_path / "train.py"
-    script.write_text("raise AssertionError('must not run')\n")
+    script = script_in(tmp_path)
     words = [str(script), "--spec", "our_specs.block", *CPU_ARGUMENTS]
     with raises(SpecImportError, *values, code=code):
         launcher.launch(words, device="cpu", allowed_spec_prefixes=allowed)
@@ -414,20 +411,16 @@ def test_a_spec_that_is_not_allowed_or_cannot_be_imported_stops_the_run(
 
 
 def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
-    import torch
-
-    from megacpp_mcore import patches
-
     def applied() -> list[str]:
         return [record["name"] for record in patches.status() if record["state"] != "not applied"]
 
-    script = tmp_path / "train.py"
-    script.write_text(
+    script = script_in(
+        tmp_path,
         "import torch\nfrom megacpp_mcore import patches\ntorch.distributed.init_process_group('gloo')\n"
         "assert patches.apply(['mtp-shared-block'])\n"
         "states = {record['name']: record['state'] for record in patches.status()}\n"
         "assert states['sp-norm-gradients'] == states['dataset-helpers'] == 'applied'\n"
-        "assert states['hybrid-flops'] == states['spec-import'] == 'not applied'\n"
+        "assert states['hybrid-flops'] == states['spec-import'] == 'not applied'\n",
     )
     patches.apply(["output-layer-fusion"])  # stays applied, asked for or not
     try:
@@ -447,15 +440,15 @@ def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_tha
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "my_spec.py").write_text("block = 1\n")
-    script = tmp_path / "record.py"
-    script.write_text(
+    script = script_in(
+        tmp_path,
         "import os, pathlib, sys, time\n"
         "found = [os.environ[name] for name in ('OMP_NUM_THREADS', 'WORLD_SIZE')] + ['my_spec' in sys.modules]\n"
         "here = pathlib.Path(__file__)\n"
         "here.with_name('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
         "here.with_name(os.environ['RANK']).write_text(repr(found))\n"
         "while not here.with_name('0').exists(): time.sleep(0.05)\n"
-        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(300)\n"
+        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(300)\n",
     )
     words = [str(script), "--spec", "my_spec.block", *CPU_ARGUMENTS]
     fork = partial(forks.start, output=tmp_path / "output")
@@ -472,11 +465,8 @@ def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_tha
 
 
 def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
-    import megatron.core
-
     (tmp_path / "megatron").mkdir()
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text("raise AssertionError('must not run')\n")
+    script = script_in(tmp_path)
     with raises(LaunchError, megatron.core.__file__, code="imported"):
         launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu")
 
@@ -484,10 +474,10 @@ def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> None:
-    script = tmp_path / "wait.py"
-    script.write_text(
+    script = script_in(
+        tmp_path,
         "import os, pathlib, time\n"
-        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(120)\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(120)\n",
     )
     call = f"import sys\nfrom megacpp_mcore.launch.launcher import launch\nsys.exit(launch({[str(script), *CPU_ARGUMENTS]}, "
     parent = forks.start(["-c", call + "device='cpu', nproc=2))"], tmp_path / "output")

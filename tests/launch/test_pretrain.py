@@ -14,13 +14,18 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.training.arguments import add_megatron_arguments
 
-from megacpp_mcore import cpu
+from megacpp_mcore import cpu, patches
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.launch import plan as launch_plan
+from megacpp_mcore.launch import pretrain
 from tests import forks, stock
 from tests.data import test_arguments as test_data_arguments
+from tests.distributed.comparing import assert_same_bytes
 from tests.errors import raises
 from tests.saved import tensors_in
 
@@ -90,8 +95,6 @@ def train(tmp_path: Path) -> Train:
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     """The prefix of a real indexed dataset: 64 documents in which each token tells the next."""
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
     prefix = tmp_path / "corpus"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(128))
     for start in range(64):
@@ -116,10 +119,6 @@ def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, meg
 
 @pytest.mark.parametrize("most", [4, 3])
 def test_documents_that_masks_tell_are_counted_before_the_batch_is_on_the_device(process: Path, most: int) -> None:
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
-    from megacpp_mcore.launch import pretrain
-
     tokens = torch.arange(32).remainder(9)  # an end in rows 8, 17 and 26
     mask, _, positions = _get_ltor_masks_and_position_ids(tokens, 8, True, True, False, True)
     row = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(32), "position_ids": positions}
@@ -191,13 +190,10 @@ def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path,
         last = f"iter_{ITERATIONS:07d}"
         expected, found = (tensors_in(tmp_path / name / last) for name in ("whole", "resumed"))
         assert len(expected) > 20
-        assert expected.keys() == found.keys()
-        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+        assert_same_bytes(expected, found)
 
 
 def test_refused_arguments_are_named() -> None:
-    from megacpp_mcore.launch import pretrain
-
     plain: dict[str, Any] = {"fim_data": False, "mock_data": False, "hybrid_layer_pattern": None}
     plain |= {"dataloader_inter_document_masking": False, "overlap_moe_expert_parallel_comm": False}
     for accepted in ({}, {"fim_data": True, "hybrid_layer_pattern": "M"}):
@@ -219,9 +215,6 @@ def test_refused_arguments_are_named() -> None:
 
 def test_means_of_context_parallel_ranks_are_refused_where_nothing_mends_them(process: Path) -> None:
     """Once: a step asks nothing."""
-    from megacpp_mcore import patches
-    from megacpp_mcore.launch import pretrain
-
     args = Namespace(context_parallel_size=2, calculate_per_token_loss=False)
     with mock.patch.object(pretrain, "get_args", return_value=args) as asked:
         pretrain._refuse_means_of_ranks.cache_clear()
@@ -241,8 +234,4 @@ def test_means_of_context_parallel_ranks_are_refused_where_nothing_mends_them(pr
 
 def test_refused_arguments_exist_upstream() -> None:
     """A renamed argument would be let through in silence."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    from megacpp_mcore.launch import plan
-
-    assert set(plan.UNSUPPORTED) <= add_megatron_arguments(ArgumentParser())._option_string_actions.keys()
+    assert set(launch_plan.UNSUPPORTED) <= add_megatron_arguments(ArgumentParser())._option_string_actions.keys()

@@ -231,7 +231,6 @@ _FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCh
 @_FUZZ
 @given(data=st.data())
 def test_any_damage_is_found_and_named(prefix, pristine, data):
-    """Any damage to any of the files: nothing crashes, and a file that was damaged is named."""
     changed = []
     for suffix in SUFFIXES:
         whole = Path(pristine + suffix).read_bytes()

@@ -52,13 +52,6 @@ def test_unigram_refuses_what_was_not_made_of_bytes(tmp_path):
         unigram_bits_per_byte(prefix)
 
 
-def test_accounting():
-    score = BitsPerByte()
-    score.add(math.log(2) * 30, 10)
-    score.add(math.log(2) * 10, 10)
-    assert score.value == pytest.approx(2.0, rel=1e-15)
-
-
 @pytest.mark.parametrize(("nats", "bytes_"), [(math.nan, 1), (math.inf, 1), (-1.0, 1), (1.0, -1)])
 def test_impossible_losses_are_refused(nats, bytes_):
     score = BitsPerByte()

@@ -185,20 +185,6 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     assert found["aten.bmm"] + found["aten.baddbmm_"] == expected
 
 
-def test_families_add_up_and_the_batch_is_a_factor() -> None:
-    one, three = flops.step(SMALL), flops.step(SMALL, 3)
-    assert three.tokens == 3 * one.tokens
-    assert three.training_per_token == one.training_per_token
-    for field in dataclasses.fields(flops.Families):
-        single, triple = (getattr(step.families, field.name) for step in (one, three))
-        assert (triple.forward, triple.backward) == (3 * single.forward, 3 * single.backward)
-        assert single.training == single.forward + single.backward
-        assert (single.forward == 0) == (field.name == "embedding")
-        assert field.name == "indexer" or single.backward == 2 * single.forward
-    works = [getattr(part, field.name) for part in (one.trunk, *one.mtp) for field in dataclasses.fields(part)]
-    assert sum(work.training for work in works) == one.total.training
-
-
 @pytest.mark.parametrize(
     ("overrides", "gone"),
     [

@@ -44,14 +44,13 @@ def test_presets(name: str, depth: int, counts: tuple[int, ...]) -> None:
 
 
 def test_overrides_make_a_new_model(tiny: Model) -> None:
-    changed = with_overrides(
-        tiny, {"dsa": {"topk": 8}, "rope_theta": 10_000, "m2rnn": {"heads": None}, "hidden_size": 320}
-    )
-    assert (changed.dsa.topk, changed.rope_theta, changed.recurrent_heads, changed.dsa.schedule) == (
+    overrides = {"dsa": {"topk": 8}, "rope_theta": 10_000, "m2rnn": {"heads": None}, "hidden_size": 320}
+    changed = with_overrides(tiny, overrides)
+    assert (changed.dsa.topk, changed.dsa.schedule, changed.rope_theta, changed.recurrent_heads) == (
         8,
+        "-FS",
         10_000.0,
         4,
-        "-FS",
     )
     assert isinstance(changed.rope_theta, float)
     assert tiny.dsa.topk == 32

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from megatron.core.enums import Fp8Recipe
+from megatron.core.extensions.transformer_engine import TEQuantizationParams
+from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
 
 from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
@@ -83,10 +86,6 @@ def test_the_last_layer_stays_in_bf16(name: str, first_and_last: str, how_many: 
 
 
 def test_stock_reads_block_scaling_from_the_file() -> None:
-    from megatron.core.enums import Fp8Recipe
-    from megatron.core.extensions.transformer_engine import TEQuantizationParams
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-
     recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
     for name in EXPERT_NAMES:
         matched = get_quant_config_or_none(name, recipe)
@@ -101,8 +100,6 @@ def test_stock_reads_block_scaling_from_the_file() -> None:
 
 def test_the_file_names_no_other_module_of_a_model(process: Path, tmp_path: Path) -> None:
     """Every module of all four families, MTP and heads, by the names of GPTModel and, for experts, of Transformer Engine."""
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-
     recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
     model = stock.build({"seq_length": 32, "dsa": {"topk": 8}}, preset("nam56r_tiny"), tmp_path)
     names = [name for name, _ in model.named_modules()]

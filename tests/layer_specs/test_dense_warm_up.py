@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Tracker
 from megatron.training import global_vars
 
 from megacpp_mcore.errors import ModelError
@@ -80,8 +81,6 @@ def test_recompute_changes_nothing(make: Callable[..., Any]) -> None:
 
 def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:
     """Two documents in a packed row: the indexer's gradients, and what is logged, as with every key selected."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Tracker
-
     packed = micro_batch.packed([9, S - 9, 0, 0], max_seqlen_q=S, max_seqlen_kv=S)
     found = []
     for dsa in ({"topk": 4, "warmup_steps": 2}, {"topk": S, "distill": "own"}):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import OWN, SERVED, preset
@@ -119,8 +120,6 @@ def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(
     make: Callable[..., Any], distill: str, recompute: tuple[str, ...]
 ) -> None:
     """Gradient and logged loss, with two micro-batches in flight; and nothing is selected twice."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
     model = make(distill, *recompute)
     given, calls = watch(model), watch_op(core(model, FULL), "select_backend")
     attended = watch_op(core(model, FULL), "backend")

@@ -15,8 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
 from megacpp_mcore.errors import DataError, ModelError
+from megacpp_mcore.layer_specs.documents import check_run, documents
 from megacpp_mcore.model import preset
 from megacpp_mcore.ops.testing import assert_parity
 from tests import micro_batch, stock
@@ -58,8 +60,6 @@ def draw_tokens() -> torch.Tensor:
 
 
 def masked(tokens: torch.Tensor) -> dict[str, Any]:
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
     mask, _, positions = _get_ltor_masks_and_position_ids(tokens[0, :-1], EOD, True, True, True, True)
     return {"attention_mask": mask[None], "position_ids": positions[None]}
 
@@ -254,8 +254,6 @@ ONE_CHUNK = {
 
 
 def check(given: dict[str, Any] | None, configured: dict[str, Any]) -> None:
-    from megacpp_mcore.layer_specs.documents import check_run
-
     arguments = None if given is None else SimpleNamespace(**(GIVEN | given))
     configuration: Any = SimpleNamespace(**(ONE_CHUNK | configured))
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
@@ -318,8 +316,6 @@ def test_shared_sequences_that_would_be_misread_are_refused(
 
 
 def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_one() -> None:
-    from megacpp_mcore.layer_specs.documents import documents
-
     configuration: Any = SimpleNamespace(**ONE_CHUNK | SHARED)
     for given, code in (
         ({"attention_mask": micro_batch.causal_mask(8), "packed_seq_params": None}, "mask-under-context"),

@@ -14,11 +14,19 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.training.models.dist_utils import _wrap_with_mp_wrapper
 
 from megacpp_mcore.backends import STOCK, Candidate, Dispatcher, ProbeResult
 from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
 from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs import experts, parts
+from megacpp_mcore.layer_specs.experts import StackedExperts, choose_experts, expert_layer_spec, expert_matrices
+from megacpp_mcore.layer_specs.parts import parts_for
+from megacpp_mcore.layer_specs.router import why_stock_router
 from megacpp_mcore.model import preset
+from megacpp_mcore.ops import add
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.errors import raises
@@ -42,10 +50,6 @@ def outcome(
     folder: Path, backends: Mapping[str, str], *words: str, is_packed: bool = False, **settings: Any
 ) -> Outcome:
     """Losses of the same model, its gradients, and the matrices of each layer's experts as one tensor."""
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-    from megacpp_mcore.layer_specs.experts import StackedExperts, expert_matrices
-
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends=backends, **settings).train()
     stock.loss_scale(1.0)
     bias_N = torch.tensor([0.1, -0.05, 0.0, 0.2])
@@ -107,9 +111,6 @@ def test_sums_of_three_are_stocks_bit_for_bit(
     recompute: list[str],
 ) -> None:
     """As on a GPU, with PyTorch's additions: the shared expert is added with the residual, gradients of the readers at once."""
-    from megacpp_mcore.layer_specs import experts
-    from megacpp_mcore.ops import add
-
     is_packed = how == "packed"
     if is_packed:
         truth = outcome(process, {EXPERTS: STOCK, "router": STOCK}, is_packed=True)
@@ -143,8 +144,6 @@ def test_the_router_is_stocks_to_rounding(process: Path, truth: Outcome) -> None
 
 
 def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, backends={"router": "reference"}).eval()
     moe = model.decoder.layers[1].mlp
     with torch.no_grad():
@@ -155,9 +154,6 @@ def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
 
 def test_a_16_bit_model_counts_in_fp32(process: Path) -> None:
     """By the patch expert-counts, which the spec applies."""
-    from megatron.core.transformer.module import Float16Module
-    from megatron.training.models.dist_utils import _wrap_with_mp_wrapper
-
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, precision="bf16")
     _wrap_with_mp_wrapper([model], model.config, Float16Module)
     routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
@@ -184,11 +180,6 @@ def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, f
         assert fused or torch.equal(weight.grad, gradient)
 
 
-@pytest.fixture
-def config(process: Path) -> Any:
-    return stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
-
-
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -197,8 +188,6 @@ def config(process: Path) -> Any:
     ],
 )
 def test_what_stock_alone_can_do_is_stocks_and_the_reason(config: Any, field: str, value: Any, says: str) -> None:
-    from megacpp_mcore.layer_specs.experts import choose_experts
-
     assert choose_experts(config, Dispatcher()).observed == OWN_EXPERTS
     setattr(config, field, value)
     chosen = choose_experts(config, Dispatcher())
@@ -221,8 +210,6 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
     config: Any, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, says: str
 ) -> None:
     """And not our reference, unless it or our experts are asked for by name."""
-    from megacpp_mcore.layer_specs import experts, parts
-
     for module in (experts, parts):
         monkeypatch.setattr(module, "compute_device", lambda: "cuda")
     monkeypatch.setattr(Candidate, "present", lambda self: ProbeResult(True, "taken to be there"))
@@ -259,8 +246,6 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
 def test_a_backend_by_name_of_an_op_that_does_not_run(
     config: Any, fields: dict[str, Any], asked: str, values: list[str]
 ) -> None:
-    from megacpp_mcore.layer_specs.experts import choose_experts
-
     for field, value in fields.items():
         setattr(config, field, value)
     with raises(BackendError, asked, *values):
@@ -273,8 +258,6 @@ def test_a_backend_by_name_of_an_op_that_does_not_run(
 
 
 def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
-    from megacpp_mcore.layer_specs.experts import choose_experts
-
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(optimizer="muon")):
         assert "--optimizer muon" in choose_experts(config, Dispatcher()).reason
     config.megacpp_optimizer = "muon"  # as Bridge's recipes say it, which has no arguments
@@ -287,17 +270,12 @@ def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
     [("moe_router_topk", 1, "--moe-router-topk 1"), ("moe_router_fusion", True, "--moe-router-fusion")],
 )
 def test_a_router_that_stock_alone_has(config: Any, field: str, value: Any, says: str) -> None:
-    from megacpp_mcore.layer_specs.router import why_stock_router
-
     assert why_stock_router(config) is None
     setattr(config, field, value)
     assert says in str(why_stock_router(config))
 
 
 def test_a_dispatcher_that_is_not_installed_is_named(config: Any) -> None:
-    from megacpp_mcore.layer_specs.experts import expert_layer_spec
-    from megacpp_mcore.layer_specs.parts import parts_for
-
     config.moe_token_dispatcher_type = "flex"
     with raises(ModelError, "flex", "deep_ep", "--moe-token-dispatcher-type alltoall"):
         expert_layer_spec(config, parts_for(config), Dispatcher())

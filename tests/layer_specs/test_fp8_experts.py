@@ -14,9 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.spec_utils import build_module
 
 from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import experts
+from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.model import precision, preset
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.util import te_imports
@@ -73,15 +81,6 @@ class Unpadding(Padding):
 @pytest.fixture
 def layer(process: Path) -> Iterator[Callable[[int], Any]]:
     """Builds E layer ``number`` of nam56r_tiny as our spec has it, with the grouped linear layers above for TE's."""
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-    from megatron.core.transformer.spec_utils import build_module
-
-    from megacpp_mcore.layer_specs import experts
-    from megacpp_mcore.layer_specs.parts import parts_for
 
     class Provider(LocalSpecProvider):
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:

@@ -18,6 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
 from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
@@ -185,8 +186,6 @@ def build(process: Path) -> Callable[..., Any]:
 def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_no_trace(
     build: Callable[..., Any], host: str, packed: bool
 ) -> None:
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
     Recording.given = []
     tokens = micro_batch.draw_tokens(1, S)
     told = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}

@@ -19,14 +19,28 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelBuilder
 
-from megacpp_mcore import patches, settings
-from megacpp_mcore.backends import probes
+from megacpp_mcore import nam56r_quarter, patches, settings
+from megacpp_mcore.arguments.chunks import model_chunks
+from megacpp_mcore.backends import Dispatcher, own_candidates, probes
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.layer_specs import nam56r
 from megacpp_mcore.layer_specs.initial import filled
-from megacpp_mcore.layer_specs.parts import TorchNorm, parts_for
+from megacpp_mcore.layer_specs.nam56r import PATCHES, check_layout
+from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
 from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.ops.m2rnn import reference
+from megacpp_mcore.ops.mamba3.reference import mamba3
+from megacpp_mcore.ops.mla_projection.reference import indexer_inputs, latents
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
 from tests.distributed.comparing import differing_tensors
@@ -113,8 +127,6 @@ def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
 
 def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: Model) -> None:
     """Which rows and parameters the op gets; that it is the formula: tests/ops/test_mamba3.py."""
-    from megacpp_mcore.ops.mamba3.reference import mamba3
-
     mixer, ssm, heads = layer(still, FAMILIES["M"]).self_attention, definition.mamba3, definition.mamba_heads
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
@@ -150,8 +162,6 @@ def test_m2rnn_sums_over_ranks_only_where_there_are_several(
 
 
 def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
-    from megacpp_mcore.ops.m2rnn import reference
-
     mixer, rnn, heads = layer(still, FAMILIES["R"]).self_attention, definition.m2rnn, definition.recurrent_heads
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
@@ -219,8 +229,6 @@ def test_sparse_mla_with_every_key_is_full_mla(process: Path) -> None:
 
 
 def test_ops_in_place_of_projections_and_norms_do_what_these_do(model: Any, tokens: torch.Tensor) -> None:
-    from megacpp_mcore.ops.mla_projection.reference import indexer_inputs, latents
-
     run(model, tokens).sum().backward()
     expected = gradients(model)
     model.zero_grad()
@@ -367,8 +375,6 @@ def test_only_its_own_loss_trains_the_indexer_and_nothing_else(make: Callable[[]
 
 
 def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Tensor) -> None:
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
     DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
     with torch.no_grad():
         run(model, tokens)
@@ -407,8 +413,6 @@ class InFlight:
 
 def in_flight(model: Any, tokens: torch.Tensor) -> InFlight:
     """Forward, forward, backward, backward, as a pipeline's first stage does."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)  # empties the tracker of what other tests left
     attended = {kind: recorded(layer(model, FAMILIES[kind]).self_attention.core_attention) for kind in "FS"}
     losses = [run(model, batch) for batch in (tokens, tokens.flip(1))]
@@ -465,8 +469,6 @@ def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: to
 
 
 def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(make: Callable[..., Any]) -> None:
-    from megacpp_mcore.layer_specs.nam56r import PATCHES
-
     patches.revert()
     model = make()
     assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(PATCHES)
@@ -478,8 +480,6 @@ def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(ma
 def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save_folder(
     make: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from megacpp_mcore.layer_specs import nam56r
-
     with torch.autograd.set_multithreading_enabled(True), mock.patch.object(nam56r, "claim_save_folder") as claimed:
         make()
         assert not torch._C._is_multithreading_enabled()
@@ -505,8 +505,6 @@ def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save
 def test_patches_for_speed_are_applied_on_gpus_as_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, asked: str, expected: set[str]
 ) -> None:
-    from megacpp_mcore.layer_specs import nam56r
-
     file = tmp_path / "megacpp.yaml"
     file.write_text(f"model: nam56r_tiny\nspeed_defaults: {{{asked}}}\n")
     monkeypatch.setattr(nam56r, "compute_device", lambda: device)
@@ -538,8 +536,6 @@ def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any, kind: str,
 def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
     process: Path, built: Any, tokens: torch.Tensor
 ) -> None:
-    from megatron.core.transformer.module import Float16Module
-
     low = stock.build(WIDE, preset("nam56r_tiny"), process, precision="bf16")
     wrapped = Float16Module(low.config, low)
     for kind, names in FP32.items():
@@ -600,9 +596,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
 def test_weight_decay_is_as_the_page_says(built: Any) -> None:
     """Every parameter of M and R, by stock's own grouping."""
-    from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
     config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1)
     groups = _get_param_groups([built], config, get_standard_config_overrides(config))
     decayed = {id(parameter) for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
@@ -653,9 +646,6 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
 def test_what_no_test_covers_yet_is_refused(
     process: Path, overrides: dict[str, Any], changes: dict[str, Any], values: list[str]
 ) -> None:
-    from megacpp_mcore.arguments.chunks import model_chunks
-    from megacpp_mcore.layer_specs.nam56r import check_layout
-
     model = with_overrides(preset("nam56r_tiny"), overrides)
     config = stock.model_config(stock.words(model)).transformer
     chunks = model_chunks(config)
@@ -671,9 +661,6 @@ def test_what_no_test_covers_yet_is_refused(
 
 
 def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(process: Path) -> None:
-    from megacpp_mcore.backends import Dispatcher, own_candidates
-    from megacpp_mcore.layer_specs import nam56r as assembly
-
     made: list[Dispatcher] = []
 
     class Remembered(Dispatcher):
@@ -681,7 +668,7 @@ def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(proce
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    with mock.patch.object(assembly, "Dispatcher", Remembered):
+    with mock.patch.object(nam56r, "Dispatcher", Remembered):
         stock.build({}, preset("nam56r_tiny"), process)
     (dispatcher,) = made
     ops = {candidate.op for candidate in own_candidates()}
@@ -689,22 +676,16 @@ def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(proce
     assert {entry["op"] for entry in dispatcher.observed_backends()} == ops - divided
 
 
-def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:
-    from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
-
+def test_unknown_implementations_and_norms_are_refused(config: Any) -> None:
     with raises(ModelError, "'inference_optimized'", "'transformer_engine' or 'local'"):
         parts_for(SimpleNamespace(transformer_impl="inference_optimized"))
     with raises(ModelError, "'L2Norm'", "RMSNorm or LayerNorm"):
         TorchNorm(SimpleNamespace(normalization="L2Norm"), 4)
-    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
     with pytest.raises(ModelError, match="bias=True"):
         DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, bias=True)
 
 
 def test_without_settings_the_arguments_must_describe_a_preset(process: Path, definition: Model) -> None:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.models.gpt import GPTModelBuilder
-
     config = stock.model_config(stock.words(definition))
     with pytest.raises(ArgumentMismatchError, match="nam56r_tiny in 3 places"):
         GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
@@ -713,9 +694,6 @@ def test_without_settings_the_arguments_must_describe_a_preset(process: Path, de
 def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
     process: Path, definition: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megacpp_mcore.backends import Dispatcher
-    from megacpp_mcore.layer_specs import nam56r as of_model
-
     seen: list[tuple[int, str, bool]] = []
     plan = SimpleNamespace(spec=lambda spec, letter: letter, mtp=lambda block: block)
     graphs = SimpleNamespace(
@@ -723,26 +701,20 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
         spec=lambda letter, number, *, sends: seen.append((number, letter, sends)),
         mtp=lambda block: block,
     )
-    monkeypatch.setattr(of_model, "layer_plan", lambda *_: plan)
-    monkeypatch.setattr(of_model, "graph_plan", lambda *_: graphs)
+    monkeypatch.setattr(nam56r, "layer_plan", lambda *_: plan)
+    monkeypatch.setattr(nam56r, "graph_plan", lambda *_: graphs)
     config = stock.model_config(stock.words(definition)).transformer
     numbers = range(5, definition.depth - 1)
-    of_model.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
+    nam56r.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
     assert seen == [(number, definition.layers[number - 1], number == numbers[-1]) for number in numbers]
     seen.clear()
-    of_model.block_submodules(definition, config, range(5, definition.depth + 1), None, Dispatcher(None), None)
+    nam56r.block_submodules(definition, config, range(5, definition.depth + 1), None, Dispatcher(None), None)
     assert not any(sends for *_, sends in seen), "the last layer of all sends nothing"
 
 
 @pytest.mark.exhaustive
 def test_families_start_alike_at_full_width(process: Path) -> None:
     """One layer of each family of nam56r_quarter on real text: a wide model shows what nam56r_tiny hides."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.spec_utils import build_module
-
-    from megacpp_mcore import nam56r_quarter
-
     quarter = preset("nam56r_quarter")
     config = stock.model_config(stock.words(quarter))
     specs, groups = nam56r_quarter(config).layer_specs, ProcessGroupCollection.use_mpu_process_groups()

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
 
 from megacpp_mcore.checkpoints import layout
 from megacpp_mcore.errors import CheckpointError
+from megacpp_mcore.launch.schedule_search import Schedules
+from megacpp_mcore.layer_specs.mla import rotation
 from megacpp_mcore.model import preset, with_overrides
 from tests import micro_batch, stock
 from tests.errors import raises
@@ -63,8 +66,6 @@ def test_a_key_is_seen_as_far_as_the_window(make: Make) -> None:
 
 
 def test_decoding_in_pieces_sees_the_same_window(make: Make) -> None:
-    from megatron.core.inference.contexts import StaticInferenceContext
-
     model = make({**LONG, "mtp": {"depth": 0}}).eval()
     tokens, places = micro_batch.draw_tokens(2, S)[:, :-1], torch.arange(S).expand(2, S)
     with torch.no_grad():
@@ -90,8 +91,6 @@ def test_a_window_as_long_as_the_row_is_full_attention(make: Make) -> None:
 
 def test_the_rotary_embedding_is_yarns(make: Make) -> None:
     """Frequencies by the paper's ramp (arXiv 2309.00071, section 3.2), from the model's own numbers; mscale, too."""
-    from megacpp_mcore.layer_specs.mla import rotation
-
     model = make({**LONG, "depth": 1, "pattern": "A", "dsa": {"schedule": "W"}, "mtp": {"depth": 0}})
     attention, width = model.decoder.layers[0].self_attention, 16
     table = rotation(attention.rotary_pos_emb, S)
@@ -131,8 +130,6 @@ def test_recompute_and_documents(make: Make) -> None:
 
 
 def test_advice_leaves_windows_as_they_are(make: Make) -> None:
-    from megacpp_mcore.launch.schedule_search import Schedules
-
     for schedule in ("WFS", "FW-"):
         schedules = Schedules(make({**LONG, "dsa": {"schedule": schedule}}))
         assert schedules.text(frozenset(schedules.full)) == schedule

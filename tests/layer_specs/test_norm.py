@@ -12,6 +12,8 @@ import torch
 
 from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.layer_specs.norm import residual_norm
+from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
@@ -64,11 +66,7 @@ def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> 
         ({"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm"]}, "offloaded mlp_norm"),
     ],
 )
-def test_what_stock_alone_can_do_stays_with_it(process: Path, changes: dict[str, Any], says: str) -> None:
-    from megacpp_mcore.layer_specs.norm import residual_norm
-    from megacpp_mcore.layer_specs.parts import parts_for
-
-    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
+def test_what_stock_alone_can_do_stays_with_it(config: Any, changes: dict[str, Any], says: str) -> None:
     for name, value in changes.items():
         setattr(config, name, value)
     made = [
@@ -84,11 +82,7 @@ def test_what_stock_alone_can_do_stays_with_it(process: Path, changes: dict[str,
 
 
 @pytest.mark.parametrize("backend", [STOCK, "reference"])
-def test_stocks_norm_is_the_one_that_fuses_its_residual(process: Path, backend: str) -> None:
-    from megacpp_mcore.layer_specs.norm import residual_norm
-    from megacpp_mcore.layer_specs.parts import parts_for
-
-    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
+def test_stocks_norm_is_the_one_that_fuses_its_residual(config: Any, backend: str) -> None:
     given, plain = [], parts_for(config).norm
 
     def fusing(**how: Any) -> Any:

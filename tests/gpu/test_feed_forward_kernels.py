@@ -18,7 +18,8 @@ from megacpp_mcore.ops.feed_forward.reference import feed_forward as reference
 from tests.errors import raises
 from tests.gpu import runs
 from tests.gpu.device import assert_replays, assert_same_bits, hopper
-from tests.ops.feed_forward_case import Case, assert_same, draw, outcome
+from tests.ops.feed_forward_case import Case, draw, outcome
+from tests.ops.outcomes import assert_same
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), hopper]
 

@@ -16,7 +16,8 @@ from megacpp_mcore.ops.mamba3_projection import triton
 from tests.errors import raises
 from tests.gpu import runs
 from tests.gpu.device import assert_replays, assert_same_bits, hopper, replayed, without_waiting
-from tests.ops.mamba3_projection_case import Case, assert_same, draw, exact, outcome
+from tests.ops.mamba3_projection_case import Case, draw, exact, outcome
+from tests.ops.outcomes import assert_same
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), hopper]
 

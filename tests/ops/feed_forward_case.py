@@ -1,17 +1,13 @@
-"""Cases of the dense feed-forward layer: random numbers, results and gradients of an implementation, and their comparison."""
+"""Cases of the dense feed-forward layer: random numbers, results and gradients of an implementation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from megacpp_mcore.ops.main_grad import MainGrad
-from megacpp_mcore.ops.testing import assert_parity
-
-RESULTS = ("y", "dx", "dw1", "dw2")
+from tests.ops.outcomes import added, leaves, main_grads, with_gradients
 
 
 @dataclass(frozen=True)
@@ -49,22 +45,7 @@ def outcome(
     main_grad: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """The output and all gradients; with ``main_grad`` what was added to buffers of ones of that dtype."""
-    given = {name: tensor.to(dtype or tensor.dtype) for name, tensor in inputs.items()}
-    x, w1, w2 = (given[name].clone().requires_grad_() for name in ("x", "w1", "w2"))
-    buffers = [torch.ones_like(weight, dtype=main_grad or torch.float32) for weight in (w1, w2)]
-    into = [
-        MainGrad(buffer, partial(torch.full_like, weight, 7.0))
-        for buffer, weight in zip(buffers, (w1, w2), strict=True)
-    ]
-    y = op(x, w1, w2, *([tuple(into)] if main_grad else []))
-    dx, *dweights = torch.autograd.grad(y, [x, w1, w2], given["dy"])
-    if main_grad:
-        assert all(bool((dweight == 7).all()) for dweight in dweights)
-        dweights = [buffer - 1 for buffer in buffers]
-    return dict(zip(RESULTS, (y.detach(), dx, *dweights), strict=True))
-
-
-def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], rms: float) -> None:
-    """Fail where a row of a result is off by more than ``rms`` of its norm."""
-    for name, expected in truth.items():
-        assert_parity(found[name].double(), expected, rms=rms, name=name)
+    own = leaves({name: inputs[name] for name in ("x", "w1", "w2")}, dtype)
+    buffers = main_grads({name: own[name] for name in ("w1", "w2")}, main_grad) if main_grad else {}
+    y = op(*own.values(), *([tuple(buffers.values())] if buffers else []))
+    return added(with_gradients({"y": y}, own, [inputs["dy"]]), buffers)

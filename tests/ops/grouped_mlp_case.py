@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megacpp_mcore.ops.grouped_mlp.reference import ACTIVATIONS
-from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.outcomes import added, leaves, main_grads, with_gradients
 
 LEAVES = ("x", "probs", "w1", "w2")
 
@@ -66,31 +66,19 @@ def outcome(
     fn: Callable[..., torch.Tensor], case: Case, inputs: dict[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """The output of ``routed_mlp`` and every gradient, of inputs in ``dtype`` if given."""
-    given = {
-        name: tensor if dtype is None or tensor.dtype == torch.bool else tensor.to(dtype)
-        for name, tensor in inputs.items()
-    }
-    leaves = {name: given[name].detach().requires_grad_() for name in LEAVES}
-    x, probs, w1, w2 = leaves.values()
+    own = leaves({name: inputs[name] for name in LEAVES}, dtype)
+    x, probs, w1, w2 = own.values()
     fewer = {"exact": False} if case.ranks > 1 else {}
-    y = fn(x, given["routing"], probs, w1, w2, topk=min(case.topk, case.E), activation=case.activation, **fewer)
-    gradients = torch.autograd.grad(y, list(leaves.values()), given["dy"])
-    return {"y": y.detach()} | {f"d{name}": found for name, found in zip(leaves, gradients, strict=True)}
+    y = fn(x, inputs["routing"], probs, w1, w2, topk=min(case.topk, case.E), activation=case.activation, **fewer)
+    return with_gradients({"y": y}, own, [inputs["dy"]])
 
 
 def outcome_added(
     fn: Callable[..., torch.Tensor], case: Case, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """:func:`outcome`, gradients of weights by what they add to buffers of ``dtype``; autograd has to get placeholders."""
-    added = {}
-    for name in ("w1", "w2"):
-        buffer, placeholder = torch.ones_like(inputs[name], dtype=dtype), torch.full_like(inputs[name], 7)
-        added[f"d{name}"] = MainGrad(buffer, functools.partial(placeholder.view_as, placeholder))
-    found = outcome(functools.partial(fn, main_grads=list(added.values())), case, inputs)
-    for name, main_grad in added.items():
-        assert bool((found[name] == 7).all()), name
-        found[name] = main_grad.buffer - 1
-    return found
+    buffers = main_grads({name: inputs[name] for name in ("w1", "w2")}, dtype)
+    return added(outcome(functools.partial(fn, main_grads=list(buffers.values())), case, inputs), buffers)
 
 
 def sorted_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,12 +95,10 @@ def outcome_of_rows(
     tensors = {
         "x": inputs["x"][token], "probs": inputs["probs"].T[inputs["routing"].T], "w1": inputs["w1"], "w2": inputs["w2"],
     }  # fmt: skip
-    leaves = {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in tensors.items()}
-    x, probs, w1, w2 = leaves.values()
+    own = leaves(tensors, dtype)
+    x, probs, w1, w2 = own.values()
     y = fn(x, counts, w1, w2, probs, activation=case.activation)
-    dy = inputs["dy"][token.flip(0)].to(y.dtype)
-    gradients = torch.autograd.grad(y, list(leaves.values()), dy)
-    return {"y": y.detach()} | {f"d{name}": found for name, found in zip(leaves, gradients, strict=True)}
+    return with_gradients({"y": y}, own, [inputs["dy"][token.flip(0)]])
 
 
 def eager(

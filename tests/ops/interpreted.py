@@ -60,6 +60,7 @@ from tests.ops import (
     router_case,
     sparse_mla_case,
 )
+from tests.ops.outcomes import assert_same
 
 
 def take_scalars_of_one_element() -> None:
@@ -137,19 +138,28 @@ def grouped_mlp(rms: float, small_tiles: bool = False, **sizes: Any) -> None:
 UNUSED = 1e6
 
 
-def experts_in_fp8(ranks: int = 1) -> None:
-    """Fail unless the kernels of FP8 scale each row to E4M3's largest value, and results are right but for its rounding.
-
-    Scaled numbers stay float32: Triton's interpreter rounds some wrongly to E4M3, and PyTorch multiplies them on a GPU alone.
-    """
-    case = grouped_mlp_case.Case(T=37, D=48, F=32, ranks=ranks, dtype=torch.float32)
-    grouped.DTYPES, fp8.E4M3 = (case.dtype,), torch.float32
-    grouped_fp8.ELEMENTS = 32  # parts of a row
+def as_fp8(op: Any) -> None:
+    """Small tiles; scaled numbers stay float32: the interpreter rounds some wrongly to E4M3, whose products need a GPU."""
+    op.DTYPES, fp8.E4M3, fp8.CAPABILITY = (torch.float32,), torch.float32, "no GPU"
     fp8.WEIGHTS.update({"BN": 32, "BW": 16})
-    grouped_fp8.TRANSPOSED.update({"BP": 32, "BW": 16})
-    grouped_fp8.WEIGHT_GRADIENT.update({"BM": 32, "BN": 16, "BK": 16})
     fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
     fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
+    poison_new_memory(UNUSED)  # a maximum leaves NaN out
+
+
+def check_operands(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.is_contiguous()
+    assert right.t().is_contiguous()
+    assert not any(width % 16 for width in (left.shape[1], *right.shape))
+
+
+def experts_in_fp8(ranks: int = 1) -> None:
+    """Fail unless the kernels of FP8 scale each row to E4M3's largest value, and results are right but for its rounding."""
+    case = grouped_mlp_case.Case(T=37, D=48, F=32, ranks=ranks, dtype=torch.float32)
+    as_fp8(grouped)
+    grouped_fp8.ELEMENTS = 32  # parts of a row
+    grouped_fp8.TRANSPOSED.update({"BP": 32, "BW": 16})
+    grouped_fp8.WEIGHT_GRADIENT.update({"BM": 32, "BN": 16, "BK": 16})
     products = []
 
     def product(
@@ -180,8 +190,7 @@ def experts_in_fp8(ranks: int = 1) -> None:
 
     columns: list[float] = []
     transpose, grouped_fp8.transposed = grouped_fp8.transposed, transposed
-    torch._scaled_grouped_mm, fp8.CAPABILITY = product, "no GPU"
-    poison_new_memory(UNUSED)  # a maximum leaves NaN out
+    torch._scaled_grouped_mm = product
     inputs = grouped_mlp_case.draw(case)
     truth = grouped_mlp_case.outcome(experts.routed_mlp, case, inputs, torch.float64)
     grouped_mlp_case.assert_same(
@@ -197,24 +206,16 @@ def experts_in_fp8(ranks: int = 1) -> None:
 
 
 def mamba3_projection_in_fp8(**sizes: int) -> None:
-    """Fail unless operands are scaled to E4M3's largest value and results are right but for its rounding.
-
-    Scaled numbers stay float32, as those of the experts.
-    """
+    """Fail unless operands are scaled to E4M3's largest value and results are right but for its rounding."""
     case = mamba3_projection_case.Case(**sizes)
-    mamba3_projection.DTYPES, fp8.E4M3, fp8.CAPABILITY = (torch.float32,), torch.float32, "no GPU"
+    as_fp8(mamba3_projection)
     mamba3_projection.BLOCK, mamba3_projection.WIDEST = 32, 32 * 32
     mamba3_projection.COLUMNS.update({"BP": 32, "BW": 16})
-    fp8.WEIGHTS.update({"BN": 32, "BW": 16})
-    fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
-    fp8.LARGEST_ROW.update({"PARTS": 8, "BLOCK": 16})
     products = []
 
     def product(left: torch.Tensor, right: torch.Tensor, **how: Any) -> torch.Tensor:
         """``torch._scaled_mm`` with a scale per row of the left and per column of the right."""
-        assert left.is_contiguous()
-        assert right.t().is_contiguous()
-        assert not any(width % 16 for width in (left.shape[1], *right.shape))
+        check_operands(left, right)
         assert how["scale_a"].shape == (len(left), 1)
         assert how["scale_b"].shape == (1, right.shape[1])
         of_tokens = left.shape[0] == case.T
@@ -227,34 +228,26 @@ def mamba3_projection_in_fp8(**sizes: int) -> None:
         return (left * how["scale_a"]) @ (right * how["scale_b"])
 
     torch._scaled_mm = product
-    poison_new_memory(UNUSED)
     inputs = mamba3_projection_case.draw(case)
     truth = mamba3_projection_case.outcome(mamba3_projection_case.exact, case, inputs, torch.float64)
     for op, of_gradient in ((mamba3_projection.project, 1), (mamba3_projection.project_gradient_bf16, 0)):
         for dtype in (None, torch.float32, torch.float64):  # of main_grad
             products.clear()
             found = mamba3_projection_case.outcome(op, case, inputs, main_grad=dtype)
-            mamba3_projection_case.assert_same(found, truth, 2e-6)
+            assert_same(found, truth, 2e-6)
             assert products == [(True, True), (True, False)] + [(False, False)] * of_gradient, products
 
 
 def feed_forward_in_fp8(**sizes: int) -> None:
-    """Fail unless operands are divided by powers of two to fit E4M3, and results are right but for its rounding.
-
-    Scaled numbers stay float32, as those of the experts.
-    """
+    """Fail unless operands are divided by powers of two to fit E4M3, and results are right but for its rounding."""
     case = feed_forward_case.Case(**sizes)
-    feed_forward.DTYPES, fp8.E4M3, fp8.CAPABILITY = (torch.float32,), torch.float32, "no GPU"
+    as_fp8(feed_forward)
     feed_forward.TRANSPOSED.update({"BP": 32, "BW": 16})
-    fp8.WEIGHTS.update({"BN": 32, "BW": 16})
-    fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
     products = []
 
     def product(left: torch.Tensor, right: torch.Tensor, **how: Any) -> torch.Tensor:
         """``torch._scaled_mm`` with a scale per row of the left and per column of the right, or with one of each."""
-        assert left.is_contiguous()
-        assert right.t().is_contiguous()
-        assert not any(width % 16 for width in (left.shape[1], *right.shape))
+        check_operands(left, right)
         shapes = how["scale_a"].shape, how["scale_b"].shape
         by_row = shapes == ((len(left), 1), (1, right.shape[1]))
         assert by_row or shapes == ((), ())
@@ -270,16 +263,15 @@ def feed_forward_in_fp8(**sizes: int) -> None:
         return (left * how["scale_a"]) @ (right * how["scale_b"])
 
     torch._scaled_mm = product
-    poison_new_memory(UNUSED)
     inputs = feed_forward_case.draw(case)
     truth = feed_forward_case.outcome(feed_forward_reference.feed_forward, inputs, torch.float64)
     for dtype in (None, torch.float32, torch.float64):  # of main_grad
         products.clear()
         found = feed_forward_case.outcome(feed_forward.feed_forward, inputs, main_grad=dtype)
-        feed_forward_case.assert_same(found, truth, 1e-5)  # the error function is within 1.5e-7
+        assert_same(found, truth, 1e-5)  # the error function is within 1.5e-7
         assert products == [(True, True)] * 2 + [(True, False)] * 2 + [(False, False)] * 2, products
     added = feed_forward_case.outcome(feed_forward_reference.feed_forward, inputs, torch.float64, torch.float64)
-    feed_forward_case.assert_same(added, truth, 1e-12)
+    assert_same(added, truth, 1e-12)
 
 
 def indexer_rows() -> None:
@@ -384,10 +376,8 @@ def indexer_learns() -> None:
             assert attention.by_kernel(rule) == (kernel and name != "additive")
             best_BSN, index_BSN = indexer_chunks.select(made, 20, rule)
             loss_BS = indexer_chunks.sparse_divergence(attention, best_BSN, index_BSN, rule)
-            given = made, attention, index_BSN, rule, weight
-            both.append(
-                [loss_BS, *indexer_chunks.sparse_backward(*given), *indexer_chunks.sparse_backward(*given, rows_BS)]
-            )
+            given, backward = (made, attention, index_BSN, rule, weight), indexer_chunks.sparse_backward
+            both.append([loss_BS, *backward(*given), *backward(*given, rows_BS)])
         for number, (plain, ours) in enumerate(zip(*both, strict=True)):
             assert plain.dtype == ours.dtype
             assert_parity(ours, plain.double(), rms=1e-4 if number == 0 else 5e-3, name=f"{name}, {number}")
@@ -502,11 +492,8 @@ def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
     else:
         recurrence.PIECE = case.checkpoint_every
     inputs, outcome = m2rnn_case.draw(case), m2rnn_case.outcome
-    truth, plain = (
-        outcome(m2rnn_reference.m2rnn, case, inputs, torch.float64),
-        outcome(m2rnn_reference.m2rnn, case, inputs),
-    )
-    assert_near(outcome(strided(m2rnn), case, inputs), truth, plain, rms)
+    truth = outcome(m2rnn_reference.m2rnn, case, inputs, torch.float64)
+    assert_near(outcome(strided(m2rnn), case, inputs), truth, outcome(m2rnn_reference.m2rnn, case, inputs), rms)
 
 
 def recurrent_mixer_of_small_steps() -> None:

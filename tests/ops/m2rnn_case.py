@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState
+from tests.ops.outcomes import leaves, with_gradients
 
 TAPS = 4
 OUTPUTS = ("out", "h", "window")
@@ -96,10 +97,7 @@ def outcome(
     fn: Callable[..., Any], case: Case, inputs: dict[str, Any], dtype: torch.dtype | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name; ``dtype``: what all inputs are cast to first, None to take them as they are."""
-    cast = {name: leaf.detach().to(dtype or leaf.dtype).requires_grad_() for name, leaf in inputs["leaves"].items()}
-    out, final = run(fn, case, cast, seq_idx=inputs["seq_idx"], **options)
-    outputs = [out, *(final or ())]
-    given = [c.to(o.dtype) for c, o in zip(inputs["cotangents"], outputs, strict=False)]
-    grads = torch.autograd.grad(outputs, list(cast.values()), given)
-    named = zip(OUTPUTS, (o.detach() for o in outputs), strict=False)
-    return dict(named) | {f"d{name}": grad for name, grad in zip(cast, grads, strict=True)}
+    own = leaves(inputs["leaves"], dtype)
+    out, final = run(fn, case, own, seq_idx=inputs["seq_idx"], **options)
+    outputs = dict(zip(OUTPUTS, (out, *(final or ())), strict=False))
+    return with_gradients(outputs, own, inputs["cotangents"][: len(outputs)])

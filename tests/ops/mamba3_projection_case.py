@@ -1,18 +1,14 @@
-"""Cases of Mamba-3's input projection: random numbers, results and gradients of an implementation, and their comparison."""
+"""Cases of Mamba-3's input projection: random numbers, results and gradients of an implementation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from megacpp_mcore.ops.main_grad import MainGrad
-from megacpp_mcore.ops.testing import assert_parity
-
-RESULTS = ("wide", "narrow", "dx", "dweight")
+from tests.ops.outcomes import added, leaves, main_grads, with_gradients
 
 
 @dataclass(frozen=True)
@@ -58,19 +54,7 @@ def outcome(
     main_grad: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """Both outputs and both gradients; with ``main_grad`` what was added to a buffer of ones of that dtype."""
-    given = {name: tensor.to(dtype or tensor.dtype) for name, tensor in inputs.items()}
-    x, weight = (given[name].clone().requires_grad_() for name in ("x", "weight"))
-    buffer = None if main_grad is None else torch.ones_like(weight, dtype=main_grad)
-    into = None if buffer is None else MainGrad(buffer, partial(torch.full_like, weight, 7.0))
-    outputs = op(x, weight, into, case.rows)
-    dx, dweight = torch.autograd.grad(outputs, [x, weight], [given["dwide"], given["dnarrow"]])
-    if buffer is not None:
-        assert bool((dweight == 7).all())
-        dweight = buffer - 1
-    return dict(zip(RESULTS, (*(output.detach() for output in outputs), dx, dweight), strict=True))
-
-
-def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], rms: float) -> None:
-    """Fail where a row of a result is off by more than ``rms`` of its norm."""
-    for name, expected in truth.items():
-        assert_parity(found[name].double(), expected, rms=rms, name=name)
+    own = leaves({name: inputs[name] for name in ("x", "weight")}, dtype)
+    buffers = main_grads({"weight": own["weight"]}, main_grad) if main_grad else {}
+    wide, narrow = op(*own.values(), buffers.get("weight"), case.rows)
+    return added(with_gradients({"wide": wide, "narrow": narrow}, own, [inputs["dwide"], inputs["dnarrow"]]), buffers)

@@ -10,6 +10,7 @@ import torch
 
 from megacpp_mcore.ops.mla_projection.reference import rotation_table
 from megacpp_mcore.ops.testing import assert_parity, worst_row
+from tests.ops.outcomes import leaves, with_gradients
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,19 @@ def cases(
 
 def outcome(fn: Callable[..., Any], case: Case, cast: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name; ``cast``: what all leaves are cast to first."""
-    leaves = {name: leaf.detach().to(cast or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()}
+    own = leaves(case.leaves, cast)
     others = {
         name: other.to(cast) if cast is not None and name in ("hidden_SBD", "latent_SBQ") else other
         for name, other in case.others.items()
     }
-    given = fn(**leaves, **others)
+    given = fn(**own, **others)
     outputs = [output for output in (given if isinstance(given, tuple) else (given,)) if output.numel()]
     dtype = next(iter(case.leaves.values())).dtype
     cotangents = [  # made of no random numbers, which a CUDA graph would not repeat
-        (torch.arange(output.numel(), device=output.device) % 1009 * 1.7)
-        .cos()
-        .to(dtype)
-        .to(output.dtype)
-        .view(output.shape)
+        (torch.arange(output.numel(), device=output.device) % 1009 * 1.7).cos().to(dtype).view(output.shape)
         for output in outputs
     ]
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    return found | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return with_gradients({f"output {i}": output for i, output in enumerate(outputs)}, own, cotangents)
 
 
 def assert_same(

@@ -293,14 +293,8 @@ def m2rnn_variants() -> Iterator[Variant]:
         yield f"reverse, documents {documents}", recurrence.reverse, given, shared | {"DOCUMENTS": documents}
         for heads in (64, 48, 44, 22, 11):
             power = {"H_POWER": 1 << (heads - 1).bit_length()}
-            taps = {
-                "H": heads,
-                "T": 4,
-                "TOKENS": convolution.TOKENS,
-                "HEADS": convolution.HEADS,
-                "DOCUMENTS": documents,
-            }
-            taps |= widths | ({} if documents else {"seq_BS": None})
+            taps = {"H": heads, "T": 4, "TOKENS": convolution.TOKENS, "HEADS": convolution.HEADS}
+            taps |= widths | {"DOCUMENTS": documents} | ({} if documents else {"seq_BS": None})
             back = taps | power | {"R": 4, "TOKENS": convolution.TOKENS_BACKWARD}
             name = f"{heads} heads, {documents}"
             yield f"prepare, {name}", convolution.prepare, around, taps | power

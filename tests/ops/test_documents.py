@@ -15,9 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.utils import flatten_batch_for_packed_sequences
 from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.errors import DataError, ModelError
+from megacpp_mcore.layer_specs.documents import packed_documents
 from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.m2rnn.reference import m2rnn, m2rnn_chunked, m2rnn_sequential
@@ -223,8 +228,6 @@ def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
 
 
 def stock_mask(tokens_S: torch.Tensor, eod: int) -> torch.Tensor:
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
     mask, _, _ = _get_ltor_masks_and_position_ids(tokens_S, eod, True, True, True, True)
     return mask
 
@@ -253,10 +256,6 @@ def test_packed_lengths_say_it_too(lengths: list[int], padding: int) -> None:
 @pytest.mark.parametrize("given", [None, [0, 2, 3, 5]])
 def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | None) -> None:
     """The padded first rows say where documents begin, whatever those without padding are."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megacpp_mcore.layer_specs.documents import packed_documents
-
     plain = None if given is None else torch.tensor(given)
     lengths = {"cu_seqlens_q": plain, "cu_seqlens_kv": plain}
     padded = torch.tensor([0, 4, 6, 8])
@@ -307,8 +306,6 @@ def test_the_documents_of_a_mask_are_counted_row_by_row(samples: list[list[int]]
 )
 def test_samples_are_packed_as_megatron_packs_them(samples: list[list[int]], spare: int) -> None:
     """Up to the empty documents that fill up the vector."""
-    from megatron.core.utils import flatten_batch_for_packed_sequences
-
     rows = max(map(sum, samples))
     parts = [[*lengths, rows - sum(lengths)] if sum(lengths) < rows else lengths for lengths in samples]
     given_ = torch.full((len(samples), rows + 1), rows, dtype=torch.int32)
@@ -330,9 +327,6 @@ def test_samples_are_packed_as_megatron_packs_them(samples: list[list[int]], spa
     kind=st.sampled_from([torch.int64, torch.float32]),
 )
 def test_a_shift_inside_sequences_is_megatrons(lengths: list[int], padding: int, kind: torch.dtype) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.multi_token_prediction import roll_tensor
-
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     tokens = torch.randint(1, 99, (2, sum(lengths) + padding)).to(kind)
     expected, _ = roll_tensor(tokens, packed_seq_params=PackedSeqParams(cu_seqlens_q=cu_seqlens))

@@ -19,6 +19,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import reference as ref
 from megacpp_mcore.ops.testing import assert_parity
 from tests.errors import raises
+from tests.ops import outcomes
 from tests.ops.m2rnn_case import Case, draw, outcome
 from tests.ops.saved_tensors import saved_tensors
 
@@ -80,12 +81,10 @@ def with_gradients(
     y, h_last = compute(tensors)
     generator = torch.Generator().manual_seed(99)
     given = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in (y, h_last)]
-    grads = torch.autograd.grad((y, h_last), list(tensors.values()), given)
-    return {"y": y, "h_last": h_last} | {f"d{name}": grad for name, grad in zip(tensors, grads, strict=True)}
+    return outcomes.with_gradients({"y": y, "h_last": h_last}, tensors, given)
 
 
 def by_single_numbers(tensors: dict[str, torch.Tensor], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """The recurrence one number at a time."""
     q, k, v, W, f, h0 = (tensors[name].detach().numpy() for name in NAMES)
     y = np.zeros((shape.B, shape.S, shape.H, shape.V))
     last = np.zeros_like(h0)

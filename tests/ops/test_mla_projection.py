@@ -23,10 +23,8 @@ def angle_SR() -> torch.Tensor:
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 1.25])
 def test_rotations_are_stocks(angle_SR: torch.Tensor, interleaved: bool, scale: float) -> None:
-    rotation_SR, (x_SBHX, weight_HCK) = (
-        rotation_table(angle_SR, scale),
-        (torch.randn(S, B, H, C + R), torch.randn(H, C, V)),
-    )
+    rotation_SR = rotation_table(angle_SR, scale)
+    x_SBHX, weight_HCK = torch.randn(S, B, H, C + R), torch.randn(H, C, V)
 
     def stock(x: torch.Tensor) -> torch.Tensor:
         return stock_rope(x, angle_SR[:, None, None], mla_rotary_interleaved=interleaved, mscale=scale)

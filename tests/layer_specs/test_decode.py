@@ -103,15 +103,15 @@ def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [1, 3, 5, 12])
-def test_packed_sequences_are_refused(model: Any, number: int) -> None:
-    layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(1, S)
-    with raises(ModelError, f"layer {number}", code="packed-decoding"):
-        layer(torch.randn(4, 1, 128), None, inference_context=held, packed_seq_params=packed([2, 2]))
-
-
-@pytest.mark.parametrize("number", [1, 3, 5, 12])
-def test_shared_sequences_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_packed_and_shared_sequences_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(B, S)
+    with raises(ModelError, f"layer {number}", code="packed-decoding"):
+        layer(
+            torch.randn(4, 1, 128),
+            None,
+            inference_context=StaticInferenceContext(1, S),
+            packed_seq_params=packed([2, 2]),
+        )
     monkeypatch.setattr(layer.config, "context_parallel_size", 2)
     with raises(ModelError, f"layer {number}", "--context-parallel-size 1"):
         layer(torch.randn(4, B, 128), None, inference_context=held)

@@ -251,10 +251,8 @@ def test_a_backend_by_name_of_an_op_that_does_not_run(
     with raises(BackendError, asked, *values):
         choose_experts(config, Dispatcher({asked: "triton_fp8"}))
     if "op_fuser" not in str(fields):
-        assert (
-            choose_experts(config, Dispatcher(dict.fromkeys(("routed_mlp", "grouped_mlp"), "triton_fp8"))).observed
-            == OWN_EXPERTS
-        )
+        both = Dispatcher(dict.fromkeys(("routed_mlp", "grouped_mlp"), "triton_fp8"))
+        assert choose_experts(config, both).observed == OWN_EXPERTS
 
 
 def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:

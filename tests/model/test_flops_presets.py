@@ -107,11 +107,8 @@ def expected(s: dict[str, Any], sequence: int) -> tuple[dict[str, list[int]], li
         depth: dict[str, list[int]] = {name: [0, 0] for name in trunk}
         count(depth, "mtp_projection", sequence * matrices((2 * s["hidden"], s["hidden"])))
         count(depth, "attention_projections", sequence * attention_matrices(s))
-        count(
-            depth,
-            "attention_core",
-            (windowed if "mtp" in s else causal) * s["heads"] * (s["nope"] + s["rope"] + s["v"]),
-        )
+        pairs = windowed if "mtp" in s else causal
+        count(depth, "attention_core", pairs * s["heads"] * (s["nope"] + s["rope"] + s["v"]))
         count(depth, "dense_ffn", sequence * matrices((s["hidden"], s["ffn"]), (s["ffn"], s["hidden"])))
         count(depth, "head", head)
         depths.append(depth)

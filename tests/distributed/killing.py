@@ -26,17 +26,7 @@ class Job:
     def __init__(self, folder: Path, name: str, words: Sequence[str], device: str, **environment: str) -> None:
         self.record, self.saved = folder / f"{name} observe", folder / name
         self._output = folder / f"{name} output"
-        command = [
-            "-m",
-            "megacpp_mcore",
-            "launch",
-            "--verbose",
-            "--device",
-            device,
-            "--observe",
-            str(self.record),
-            "--",
-        ]
+        command = [*f"-m megacpp_mcore launch --verbose --device {device} --observe".split(), str(self.record), "--"]
         self._words = [*command, *words, *WORDS, "--save", str(self.saved), "--load", str(self.saved)]
         self._environment = {"NCCL_ALGO": "Ring"} | environment
         self.ranks: Sequence[forks.Program | subprocess.Popen[bytes]] = ()

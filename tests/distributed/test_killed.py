@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-
 import pytest
 
 from megacpp_mcore.model import Layout
@@ -16,13 +13,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 LAYOUT = Layout(pipeline=2, expert=2)
 TIMEOUT_S = 60
 """In which the others have to end. They find a closed connection at once; Megatron's own timeout is ten minutes."""
-
-
-@pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
-    folder = tmp_path_factory.mktemp("killed")
-    yield Laboratory(folder)
-    shutil.rmtree(folder)
 
 
 def job_of(laboratory: Laboratory, name: str) -> Job:

@@ -61,17 +61,13 @@ def test_sequences_are_shared_on_hybrid_model_too(laboratory: Laboratory, name: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        ("EP 2", 1),
-        ("TP 2 with SP", 2),
-        ("PP 2 × VPP 2", 2),
-        ("CP 2", 1),
-        ("CP 2", 2),
-    ],  # of EP 2 each process is a replica of all but the experts
+    ("name", "replicas"), [("EP 2", 1), ("TP 2 with SP", 2), ("PP 2 × VPP 2", 2), ("CP 2", 1), ("CP 2", 2)]
 )
 def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
-    """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
+    """With a bucket a parameter, one that is read before its gather has ended is that of the step before.
+
+    Of EP 2 each process is a replica of all but the experts.
+    """
     asked = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     words = [word for feature in asked for word in words_of(feature, True)]
     # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.

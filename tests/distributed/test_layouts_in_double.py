@@ -25,10 +25,8 @@ def test_every_step_and_what_it_leaves(laboratory: Laboratory, name: str) -> Non
     assert all(len(one.scalars[scalar]) == COMPARED for scalar in SCALARS)
     assert differing_scalars(one.scalars, other.scalars, TOLERANCE) == []
     expected, found = tensors_of(one, COMPARED), tensors_of(other, COMPARED)
-    assert sum(value.numel() for key, value in found.items() if key.startswith(MOMENTUM)) == sum(
-        MODEL.parameters().values()
-    )
+    moments = sum(value.numel() for key, value in found.items() if key.startswith(MOMENTUM))
+    assert moments == sum(MODEL.parameters().values())
     assert differing_tensors(expected, found, TOLERANCE) == []
-    assert {value.dtype for key, value in found.items() if key.startswith(("optimizer.state.", "decoder."))} == {
-        torch.float64
-    }
+    kinds = {value.dtype for key, value in found.items() if key.startswith(("optimizer.state.", "decoder."))}
+    assert kinds == {torch.float64}

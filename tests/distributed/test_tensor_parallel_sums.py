@@ -287,10 +287,8 @@ def main(folder: Path) -> None:
     found["MTP by token"]["right"] = [5 / 4, 5 / 4]  # of five tokens four can be predicted
     found["MTP in rows"]["right"] = [2 / 7, 2 / 7]  # of eight seven, and the ranks are averaged
     arms = {"stock": (), "patched": PATCHES}
-    found["mask of own group"]["right"], found["projections of own group"]["right"] = (
-        [4 / RANKS],
-        [H / RANKS, 2 * H / RANKS],
-    )
+    found["mask of own group"]["right"] = [4 / RANKS]
+    found["projections of own group"]["right"] = [H / RANKS, 2 * H / RANKS]
     with stock.one_process(folder / "replicas", tensor_model_parallel_size=1):
         own = torch.distributed.new_group(list(range(RANKS)))
         for arm, patches in arms.items():

@@ -53,26 +53,14 @@ class Hosts:
     def make(self) -> None:
         """Make the namespaces; CalledProcessError or OSError where that is not possible."""
         for name in self.names:
-            _ip("netns", "add", name)
+            _ip(f"netns add {name}")
         ends = [f"v{os.getpid()}h{host}" for host in (0, 1)]
-        _ip(
-            "link",
-            "add",
-            ends[0],
-            "netns",
-            self.names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            ends[1],
-            "netns",
-            self.names[1],
-        )
+        peer = f"peer name {ends[1]} netns {self.names[1]}"
+        _ip(f"link add {ends[0]} netns {self.names[0]} type veth {peer}")
         for host, (name, end) in enumerate(zip(self.names, ends, strict=True)):
-            _ip("-n", name, "addr", "add", f"10.77.0.1{host}/24", "dev", end)
+            _ip(f"-n {name} addr add 10.77.0.1{host}/24 dev {end}")
             for device in (end, "lo"):
-                _ip("-n", name, "link", "set", device, "up")
+                _ip(f"-n {name} link set {device} up")
             fill_disk(self.laboratory, self.folder / f"disk{host}")
         (self.folder / "disk").mkdir()
         (self.folder / "names").write_text("127.0.0.1 localhost\n10.77.0.10 host0\n10.77.0.11 host1\n")
@@ -86,23 +74,12 @@ class Hosts:
     def start(self, host: int, name: str, command: Sequence[str], **environment: str) -> Path:
         """Start a command on a host; returns where its output goes."""
         output = self.folder / f"{name} output {host}"
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            self.names[host],
-            "unshare",
-            "--uts",
-            "--mount",
-            "bash",
-            "-c",
-            IN_ITS_NAMESPACES,
-        ]
+        inside = f"ip netns exec {self.names[host]} unshare --uts --mount bash -c".split()
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(self.laboratory.config)}
         with output.open("wb") as stream:
             self.running.append(
                 subprocess.Popen(
-                    [*inside, "-", f"host{host}", f"disk{host}", sys.executable, "-W", "ignore", *command],
+                    [*inside, IN_ITS_NAMESPACES, "-", f"host{host}", f"disk{host}", sys.executable, "-W", "ignore", *command],
                     cwd=self.folder, env=os.environ | variables | environment, stdout=stream, stderr=subprocess.STDOUT,
                 )
             )  # fmt: skip
@@ -178,8 +155,8 @@ def check_losses(laboratory: Laboratory, record: Path, steps: int) -> None:
     assert len(expected) == steps
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -293,7 +270,7 @@ def test_a_host_that_cannot_be_reached_is_not_waited_for_without_end(hosts: Host
     ranks = [ranks_of(host, hosts.folder, GLOO_SOCKET_IFNAME=end) for host, end in enumerate(ends)]
     outputs = [hosts.start(host, "cut", words, **variables) for host, variables in enumerate(ranks)]
     wait_for_steps(hosts.folder / "cut observe", hosts.running, outputs[0])
-    _ip("-n", hosts.names[1], "link", "set", ends[1], "down")
+    _ip(f"-n {hosts.names[1]} link set {ends[1]} down")
     assert hosts.statuses(60 + ENDS_WITHIN_S) == [2, 2], outputs[0].read_text()[-3000:]
     for host, output in enumerate(outputs):
         assert f"another rank did not answer rank {host} of 2 on host{host} in 60 s" in output.read_text()

@@ -4,7 +4,7 @@ Stock has one parameter per expert and matrix, and runs the experts on rows that
 experts into one parameter per matrix, which a grouped GEMM reads in place; they take the tokens unpermuted, with their routing,
 and the host reads nothing. With expert parallelism that is so under ``--moe-token-dispatcher-type allgather``: every rank
 gathers the tokens of all, during the router, and sums over ranks are scattered, during the shared expert; so are their
-gradients. Initial values and distributed checkpoints are stock's.
+gradients, but beside tensor parallelism. Initial values and distributed checkpoints are stock's.
 
 Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
 D hidden, F expert width.

@@ -366,7 +366,7 @@ def _megatron(folder: str | None = None) -> tuple[str | None, str]:
         checkout = Checkout(folder) if folder else Checkout.installed()
     except (CheckoutError, PatchError) as error:
         return None, str(error)
-    names = [patch.name for patch in checkout.registry.patches if patch.problems(checkout.tree, checkout.version)]
+    names = [patch.name for patch in checkout.registry.patches if patch.unfit(checkout.tree)]
     command = f"`megacpp-mcore compat --checkout {checkout.root}`"
     reason = f"{', '.join(names)}: written for other sources; {command} shows what differs" if names else ""
     return checkout.version, reason

@@ -147,11 +147,10 @@ def _print_outcome(checkout: Checkout, outcome: Outcome, done: str, left: str) -
 
 
 def _verify(checkout: Checkout, names: Sequence[str] | None, *, installed: bool) -> None:
-    if installed and checkout.content().hook is None:
-        if problems := checkout.unfit(names):
-            from megacpp_mcore.patches.machinery.registry import listing
+    from megacpp_mcore.patches.machinery.registry import refuse
 
-            raise PatchError(listing(f"not every patch fits megatron-core {checkout.version}", problems))
+    if installed and not checkout.content().names:
+        refuse(f"not every patch fits megatron-core {checkout.version}", checkout.unfit(names))
         print(f"the patches fit megatron-core {checkout.version} in {checkout.root}; none is hooked into its files")
     else:
         print(f"{checkout.root} is hooked as it should be, for: {', '.join(checkout.verify(names))}")

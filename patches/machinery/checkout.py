@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock  # which torch requires
-
 import megacpp_mcore
 from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
-from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
-from megacpp_mcore.patches.machinery.import_hook import process_tree
+from megacpp_mcore.patches.machinery.hook_line import Content
 from megacpp_mcore.patches.machinery.record import Edit
-from megacpp_mcore.patches.machinery.registry import Registry, default, listing
+from megacpp_mcore.patches.machinery.registry import Registry, default, refuse
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.util.files import TEMPORARY, replace
@@ -75,17 +72,18 @@ class Checkout:
                 f"and PATCH); nothing was changed: restore that file, or check out a release such as {CHECKOUT_TAG}"
             )
         self.version = version
+        self._unchanged = f"nothing was changed in {self.root}"
 
     @classmethod
-    def installed(cls, registry: Registry | None = None) -> Checkout:
+    def installed(cls) -> Checkout:
         """Find the Megatron that ``import megatron.core`` would find in this process; megatron.core is not imported.
 
         Raises:
             CheckoutError: none is found.
         """
-        tree = process_tree()
+        tree = SourceTree.of_process()
         try:
-            return cls(tree.file("megatron.core").parents[2], registry, tree)
+            return cls(tree.file("megatron.core").parents[2], tree=tree)
         except Refusal as refusal:
             raise CheckoutError(
                 f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
@@ -116,16 +114,20 @@ class Checkout:
         if not wanted:
             available = ", ".join(patch.name for patch in self.registry.patches)
             raise PatchError(f"no patch was named; available: {available}", code="unnamed")
-        self._refuse_wheel()
+        if found := sorted(self.root.glob("megatron_core-*.dist-info")):
+            raise PatchError(
+                f"{self.root} holds an installed megatron-core ({found[0].name}), not a checkout; nothing was changed: "
+                "patch the process instead (`megacpp-mcore launch --patch NAME`, or megacpp_mcore.patches.apply)"
+            )
         with self._locked():
             content = self.content()
-            before = _names(content)
+            before = content.names
             fresh = tuple(name for name in wanted if name not in before)
-            self._refuse(self._copy_problems(content.hook) or self.unfit((*before, *fresh)))
+            refuse(self._unchanged, self._copy_problems(content) or self.unfit((*before, *fresh)))
             notices: tuple[str, ...] = ()
             if fresh:
                 notices = self._refuse_dirty(content, allow_dirty)
-                replace(self.file, self._with_line(content.without, (*before, *fresh)), like=self.file.stat())
+                replace(self.file, self._hooked(content, (*before, *fresh)), like=self.file.stat())
         notices += tuple(f"importing megatron.core takes this package now: {it}" for it in self._import_problems())
         return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
 
@@ -141,18 +143,15 @@ class Checkout:
             raise PatchError("no patch to revert was named; omit the names to revert all", code="unnamed")
         with self._locked():
             content = self.content()
-            before = _names(content)
-            gone = before if names is None else tuple(name for name in names if name in before)
-            rest = tuple(name for name in before if name not in gone)
+            gone = content.names if names is None else tuple(name for name in names if name in content.names)
+            rest = tuple(name for name in content.names if name not in gone)
             unchanged = tuple(name for name in names or () if name not in gone)
-            new = content.without
-            if gone and rest and content.hook:  # rewriting the line needs the patch records of the copy that wrote it
-                self._refuse(self._copy_problems(content.hook))
-                new = self._with_line(new, rest, content.hook.sha256)
+            if gone and rest:  # rewriting the line needs the patch records of the copy that wrote it
+                refuse(self._unchanged, self._copy_problems(content))
             if gone:
-                replace(self.file, new, like=self.file.stat())
+                replace(self.file, self._hooked(content, rest, content.sha256), like=self.file.stat())
         notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
-        return Outcome(gone, unchanged, rest, (notice,) if gone and _edited(content) else ())
+        return Outcome(gone, unchanged, rest, (notice,) if gone and content.is_edited else ())
 
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One JSON-ready record per patch; changes nothing.
@@ -165,16 +164,15 @@ class Checkout:
             PatchError: a name is unknown, or the hook line is damaged.
         """
         content = self.content()
-        hooked, other_copy = _names(content), "; ".join(self._copy_problems(content.hook))
+        hooked, other_copy = content.names, "; ".join(self._copy_problems(content))
         patches = {patch.name: patch for patch in self.registry.select(names)}
         foreign = () if names is not None else (name for name in hooked if name not in patches)
         rows = []
         for name in (*patches, *foreign):
-            problems = patches[name].problems(self.tree, self.version) if name in patches else {}
-            states = [refusal.state for refusal in problems.values()] or [
-                "applied" if name in hooked else "not applied"
-            ]
-            state, reason = states[0], "; ".join(map(str, problems.values()))
+            problems = patches[name].problems(self.tree) if name in patches else {}
+            state, reason = "applied" if name in hooked else "not applied", "; ".join(map(str, problems.values()))
+            if problems:
+                state = next(iter(problems.values())).state
             if name in hooked and other_copy:
                 state, reason = OTHER_COPY, other_copy
             row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}
@@ -189,23 +187,22 @@ class Checkout:
             PatchError: lists every problem.
         """
         content = self.content()
-        hook = content.hook
         wanted = () if names is None else [patch.name for patch in self.registry.select(names)]
-        if hook is None:
+        if not content.names:
             raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}", code="no-hook-line")
-        problems = [f"{name} is not applied" for name in wanted if name not in hook.names]
-        if _edited(content):
+        problems = [f"{name} is not applied" for name in wanted if name not in content.names]
+        if content.is_edited:
             problems.append(
                 f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 "
-                f"{hashlib.sha256(content.without).hexdigest()}, expected {hook.sha256}"
+                f"{content.found_sha256}, expected {content.sha256}"
             )
-        problems += self._copy_problems(hook) or self.unfit(hook.names)
-        self._refuse(problems + self._import_problems(), f"{self.root} is not as it should be")
-        return hook.names
+        problems += self._copy_problems(content) or self.unfit(content.names)
+        refuse(f"{self.root} is not as it should be", problems + self._import_problems())
+        return content.names
 
     def unfit(self, names: Iterable[str] | None = None) -> list[str]:
         """Return what keeps the named patches (by default all) from being applied here."""
-        return [text for patch in self.registry.select(names) for text in patch.unfit(self.tree, self.version)]
+        return [text for patch in self.registry.select(names) for text in patch.unfit(self.tree)]
 
     def export(self, names: Iterable[str] | None = None) -> bytes:
         """Make a patch for ``git apply`` with byte-identical result to :meth:`apply`; for None, of what is applied now.
@@ -214,25 +211,19 @@ class Checkout:
             PatchError: the patches do not fit, or there is nothing to export.
         """
         content = self.content()
-        wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
+        wanted = [patch.name for patch in self.registry.select(content.names if names is None else names)]
         if not wanted:
             raise PatchError("name the patches to export (none is applied to this checkout)", code="nothing-to-export")
-        self._refuse(self.unfit(wanted), "nothing was exported")
-        return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
+        refuse("nothing was exported", self.unfit(wanted))
+        return git.patch_between(content.without, self._hooked(content, wanted), HOOKED_FILE)
 
-    def _refuse(self, problems: Sequence[str], summary: str = "") -> None:
-        if problems:
-            raise PatchError(listing(summary or f"nothing was changed in {self.root}", problems))
-
-    def _copy_problems(self, hook: HookLine | None) -> list[str]:
-        if hook is None:
-            return []
-        here = megacpp_mcore.__version__
-        if hook.version == here and {patch.name for patch in self.registry.patches}.issuperset(hook.names):
+    def _copy_problems(self, content: Content) -> list[str]:
+        here, known = megacpp_mcore.__version__, {patch.name for patch in self.registry.patches}
+        if content.version in ("", here) and known.issuperset(content.names):
             return []
         return [
-            f"{self.file} is already hooked by another copy, megacpp-mcore {hook.version} with the patches "
-            f"{', '.join(hook.names)}; this is {here}, whose records differ: "
+            f"{self.file} is already hooked by another copy, megacpp-mcore {content.version} with the patches "
+            f"{', '.join(content.names)}; this is {here}, whose records differ: "
             f"`megacpp-mcore patch revert --checkout {self.root}` takes that hook out, then apply with one copy"
         ]
 
@@ -254,45 +245,40 @@ class Checkout:
                 row["diff"] = git.difference(self.root, self.tree.file(edit.module)) or None
         return row
 
-    def _refuse_wheel(self) -> None:
-        if found := sorted(self.root.glob("megatron_core-*.dist-info")):
-            raise PatchError(
-                f"{self.root} holds an installed megatron-core ({found[0].name}), not a checkout; nothing was changed: "
-                "patch the process instead (`megacpp-mcore launch --patch NAME`, or megacpp_mcore.patches.apply)"
-            )
-
     def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
         """Refuse foreign changes below ``megatron/``, unless allowed; returns what could not be checked."""
-        notices: list[str] = []
+        notices: tuple[str, ...] = ()
         try:
             changed = [name for name in git.modified(self.root, HOOKED_FILE) if name.startswith("megatron/")]
-            if HOOKED_FILE in changed and content.hook and not _edited(content):
+            if HOOKED_FILE in changed and content.names and not content.is_edited:
                 changed.remove(HOOKED_FILE)
         except git.GitUnavailable as error:  # fingerprints still check what the patches replace
-            notices.append(f"whether files were modified could not be checked: {error}")
-            changed = [HOOKED_FILE] if _edited(content) else []
-        if not changed:
-            return tuple(notices)
-        if not allow_dirty:
+            notices = (f"whether files were modified could not be checked: {error}",)
+            changed = [HOOKED_FILE] if content.is_edited else []
+        shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        if changed and not allow_dirty:
             raise PatchError(
-                f"{self.root} is dirty: {_shown(changed)} differ from what was committed or hooked; nothing was changed: "
-                "commit or restore them (an update below the hook line: `patch revert`, then apply), or say --allow-dirty to "
-                "patch the checkout as it is",
+                f"{self.root} is dirty: {shown} differ from what was committed or hooked; nothing was changed: commit or "
+                "restore them (an update below the hook line: `patch revert`, then apply), or say --allow-dirty to patch "
+                "the checkout as it is",
                 code="dirty",
             )
-        return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
+        return (*notices, f"patched as it is, with modified files: {shown}") if changed else notices
 
-    def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
-        if not without.endswith(b"\n"):
+    def _hooked(self, content: Content, names: Sequence[str], sha256: str = "") -> bytes:
+        """Return the file with a line that names these patches."""
+        if names and not content.without.endswith(b"\n"):
             raise PatchError(f"{self.file} does not end in a newline: restore it first", code="no-newline")
-        sha256 = sha256 or hashlib.sha256(without).hexdigest()
-        return hook_line.add(without, HookLine(tuple(names), megacpp_mcore.__version__, sha256))
+        sha256 = sha256 or content.found_sha256
+        return Content(content.without, tuple(names), megacpp_mcore.__version__, sha256).whole()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Allow one change of this checkout at a time, and remove leftovers of a killed one."""
         try:
-            with filelock.FileLock(git.lock_file(self.root)):
+            # A file that is never replaced; open for writing, as locks need it to be on NFS.
+            with open(self.root / PACKAGE_INFO_FILE, "r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
                     leftover.unlink()
                 yield
@@ -305,27 +291,10 @@ class Checkout:
 
 def _require_megatron(root: Path) -> None:
     files = (HOOKED_FILE, PACKAGE_INFO_FILE)
-    missing = [name for name in files if not (root / name).is_file()]
-    if not missing:
-        return
     if not root.is_dir():
         raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout", code="no-folder")
-    above = [folder for folder in root.parents if all((folder / name).is_file() for name in files)]
-    hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
-    raise CheckoutError(
-        f"{root} is not a Megatron-LM checkout: there is no {', '.join(missing)} in it; {hint}", code="no-checkout"
-    )
-
-
-def _names(content: Content) -> tuple[str, ...]:
-    """Return the patches that the hook line names."""
-    return content.hook.names if content.hook else ()
-
-
-def _edited(content: Content) -> bool:
-    """Return whether the rest of the file was changed after it was hooked."""
-    return content.hook is not None and hashlib.sha256(content.without).hexdigest() != content.hook.sha256
-
-
-def _shown(files: Sequence[str]) -> str:
-    return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+    if missing := [name for name in files if not (root / name).is_file()]:
+        above = [folder for folder in root.parents if all((folder / name).is_file() for name in files)]
+        hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
+        message = f"{root} is not a Megatron-LM checkout: there is no {', '.join(missing)} in it; {hint}"
+        raise CheckoutError(message, code="no-checkout")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import glob
 import importlib.util
 import re
 import tempfile
@@ -58,15 +59,15 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         history, notes = _history(checkout, since, Path(folder))
         bases = {history.tag: history.base} if history else {}
         with contextlib.suppress(CheckoutError, PatchError):
-            installed = Checkout.installed(checkout.registry)
+            installed = Checkout.installed()
             bases[f"megatron-core {installed.version} in {installed.root}"] = installed.tree
         trees = list(bases.values())
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
-        rows = [(patch.name, patch.edits, patch.upstream) for patch in checkout.registry.patches]
         contracts = tuple(Edit.of(name, known, lambda original: original) for name, known in watched.SOURCES.items())
+        records = {patch.name: (patch.edits, patch.upstream) for patch in checkout.registry.patches}
         patches: list[dict[str, Any]] = []
-        for name, edits, upstream in (*rows, ("not patched", contracts, ())):
+        for name, (edits, upstream) in {**records, "not patched": (contracts, ())}.items():
             targets = [_target(edit, checkout.tree, trees, history) for edit in edits]
             merged = {f"#{number}": history and history.merged(number) for number in upstream}
             verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
@@ -78,11 +79,12 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
             {"known": len(ours & old), "gone": sorted((ours & old) - new)}
             for ours, old, new in zip(used, known, _names(checkout.tree), strict=True)
         )
-    states = [target["state"] for patch in patches for target in patch["targets"]]
     # A parameter that need not be passed changes no call of ours.
-    states += [row["state"] for row in imported if not all(name.endswith(_OPTIONAL) for name in row["parameters"])]
-    states += [GONE for row in imported if row["state"] == GONE]
-    status = max(map(_STATUS.__getitem__, [*states, *[GONE] * bool(flags["gone"] or fields["gone"])]))
+    met = [
+        row for row in imported if row["state"] == GONE or any(not it.endswith(_OPTIONAL) for it in row["parameters"])
+    ]
+    states = [row["state"] for row in (*met, *(target for patch in patches for target in patch["targets"]))]
+    status = max(_STATUS[state] for state in (*states, GONE if flags["gone"] or fields["gone"] else EQUAL))
     return {
         "status": status,
         "verdict": VERDICTS[status],
@@ -100,13 +102,14 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _History:
-    """A checkout's ``commits`` since a tag, a line about them, and the files of the tag (``base``) and of HEAD."""
+    """A checkout's commits since a tag (their range, and a line each), and the files of the tag (``base``) and of HEAD."""
 
     root: Path
     tag: str
     base: SourceTree
     head: SourceTree
-    commits: str
+    range: str
+    commits: list[str]
     summary: str
 
     def of(self, target: str, found: Sequence[str]) -> list[str]:
@@ -117,20 +120,17 @@ class _History:
             ranges = [f"-L{node.lineno},{node.end_lineno}:{file}" for node in self.head.definitions(target)]
         except Refusal:  # gone: the commits that took the definition away
             place, pattern = module.replace(".", "/"), rf"(def|class) {name.rpartition('.')[2]}[(:]"
-            return self._log("--pickaxe-regex", f"-S{pattern}", self.commits, "--", place + ".py", place)
-        return ["not committed"] * (self.head.texts(target) != found) + self._log(*ranges, self.commits)
+            return self._log("--pickaxe-regex", f"-S{pattern}", self.range, "--", place + ".py", place)
+        return ["not committed"] * (self.head.texts(target) != found) + self._log(*ranges, self.range)
 
     def merged(self, number: int) -> str | None:
         """Return the commit whose subject names a pull request; None if there is none, or it was reverted."""
-        found = self._log("--fixed-strings", f"--grep=(#{number})", f"--grep=({number})", self.commits)
-        found = [line for line in found if f"{number})" in line]
-        return found[0] if found and ' Revert "' not in found[0] else None
+        newest = next((line for line in self.commits if re.search(rf"\(#?{number}\)", line)), None)
+        return None if newest is None or ' Revert "' in newest else newest
 
     def _log(self, *words: str) -> list[str]:
         try:
-            if not git.lines(self.root, "rev-list", "-1", self.commits):
-                return []  # of which -L is an error
-            return git.lines(self.root, "log", "--no-patch", *git.PLAIN, "--format=%h %cs %s", *words)
+            return git.log(self.root, *words) if self.commits else []  # of none, -L is an error
         except git.GitUnavailable as error:  # a partial clone lacks old files
             return [f"commits cannot be listed: {error}"]
 
@@ -142,19 +142,19 @@ def _history(checkout: Checkout, since: str | None, folder: Path) -> tuple[_Hist
         for name, commit in (("base", base), ("head", head)):
             git.write_sources(root, commit, "megatron", folder / name)
         try:
-            (fork,) = git.lines(root, "merge-base", base, head)
+            fork = git.run(root, "merge-base", base, head).decode().strip()
         except git.GitUnavailable:
             fork = base
             notes.append(f"{tag} and HEAD have no commit in common, as in a shallow clone: some commits are not listed")
-        (newest,) = git.lines(root, "log", "-1", "--format=%h of %cs", head)
-        (count,) = git.lines(root, "rev-list", "--count", f"{fork}..{head}")
+        (newest,) = git.log(root, "-1", "--format=%h of %cs", head)
+        commits = git.log(root, f"{fork}..{head}")
     except git.GitUnavailable as error:
         if since is not None:
             raise CheckoutError(f"nothing can be compared with {since}: {error}", code="no-tag") from error
         return None, [f"no commits are listed: {error}"]
-    summary = f"{newest}, {count} commits after {fork[:10]}" + ("" if fork == base else f", where it left {tag}")
+    summary = f"{newest}, {len(commits)} commits after {fork[:10]}" + ("" if fork == base else f", where it left {tag}")
     files = [SourceTree((folder / name,)) for name in ("base", "head")]
-    return _History(root, tag, files[0], files[1], f"{fork}..{head}", summary), notes
+    return _History(root, tag, files[0], files[1], f"{fork}..{head}", commits, summary), notes
 
 
 def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
@@ -218,13 +218,12 @@ def _uses() -> tuple[dict[str, set[str]], set[str], set[str]]:
     flags: set[str] = set()
     fields: set[str] = set()
     package = Path(megacpp_mcore.__file__).parent
-    files = [folder / name for folder, _, names in package.walk(follow_symlinks=True) for name in names]
-    for file in (file for file in files if file.suffix == ".py"):
-        for node in ast.walk(ast.parse(file.read_bytes())):
+    for file in glob.iglob("**/*.py", root_dir=package, recursive=True):  # also what is linked into the package
+        for node in ast.walk(ast.parse((package / file).read_bytes())):
             match node:
                 case ast.ImportFrom(module=str(module), names=names) if re.match(r"megatron\.(?!bridge)", module):
                     for one in names:
-                        symbols[f"{module}:{one.name}"].add(str(file.relative_to(package)))
+                        symbols[f"{module}:{one.name}"].add(file)
                 case (
                     ast.Attribute(value=holder, attr=name)
                     | ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=str(name)), *_])

@@ -9,8 +9,8 @@ import os
 import subprocess
 from pathlib import Path
 
-PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
-"""Options by which no command of a checkout's configuration runs, of those that compare files."""
+_LOG = ("log", "--no-patch", "--no-color", "--no-ext-diff", "--no-textconv", "--text", "--format=%h %cs %s")
+"""A line a commit; no command of a checkout's configuration runs, of those that compare files."""
 
 
 class GitUnavailable(Exception):
@@ -27,10 +27,10 @@ def modified(root: Path, file: str) -> list[str]:
     Raises:
         GitUnavailable: git cannot answer.
     """
-    _git(root, "ls-files", "--error-unmatch", "--", file)
-    staged = _git(root, "diff-index", "--cached", "--name-only", "--no-renames", "--relative", "-z", "HEAD", "--", ".")
+    run(root, "ls-files", "--error-unmatch", "--", file)
+    staged = run(root, "diff-index", "--cached", "--name-only", "--no-renames", "--relative", "-z", "HEAD", "--", ".")
     names = {name for name in staged.split(b"\0") if name}
-    for entry in _git(root, "ls-files", "--stage", "-t", "-z", "--", ".").split(b"\0")[:-1]:
+    for entry in run(root, "ls-files", "--stage", "-t", "-z", "--", ".").split(b"\0")[:-1]:
         (tag, mode, blob, _), name = entry.partition(b"\t")[0].split(), entry.partition(b"\t")[2]
         # Not what a sparse checkout leaves out (S), and not submodules.
         if tag != b"S" and mode != b"160000" and not _holds(root / os.fsdecode(name), mode, blob.decode()):
@@ -40,13 +40,11 @@ def modified(root: Path, file: str) -> list[str]:
 
 def _holds(path: Path, mode: bytes, blob: str) -> bool:
     """Return whether a file's content, or a symbolic link's target, is that of git's ``blob``."""
+    is_link = mode == b"120000"
+    if path.is_symlink() != is_link or not (is_link or path.is_file()):
+        return False
     try:
-        if mode == b"120000":
-            content = os.fsencode(path.readlink())
-        elif path.is_file() and not path.is_symlink():
-            content = path.read_bytes()
-        else:
-            return False
+        content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
     except OSError:
         return False
     function = hashlib.sha1 if len(blob) == 40 else hashlib.sha256
@@ -60,10 +58,8 @@ def difference(root: Path, file: Path) -> str:
     Raises:
         GitUnavailable: git cannot answer.
     """
-    if not file.is_relative_to(root):
-        raise GitUnavailable(f"{file} is outside of {root}")
-    name = str(file.relative_to(root))
-    before = _git(root, "cat-file", "blob", f"HEAD:./{name}")
+    name = os.path.relpath(file, root)
+    before = run(root, "cat-file", "blob", f"HEAD:./{name}")
     return patch_between(before, file.read_bytes(), name).decode(errors="replace")
 
 
@@ -81,23 +77,23 @@ def commit(root: Path, name: str, file: str) -> str:
     Raises:
         GitUnavailable: git cannot answer, or has no such commit; if the clone is shallow, the message says so.
     """
-    _git(root, "ls-files", "--error-unmatch", "--", file)
+    run(root, "ls-files", "--error-unmatch", "--", file)
     try:
-        return _git(root, "rev-parse", "--verify", f"{name}^{{commit}}").decode().strip()
+        return run(root, "rev-parse", "--verify", f"{name}^{{commit}}").decode().strip()
     except GitUnavailable as error:
-        shallow = _git(root, "rev-parse", "--is-shallow-repository").strip() == b"true"
+        shallow = run(root, "rev-parse", "--is-shallow-repository").strip() == b"true"
         fetch = f"git -C {root} fetch {'--unshallow ' if shallow else ''}--tags https://github.com/NVIDIA/Megatron-LM"
         clone = "a shallow clone" if shallow else "a clone"
         raise GitUnavailable(f"{root} is {clone} without {name}; run `{fetch}`") from error
 
 
-def lines(root: Path, *words: str) -> list[str]:
-    """Return what a git command prints, line by line.
+def log(root: Path, *words: str) -> list[str]:
+    """List commits, newest first: a line of hash, date and subject each, or in another format that ``words`` have.
 
     Raises:
         GitUnavailable: git cannot answer.
     """
-    return _git(root, *words).decode(errors="replace").splitlines()
+    return run(root, *_LOG, *words).decode(errors="replace").splitlines()
 
 
 def write_sources(root: Path, commit: str, below: str, folder: Path) -> None:
@@ -106,33 +102,29 @@ def write_sources(root: Path, commit: str, below: str, folder: Path) -> None:
     Raises:
         GitUnavailable: git cannot answer, or a partial clone lacks the files.
     """
-    entries = _git(root, "ls-tree", "-r", "-z", commit, "--", below).split(b"\0")[:-1]
-    blobs = [(name, word.split()[2]) for word, _, name in (entry.partition(b"\t") for entry in entries)]
-    blobs = [(name, blob) for name, blob in blobs if name.endswith(b".py")]
-    incomplete = f"{root} lacks files of {commit[:10]}, as a partial clone does; clone it without --filter"
+    entries = run(root, "ls-tree", "-r", "-z", commit, "--", below).split(b"\0")[:-1]
+    blobs = {
+        name: entry.split()[2] for entry, _, name in (one.partition(b"\t") for one in entries) if name[-3:] == b".py"
+    }
     try:
-        answer = io.BytesIO(_git(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for _, blob in blobs)))
-    except GitUnavailable as error:
+        answer = io.BytesIO(run(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for blob in blobs.values())))
+        for name in blobs:
+            size = int(answer.readline().split()[-1])  # where a blob is missing, a word
+            path = folder / os.fsdecode(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(answer.read(size))
+            answer.readline()
+    except (GitUnavailable, ValueError) as error:
+        incomplete = f"{root} lacks files of {commit[:10]}, as a partial clone does; clone it without --filter"
         raise GitUnavailable(incomplete) from error
-    for name, _ in blobs:
-        *_, size = answer.readline().split()
-        if size == b"missing":
-            raise GitUnavailable(incomplete)
-        path = folder / os.fsdecode(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(answer.read(int(size)))
-        answer.readline()
 
 
-def lock_file(root: Path) -> Path:
-    """Path of a checkout's lock: in git's folder, hidden from ``git status``, or in the root if git does not track it."""
-    try:
-        return root / os.fsdecode(_git(root, "rev-parse", "--git-path", "megacpp-mcore.lock").rstrip(b"\n"))
-    except GitUnavailable:
-        return root / ".megacpp-mcore.lock"
+def run(root: Path, *words: str, given: bytes | None = None) -> bytes:
+    """Return what a git command prints.
 
-
-def _git(root: Path, *words: str, given: bytes | None = None) -> bytes:
+    Raises:
+        GitUnavailable: git cannot be run, or fails; the message is its own.
+    """
     # Variables such as GIT_DIR, which git sets for its hooks, would select another repository; and nothing is written.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}

@@ -1,7 +1,8 @@
-"""The one line added to a checkout's ``megatron/core/__init__.py``: its text, and adding it to and removing it from bytes."""
+"""A checkout's ``megatron/core/__init__.py``: its own content, and the one line added to it."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -20,40 +21,40 @@ _SUSPECT = re.compile(rf"megacpp_mcore\.patches\.hook|{MARK}".encode())
 
 
 @dataclass(frozen=True)
-class HookLine:
-    """Content of the hook line.
+class Content:
+    """The file without the line, and what the line says, if there is one.
 
     Attributes:
-        names: the patches, in the order of the requests.
-        version: of the megacpp-mcore that wrote it.
-        sha256: of the file without the line.
+        without: the bytes, which end in a newline.
+        names: the patches, in the order of the requests; empty without a line.
+        version: of the megacpp-mcore that wrote the line.
+        sha256: of the file without the line, when that was added.
     """
 
-    names: tuple[str, ...]
-    version: str
-    sha256: str
-
-    def render(self) -> str:
-        """Write the line, without a newline: one statement and a comment, in ASCII."""
-        names = ", ".join(f'"{name}"' for name in self.names)
-        return f'{_CALL}[{names}], version="{self.version}")  # {MARK}; SHA-256 without it {self.sha256}; {_UNDO}'
-
-
-@dataclass(frozen=True)
-class Content:
-    """A file split into the bytes without the line, and the line, if there is one."""
-
     without: bytes
-    hook: HookLine | None
+    names: tuple[str, ...] = ()
+    version: str = ""
+    sha256: str = ""
 
+    @property
+    def found_sha256(self) -> str:
+        """The SHA-256 of the file without the line, as it is now."""
+        return hashlib.sha256(self.without).hexdigest()
 
-def add(content: bytes, line: HookLine) -> bytes:
-    """``content``, which ends in a newline, with ``line`` as its last line."""
-    return content + line.render().encode("ascii") + b"\n"
+    @property
+    def is_edited(self) -> bool:
+        """Whether the rest of the file was changed after the line was added."""
+        return bool(self.names) and self.found_sha256 != self.sha256
+
+    def whole(self) -> bytes:
+        """Return the file with the line, one statement and a comment in ASCII, as its last; without, if it names nothing."""
+        names = ", ".join(f'"{name}"' for name in self.names)
+        line = f'{_CALL}[{names}], version="{self.version}")  # {MARK}; SHA-256 without it {self.sha256}; {_UNDO}\n'
+        return self.without + line.encode("ascii") * bool(names)
 
 
 def take_apart(content: bytes) -> Content:
-    """Split a file into its content without our line, and the line; the inverse of :func:`add`.
+    """Split a file into its content without our line, and the line; the inverse of :meth:`Content.whole`.
 
     Raises:
         PatchError: our line is damaged, or occurs twice.
@@ -61,7 +62,7 @@ def take_apart(content: bytes) -> Content:
     lines = content.splitlines(keepends=True)  # bytes split only at \n, \r\n and \r, as Python source does
     found = [index for index, text in enumerate(lines) if _SUSPECT.search(text)]
     if not found:
-        return Content(content, None)
+        return Content(content)
     index = found[0]
     match = _WHOLE.fullmatch(lines[index].rstrip(b"\r\n").decode("latin-1"))
     if match is None or len(found) > 1:
@@ -71,4 +72,4 @@ def take_apart(content: bytes) -> Content:
             "`git checkout -- megatron/core/__init__.py`"
         )
     names = tuple(name.strip('"') for name in match["names"].split(", "))
-    return Content(b"".join(lines[:index] + lines[index + 1 :]), HookLine(names, match["version"], match["sha256"]))
+    return Content(b"".join(lines[:index] + lines[index + 1 :]), names, match["version"], match["sha256"])

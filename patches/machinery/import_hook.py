@@ -21,14 +21,13 @@ from typing import Any
 
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery import registry as registry_module
-from megacpp_mcore.patches.machinery.registry import Registry, announce, listing
+from megacpp_mcore.patches.machinery.registry import Registry, announce, default, refuse
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 
 
 def install(file: str, names: Sequence[str], *, version: str, seal: str = "") -> None:
     """Install the hook; called by the hook line (older copies wrote a seal); see :meth:`Hook.install`."""
-    _hook(registry_module.default()).install(file, names, version=version)
+    _hook().install(file, names, version=version)
 
 
 class Hook:
@@ -41,8 +40,6 @@ class Hook:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._watched: set[str] = set()
-        # Modules whose code has finished while the import system still marks them unfinished.
-        self._ran: set[str] = set()
 
     def install(self, file: str, names: Sequence[str], *, version: str) -> None:
         """Install the hook; called by the hook line; see :meth:`Hook.install`.
@@ -65,24 +62,23 @@ class Hook:
             )
         known = {row["name"] for row in self._registry.status() if row["state"] != "not applied"}
         fresh = [patch for patch in self._registry.select(names) if patch.name not in known]
-        tree, core_version = process_tree(), self._registry.version()
-        problems = [problem for patch in fresh for problem in patch.unfit(tree, core_version)]
+        tree = SourceTree.of_process()
+        problems = [problem for patch in fresh for problem in patch.unfit(tree)]
         problems += [
             f"{patch.name}: {module} is still being imported, and it was what imported megatron.core; "
             "put `import megatron.core` before that import"
             for patch in fresh
             for module in patch.modules
-            if _unfinished(module) and module not in self._ran
+            if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False)
         ]
-        if problems:
-            raise PatchError(listing(f"no patch of the hook in {file} was applied", problems))
-        self._registry.arm(names, file)
+        refuse(f"no patch of the hook in {file} was applied", problems)
+        self._registry.arm([patch.name for patch in fresh], file)
         self._watched |= {module for patch in fresh for module in patch.modules}
         # Never removed, only idle when nothing is pending: another thread may be iterating over the list.
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
             atexit.register(self._report_pending_patches)
-        self._advance()
+        self._advance([module for module in self._watched if sys.modules.get(module)])
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -90,52 +86,35 @@ class Hook:
         """``sys.meta_path`` finder: for a module with pending edits, delegates to the other finders and watches it run."""
         if name not in self._watched:
             return None
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target) if finder is not self else None
-            if spec is not None:
-                self._watch(spec)
-                return spec
-        return None
-
-    def _watch(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """Call :meth:`_advance` once the module has run; the module itself only ever sees its own loader."""
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        if (spec := next(filter(None, others), None)) is None:
+            return None
         loader: Any = spec.loader
-        run: Any = getattr(loader, "exec_module", None)
+        run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the module may have been found twice
             run(module)
-            self._ran.add(module.__name__)
-            self._advance()
+            self._advance([name])
 
-        # Path-based finders create one loader per module: the attribute affects only this import.
+        # Path-based finders create one loader per module: the attribute affects only this import, and the module itself
+        # only ever sees its own loader.
         vars(loader)["exec_module"] = exec_module
+        return spec
 
-    def _advance(self) -> None:
-        """Apply all edits of armed patches whose modules have run; on failure revert everything this hook applied.
-
-        Nothing is imported under the registry's lock, so that two importing threads cannot deadlock.
-        """
+    def _advance(self, modules: Sequence[str]) -> None:
+        """Apply all edits of armed patches in modules that have run; on failure revert everything this hook applied."""
         try:
-            pending = self._registry.pending.items()
-            due = [name for name, edits in pending if any(self._imported(edit.module) for edit in edits)]
-            self._registry.apply(due, imported=self._imported)
+            self._registry.advance(modules)
         except Exception as error:
-            self._undo(error)
-
-    def _undo(self, error: Exception) -> None:
-        """Revert and disarm everything of this hook, and raise; what others have applied since stays."""
-        rows = [row for row in self._registry.status() if row["hook"]]
-        in_place = [row["name"] for row in rows if row["state"] in ("applied", "lost")]
-        self._watched.clear()  # apply nothing more, even if reverting fails
-        self._registry.revert([row["name"] for row in rows])
-        raise PatchError(
-            f"a patch of the hook could not be applied ({error}); the patches that the hook had applied were reverted: "
-            f"{', '.join(in_place) or 'none'}"
-        ) from error
-
-    def _imported(self, module: str) -> bool:
-        return module in sys.modules and (module in self._ran or not _unfinished(module))
+            rows = [row for row in self._registry.status() if row["hook"]]  # what others have applied since stays
+            in_place = [row["name"] for row in rows if row["state"] in ("applied", "lost")]
+            self._watched.clear()  # apply nothing more, even if reverting fails
+            self._registry.revert([row["name"] for row in rows])
+            raise PatchError(
+                f"a patch of the hook could not be applied ({error}); the patches that the hook had applied were reverted: "
+                f"{', '.join(in_place) or 'none'}"
+            ) from error
 
     def _report_pending_patches(self) -> None:
         """At process exit, name the patches still pending, lest anyone think that they were in place."""
@@ -145,16 +124,6 @@ class Hook:
                 announce(f"patch {row['name']} was NOT applied; never imported in this process: {missing}")
 
 
-_hook = functools.cache(Hook)
-"""The one hook of a registry."""
-
-
-def process_tree() -> SourceTree:
-    """Return the source files from which this process imports Megatron."""
-    portions = getattr(sys.modules.get("megatron"), "__path__", ())
-    return SourceTree(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
-
-
-def _unfinished(module: str) -> bool:
-    """Return whether the import system is still running this module's code, according to a flag on its spec."""
-    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
+@functools.cache
+def _hook() -> Hook:
+    return Hook(default())

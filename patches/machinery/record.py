@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,32 +48,23 @@ class Edit:
         """Return whether a source with this fingerprint is one that the edit is for, or one that has upstream's fix."""
         return sha256 in self.fingerprints + self.until
 
-    def check(self, text: str, version: str) -> str:
-        """Check and return the fingerprint of the source ``text``.
+    def check(self, texts: Sequence[str], version: str | None) -> str:
+        """Return the fingerprint of the one of the target's definitions (several under ``if`` or ``try``) that is accepted.
 
         Raises:
-            Refusal: ``target changed``, the fingerprint is not accepted; ``version`` is for the message.
+            Refusal: ``target changed``, none is; ``version`` is for the message.
         """
-        if not self.accepts(found := digest(text)):
-            raise Refusal(
-                "target changed",
-                f"the source of {self.target} in megatron-core {version} has SHA-256 {found}, expected "
-                f"{' or '.join(self.fingerprints)}: it is not the code this patch was written for (a local edit, or a "
-                "version that was not tested); leave the patch out, or review the target (`megacpp-mcore compat`) and add "
-                "its fingerprint",
-                text,
-            )
-        return found
-
-    def refusal(self, tree: SourceTree, version: str) -> Refusal | None:
-        """Why the edit does not fit ``tree``, if so; of several definitions (under ``if`` or ``try``) one has to match."""
-        try:
-            texts = tree.texts(self.target)
-            if not any(self.accepts(digest(text)) for text in texts):
-                self.check(texts[0], version)
-        except Refusal as refusal:
-            return refusal
-        return None
+        found = [digest(text) for text in texts]
+        if accepted := next(filter(self.accepts, found), None):
+            return accepted
+        raise Refusal(
+            "target changed",
+            f"the source of {self.target} in megatron-core {version} has SHA-256 {found[0]}, expected "
+            f"{' or '.join(self.fingerprints)}: it is not the code this patch was written for (a local edit, or a "
+            "version that was not tested); leave the patch out, or review the target (`megacpp-mcore compat`) and add "
+            "its fingerprint",
+            texts[0],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +100,19 @@ class Patch:
         """The modules that define its targets, each once."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits))
 
-    def problems(self, tree: SourceTree, version: str) -> dict[Edit, Refusal]:
-        """Everything that prevents applying this patch to Megatron ``version`` with the files ``tree``."""
-        return {edit: refusal for edit in self.edits if (refusal := edit.refusal(tree, version))}
+    def problems(self, tree: SourceTree) -> dict[Edit, Refusal]:
+        """Everything that prevents applying this patch to the Megatron of ``tree``."""
+        version, found = tree.version(), {}
+        for edit in self.edits:
+            try:
+                edit.check(tree.texts(edit.target), version)
+            except Refusal as refusal:
+                found[edit] = refusal
+        return found
 
-    def unfit(self, tree: SourceTree, version: str) -> list[str]:
+    def unfit(self, tree: SourceTree) -> list[str]:
         """Say the same in words, with the patch's name."""
-        return [f"{self.name}: {refusal}" for refusal in self.problems(tree, version).values()]
+        return [f"{self.name}: {refusal}" for refusal in self.problems(tree).values()]
 
     def describe(self) -> dict[str, Any]:
         """Return the record without its code, ready for JSON."""

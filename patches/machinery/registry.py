@@ -28,17 +28,15 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
-
-from packaging.version import Version
 
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery import symbols
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Patch
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Change, Refusal
 from megacpp_mcore.util.nearest import nearest
-from megacpp_mcore.versions import MEGATRON_CORE
 
 logger = logging.getLogger(__name__)
 
@@ -54,23 +52,7 @@ def fingerprint(target: str) -> str:
     Raises:
         PatchError: the symbol does not exist, or its source cannot be read.
     """
-    try:
-        return symbols.digest(symbols.source_text(symbols.resolve(target)))
-    except Refusal as refusal:
-        raise PatchError(str(refusal)) from refusal
-
-
-def megatron_core_version() -> str:
-    """Return the version of the megatron-core that this process imports, without its ``+commit`` part.
-
-    Raises:
-        PatchError: megatron-core cannot be imported.
-    """
-    try:
-        found = importlib.import_module("megatron.core.package_info").__version__
-    except ImportError as error:
-        raise PatchError(f"megatron-core cannot be imported ({error}); install megatron-core{MEGATRON_CORE}") from error
-    return Version(found).public
+    return symbols.digest(symbols.source_text(symbols.resolve(target)))
 
 
 class Registry:
@@ -78,16 +60,16 @@ class Registry:
 
     Args:
         patches: the records, with unique names.
-        version: returns the megatron-core version to check against (called when something is to be applied).
+        version: of Megatron, for messages and receipts; by default, that of the Megatron which this process imports.
     """
 
-    def __init__(self, patches: Iterable[Patch], version: Callable[[], str] = megatron_core_version) -> None:
+    def __init__(self, patches: Iterable[Patch], version: str | None = None) -> None:
         self._patches = {patch.name: patch for patch in patches}
         self.patches = tuple(self._patches.values())
         """All patches, in the order in which they were passed."""
-        self._changes: dict[str, dict[str, Change]] = {}  # by patch, then by target
+        self._changes: tuple[Change, ...] = ()  # those in place
         self._armed: dict[str, str] = {}  # patch to the file whose hook line named it
-        self.version = version
+        self._version = version
 
     def select(self, names: Iterable[str] | None) -> list[Patch]:
         """Return the records of ``names``, each once; of all patches for None.
@@ -100,11 +82,12 @@ class Registry:
         chosen = list(dict.fromkeys(self._patches if names is None else names))
         if unknown := [name for name in chosen if name not in self._patches]:
             known = list(self._patches)
-            problems = [f"there is no patch {name!r}; {nearest(name, known)}" for name in unknown]
-            raise PatchError(listing("nothing was changed", problems), code="unknown")
+            refuse(
+                "nothing was changed", [f"there is no patch {it!r}; {nearest(it, known)}" for it in unknown], "unknown"
+            )
         return [self._patches[name] for name in chosen]
 
-    def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> tuple[str, ...]:
+    def apply(self, names: Iterable[str], *, modules: Collection[str] | None = None) -> tuple[str, ...]:
         """Put the named patches in place: all of them, or none.
 
         Target and fingerprint of every edit are checked, and every replacement is built, before the first change.
@@ -114,7 +97,7 @@ class Registry:
 
         Args:
             names: patches; a partly applied one is completed.
-            imported: whether a module is imported; if passed, edits of other modules are left for a later call.
+            modules: if passed, nothing is imported, and edits of other modules are left for a later call.
 
         Returns:
             The patches with edits newly put in place.
@@ -124,47 +107,40 @@ class Registry:
         """
         wanted = self.select(names)
         # Before the lock: an import may wait for another thread that waits for the lock, or may apply patches itself.
-        for module in (module for patch in wanted for module in patch.modules if imported is None):
+        for module in (module for patch in wanted for module in patch.modules if modules is None):
             with contextlib.suppress(Exception):  # symbols.resolve() hits the same error and names the target
                 importlib.import_module(module)
         with _LOCK:
-            fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}
-            changes, refusals = self._plan(fresh)
-            if problems := [problem for patch in wanted for problem in self._drift(patch.name)] + refusals:
-                raise PatchError(listing("no patch was applied", problems), code="not-applied")
-            after = {name: dict(there) for name, there in self._changes.items()}
-            for change in changes:
-                after.setdefault(change.patch, {})[change.slot.target] = change
-            symbols.exchange(changes, self, {"_changes": after})
-            for name in fresh:  # after all are recorded: a log handler may raise
+            changes, refusals = self._plan(wanted, modules)
+            refuse("no patch was applied", self._drift({patch.name for patch in wanted}) + refusals, "not-applied")
+            symbols.exchange(changes, self, {"_changes": (*self._changes, *changes)})
+            applied = tuple(dict.fromkeys(change.patch for change in changes))
+            for name in applied:  # after all are recorded: a log handler may raise
                 replaced = [change.slot.target for change in changes if change.patch == name and change.is_replaced]
                 targets = ", ".join(replaced) or "no target, as upstream has the fix"
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
-                announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
-        return tuple(fresh)
+                announce(f"patch {name} applied to {targets} (megatron-core {self.version}){origin}")
+        return applied
 
     def arm(self, names: Iterable[str], origin: str) -> None:
-        """Register the named patches for application once their modules have been imported; changes nothing.
-
-        :mod:`megacpp_mcore.patches.machinery.import_hook` watches the imports and calls :meth:`apply`.
+        """Let :meth:`advance` apply the named patches once their modules have been imported; changes nothing.
 
         Args:
-            names: patches; those already applied or armed are left alone.
+            names: patches, neither applied nor armed.
             origin: what requested it, for messages.
-
-        Raises:
-            PatchError: a name is unknown.
         """
         with _LOCK:
-            wanted = self.select(names)
-            there = {*self._changes, *self._armed}
-            self._armed |= {patch.name: origin for patch in wanted if patch.name not in there}
+            self._armed = self._armed | dict.fromkeys(names, origin)  # another thread may be going through the old one
+
+    def advance(self, modules: Collection[str]) -> None:
+        """Apply the edits of armed patches in ``modules``, which have run; see :meth:`apply`."""
+        due = [name for name in self._armed if not set(modules).isdisjoint(self._patches[name].modules)]
+        self.apply(due, modules=modules)
 
     @property
-    def pending(self) -> dict[str, tuple[Edit, ...]]:
-        """The edits of armed patches that are not yet in place, by patch."""
-        with _LOCK:
-            return {name: edits for name in self._armed if (edits := self._missing(self._patches[name]))}
+    def version(self) -> str | None:
+        """The version of Megatron, from its files; nothing is imported."""
+        return self._version or SourceTree.of_process().version()
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Revert the named patches (``None``: all applied ones), in any order; all of them, or none.
@@ -178,15 +154,13 @@ class Registry:
             PatchError: a name is unknown, or a target now holds something else; nothing is changed.
         """
         with _LOCK:
-            wanted = [patch.name for patch in self.select({**self._changes, **self._armed} if names is None else names)]
-            applied = [name for name in wanted if name in self._changes]
-            if problems := [problem for name in applied for problem in self._drift(name)]:
-                raise PatchError(listing("no patch was reverted", problems), code="not-reverted")
-            changes = [change for name in applied for change in self._changes[name].values()]
-            left = {
-                field: {name: value for name, value in getattr(self, field).items() if name not in wanted}
-                for field in ("_changes", "_armed")
-            }
+            there = dict.fromkeys(change.patch for change in self._changes)
+            wanted = [patch.name for patch in self.select({**there, **self._armed} if names is None else names)]
+            applied = [name for name in wanted if name in there]
+            refuse("no patch was reverted", self._drift(applied), "not-reverted")
+            changes = [change for change in self._changes if change.patch in wanted]
+            left: dict[str, Any] = {"_changes": tuple(it for it in self._changes if it.patch not in wanted)}
+            left["_armed"] = {name: origin for name, origin in self._armed.items() if name not in wanted}
             symbols.exchange(changes, self, left, back=True)
             for name in applied:
                 announce(f"patch {name} reverted")
@@ -199,13 +173,10 @@ class Registry:
             PatchError: lists every violation.
         """
         with _LOCK:
-            problems = [problem for name in self._changes for problem in self._drift(name)]
-            places = [(change, name) for name, changes in self._changes.items() for change in changes.values()]
-            owners = {id(change.slot.value): name for change, name in places if change.is_replaced}
+            owners = {id(change.slot.value): change.patch for change in self._changes if change.is_replaced}
             held = symbols.holders(owners)
-            problems += [f"{owners[key]}: {module.__name__}.{name} holds the original" for module, name, key in held]
-            if problems:
-                raise PatchError(listing("the patches are not in place", problems), code="not-in-place")
+            problems = [f"{owners[key]}: {module.__name__}.{name} holds the original" for module, name, key in held]
+            refuse("the patches are not in place", self._drift(self._patches) + problems, "not-in-place")
 
     def status(self) -> list[dict[str, Any]]:
         """One JSON-ready record per patch, for receipts; imports nothing.
@@ -216,50 +187,46 @@ class Registry:
         found in place, by target.
         """
         with _LOCK:
-            return [self._record(patch) for patch in self._patches.values()]
+            return [self._record(patch) for patch in self.patches]
 
-    def _missing(self, patch: Patch, imported: Callable[[str], bool] | None = None) -> tuple[Edit, ...]:
-        """Return the patch's edits that are not in place (only in modules that are ``imported``, if that is passed)."""
-        there = self._changes.get(patch.name, {})
-        return tuple(e for e in patch.edits if e.target not in there and (imported is None or imported(e.module)))
-
-    def _plan(self, fresh: Mapping[str, Sequence[Edit]]) -> tuple[list[Change], list[str]]:
-        """Check and build every edit of ``fresh``; returns the changes and all problems, and touches nothing."""
+    def _plan(self, patches: Iterable[Patch], modules: Collection[str] | None) -> tuple[list[Change], list[str]]:
+        """Check and build every edit that is not in place; returns the changes and all problems, and touches nothing."""
+        there = {(change.patch, change.slot.target) for change in self._changes}
         changes: list[Change] = []
         problems: list[str] = []
-        version = self.version() if fresh else ""
-        for name, edits in fresh.items():
-            for edit in edits:
-                try:
-                    slot = symbols.resolve(edit.target)
-                    text = symbols.source_text(slot)
-                    symbols.refuse_wrapped(slot, text)
-                    found = edit.check(text, version)
-                    make = edit.make if found in edit.fingerprints else None
-                    changes.append(symbols.build(name, slot, make, found, version))
-                except Refusal as refusal:
-                    problems.append(f"{name}: {refusal}")
+        for name, edit in ((patch.name, edit) for patch in patches for edit in patch.edits):
+            if (name, edit.target) in there or (modules is not None and edit.module not in modules):
+                continue
+            try:
+                slot = symbols.resolve(edit.target)
+                text = symbols.source_text(slot)
+                symbols.refuse_wrapped(slot, text)
+                found = edit.check([text], self.version)
+                make = edit.make if found in edit.fingerprints else None
+                changes.append(symbols.build(name, slot, make, found))
+            except Refusal as refusal:
+                problems.append(f"{name}: {refusal}")
         return changes, problems
 
-    def _drift(self, name: str) -> list[str]:
+    def _drift(self, names: Collection[str]) -> list[str]:
         return [
-            f"{name} was applied to {target}, which meanwhile holds something else (another patcher?); undo that first"
-            for target, change in self._changes.get(name, {}).items()
-            if not change.in_place()
+            f"{it.patch} was applied to {it.slot.target}, which meanwhile holds something else (another patcher?); undo "
+            "that first"
+            for it in self._changes
+            if it.patch in names and not it.in_place()
         ]
 
     def _record(self, patch: Patch) -> dict[str, Any]:
-        changes = self._changes.get(patch.name, {})
+        changes = [change for change in self._changes if change.patch == patch.name]
         state = "armed" if patch.name in self._armed else "not applied"
         if changes:
-            state = "lost" if self._drift(patch.name) else "applied"
-        awaited = dict.fromkeys(edit.module for edit in self.pending.get(patch.name, ()))
+            state = "lost" if self._drift([patch.name]) else "applied"
         return patch.describe() | {
             "state": state,
             "hook": self._armed.get(patch.name),
-            "waits_for": [name for name in awaited if name not in sys.modules],
-            "megatron_core": next((change.version for change in changes.values()), None),
-            "fingerprints": {target: change.fingerprint for target, change in changes.items()},
+            "waits_for": [name for name in patch.modules if patch.name in self._armed and name not in sys.modules],
+            "megatron_core": self.version if changes else None,
+            "fingerprints": {change.slot.target: change.fingerprint for change in changes},
         }
 
 
@@ -273,11 +240,13 @@ def default() -> Registry:
     return Registry([module.PATCH for module in modules if hasattr(module, "PATCH")])
 
 
-def listing(summary: str, problems: Sequence[str]) -> str:
-    """One message from a summary and all problems."""
+def refuse(summary: str, problems: Sequence[str], code: str = "") -> None:
+    """Raise a PatchError that lists all problems, if there are any."""
     if len(problems) == 1:
-        return f"{summary}: {problems[0]}"
-    return f"{summary}, {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
+        raise PatchError(f"{summary}: {problems[0]}", code=code)
+    if problems:
+        lines = (f"\n  - {problem}" for problem in problems)
+        raise PatchError(f"{summary}, {len(problems)} problems:{''.join(lines)}", code=code)
 
 
 def announce(message: str) -> None:

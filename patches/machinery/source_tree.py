@@ -6,15 +6,16 @@ import ast
 import functools
 import inspect
 import re
+import sys
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megacpp_mcore.patches.machinery.symbols import Refusal
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-PACKAGE_INFO = "megatron.core.package_info"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,12 @@ class SourceTree:
     """
 
     roots: tuple[Path, ...]
-    _parsed: dict[str, tuple[list[str], ast.Module]] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of_process(cls) -> SourceTree:
+        """Return the files from which this process imports Megatron."""
+        portions = getattr(sys.modules.get("megatron"), "__path__", ())
+        return cls(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
 
     def file(self, module: str) -> Path:
         """Return the file of ``module``.
@@ -34,19 +40,15 @@ class SourceTree:
         Raises:
             Refusal: ``target not found``.
         """
-        folders: Sequence[Path] = self.roots
-        *packages, last = module.split(".")
-        for part in packages:
-            # Folders without __init__.py are portions of a namespace package; a regular package ends the search.
-            portions = [folder / part for folder in folders if (folder / part).is_dir()]
-            regular = [portion for portion in portions if (portion / "__init__.py").is_file()]
-            folders = regular[:1] or portions
-        for folder in folders:
-            for file in (folder / last / "__init__.py", folder / f"{last}.py"):
-                if file.is_file():
-                    return file
-        places = ", ".join(str(root) for root in self.roots[:3]) + (", …" if len(self.roots) > 3 else "")
-        raise Refusal("target not found", f"no file of the module {module} in {places}")
+        places: Sequence[str] = [str(root) for root in self.roots]
+        spec = None
+        for part in module.split("."):
+            spec = PathFinder.find_spec(part, places)  # which imports nothing, as the name has no dot
+            places = (spec and spec.submodule_search_locations) or ()
+        if spec is None or spec.origin is None:
+            roots = ", ".join(str(root) for root in self.roots[:3]) + (", …" if len(self.roots) > 3 else "")
+            raise Refusal("target not found", f"no file of the module {module} in {roots}")
+        return Path(spec.origin)
 
     def texts(self, target: str) -> list[str]:
         """Return the source of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file order.
@@ -58,7 +60,8 @@ class SourceTree:
             Refusal: ``target not found``, or ``target changed`` if the file does not parse as Python.
         """
         lines, _ = self.parse(target.partition(":")[0])
-        return [_text(lines, node) for node in self.definitions(target)]
+        parts = ((node, *node.decorator_list) for node in self.definitions(target))
+        return ["".join(inspect.getblock(lines[min(part.lineno for part in one) - 1 :])) for one in parts]
 
     def definitions(self, target: str) -> list[Definition]:
         """Return the syntax of every definition of ``target``; see :meth:`texts`."""
@@ -81,7 +84,7 @@ class SourceTree:
         The file is parsed, not run, since running it starts git.
         """
         try:
-            text = "".join(self.parse(PACKAGE_INFO)[0])
+            text = "".join(self.parse("megatron.core.package_info")[0])
         except Refusal:
             return None
         found = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", text, re.MULTILINE))
@@ -94,21 +97,19 @@ class SourceTree:
         Raises:
             Refusal: ``target not found``, or ``target changed`` if the file does not parse as Python.
         """
-        if module not in self._parsed:
-            try:
-                with tokenize.open(self.file(module)) as stream:
-                    lines = stream.readlines()
-                # As in linecache, the last line also ends in a newline.
-                lines[-1:] = [line.removesuffix("\n") + "\n" for line in lines[-1:]]
-                self._parsed[module] = (lines, _syntax("".join(lines)))
-            except (OSError, SyntaxError, ValueError) as error:
-                raise Refusal("target changed", f"{module} cannot be read as Python: {error}") from error
-        return self._parsed[module]
+        try:
+            with tokenize.open(self.file(module)) as stream:
+                lines = stream.readlines()
+            # As in linecache, the last line also ends in a newline.
+            lines[-1:] = [line.removesuffix("\n") + "\n" for line in lines[-1:]]
+            return lines, _syntax("".join(lines))
+        except (OSError, SyntaxError, ValueError) as error:
+            raise Refusal("target changed", f"{module} cannot be read as Python: {error}") from error
 
 
 @functools.lru_cache(1024)
 def _syntax(text: str) -> ast.Module:
-    """Parse a file once for all trees that have it; nobody changes what is returned."""
+    """Parse a text once, whichever files have it; nobody changes what is returned."""
     return ast.parse(text)
 
 
@@ -122,9 +123,3 @@ def nodes(body: ast.AST) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, Definition | ast.Lambda):
             yield from nodes(node)
-
-
-def _text(lines: Sequence[str], node: Definition) -> str:
-    """Return the source of ``node`` with its decorators, with the same extent as in ``inspect``."""
-    first = min(part.lineno for part in (node, *node.decorator_list)) - 1
-    return "".join(inspect.getblock(lines[first:]))

@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from megacpp_mcore.errors import PatchError
+
 MARK = "__megacpp_patch__"
 """Attribute set on every replacement, by which another copy of this package recognises it."""
 _BELOW_MEGATRON = frozenset(("mpmath", "networkx", "numpy", "sympy", "torch", "triton"))
 """Packages that import nothing of it, and have four in five of all names in a process."""
 
 
-class Refusal(Exception):
+class Refusal(PatchError):
     """Why one target cannot be patched: ``state`` is machine-readable, ``text`` the source that was found instead, if any."""
 
     def __init__(self, state: str, message: str, text: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, code=state.replace(" ", "-"))
         self.state, self.text = state, text
 
 
@@ -36,13 +38,9 @@ class Slot:
     """A resolved target: the symbol's owner and its current value."""
 
     target: str
-    owners: tuple[Any, ...]  # the module, then the nested classes; the last one holds the symbol
+    owner: Any  # the module or class that holds the symbol
+    attribute: str
     raw: Any  # as stored, including any staticmethod or classmethod wrapper
-
-    @property
-    def attribute(self) -> str:
-        """The symbol's name in its owner."""
-        return self.target.rpartition(":")[2].rpartition(".")[2]
 
     @property
     def value(self) -> Any:
@@ -58,7 +56,6 @@ class Change:
     slot: Slot
     replacement: Any
     fingerprint: str
-    version: str
 
     @property
     def is_replaced(self) -> bool:
@@ -67,7 +64,7 @@ class Change:
 
     def in_place(self) -> bool:
         """Return whether the target holds the replacement, if there is one."""
-        return not self.is_replaced or vars(self.slot.owners[-1]).get(self.slot.attribute) is self.replacement
+        return not self.is_replaced or vars(self.slot.owner).get(self.slot.attribute) is self.replacement
 
 
 def digest(text: str) -> str:
@@ -83,23 +80,22 @@ def resolve(target: str) -> Slot:
     """
     module_name, _, path = target.partition(":")
     try:
-        owner: Any = importlib.import_module(module_name)
+        # One that is there is not asked for again: another thread may be importing it, and wait for the registry's lock.
+        owner: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
     except Exception as error:  # with a broken driver a library raises RuntimeError or OSError
         reason = f"importing {module_name} failed: {type(error).__name__}: {error}"
         raise Refusal("target not found", f"{target} was not found: {reason}") from error
     *classes, attribute = path.split(".")
-    owners = [owner]
     for name in classes:
         inner = vars(owner).get(name)
         if not isinstance(inner, type):
             raise Refusal("target not found", f"{target} was not found: there is no class {name} in {_label(owner)}")
         owner = inner
-        owners.append(owner)
     if attribute not in vars(owner):
         bases = [base for base in getattr(owner, "__mro__", ())[1:] if attribute in vars(base)]
         where = f"; it is inherited from {_label(bases[0])}, name it there" if bases else ""
         raise Refusal("target not found", f"{target} was not found: {_label(owner)} defines no {attribute}{where}")
-    return Slot(target, tuple(owners), vars(owner)[attribute])
+    return Slot(target, owner, attribute, vars(owner)[attribute])
 
 
 def source_text(slot: Slot) -> str:
@@ -161,16 +157,16 @@ def by_name(original: Callable[..., Any], known: str) -> Callable[..., SimpleNam
     return bind
 
 
-def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:
+def build(patch: str, slot: Slot, make: Any, fingerprint: str) -> Change:
     """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``; without ``make``, none."""
     if make is None:
-        return Change(patch, slot, slot.raw, fingerprint, version)
+        return Change(patch, slot, slot.raw, fingerprint)
     replacement = make(slot.value)
     replacement.__wrapped__ = slot.value
     setattr(replacement, MARK, patch)
     if isinstance(slot.raw, staticmethod | classmethod):
         replacement = type(slot.raw)(replacement)
-    return Change(patch, slot, replacement, fingerprint, version)
+    return Change(patch, slot, replacement, fingerprint)
 
 
 def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *, back: bool = False) -> None:
@@ -184,7 +180,7 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
         old_raw, new_raw = change.slot.raw, change.replacement
         if back:
             old_raw, new_raw = new_raw, old_raw
-        writes.append(_put(change.slot.owners[-1], change.slot.attribute, new_raw))
+        writes.append(_put(change.slot.owner, change.slot.attribute, new_raw))
         new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
     # Again for what another thread has imported since the first search.
     for _ in range(min(2, threading.active_count())):

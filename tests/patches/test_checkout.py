@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -25,7 +27,7 @@ from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import compat, hook_line
 from megacpp_mcore.patches.machinery import git as git_module
 from megacpp_mcore.patches.machinery.checkout import Checkout
-from megacpp_mcore.patches.machinery.hook_line import HookLine
+from megacpp_mcore.patches.machinery.hook_line import Content
 from megacpp_mcore.patches.machinery.registry import Registry, default
 from tests.errors import raises
 from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, patch_of, snapshot, wheel_root
@@ -139,7 +141,7 @@ def test_apply_adds_and_revert_takes_away(lm: Checkout) -> None:
     assert (reverted.changed, reverted.unchanged, reverted.hooked) == (("timers",), ("builder",), ("identity",))
 
 
-LINE = HookLine(("one", "two-three"), "1.2.3", "0" * 64)
+LINE = ("one", "two-three"), "1.2.3", "0" * 64
 LINES = st.lists(
     st.sampled_from([b"\n", b"\r\n", b"\r", b"#", b"x = 1", b"'''", b"\\", b"\x0c", b"\xef\xbb\xbf"]) | st.binary()
 ).map(lambda pieces: b"".join([*pieces, b"\n"]))
@@ -148,11 +150,13 @@ LINES = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(LINES, st.just(b"") | LINES, st.just(b"") | LINES)
 def test_only_our_line_goes_also_from_a_file_that_was_edited(content: bytes, before: bytes, after: bytes) -> None:
-    assert hook_line.take_apart(content).hook is None
-    taken = hook_line.take_apart(before + hook_line.add(content, LINE) + after)
-    assert (taken.without, taken.hook) == (before + content + after, LINE)
-    older = LINE.render().replace(")  #", ', seal="0123456789abcdef")  #').encode()  # of 0.1.0
-    assert hook_line.take_apart(before + content + older + b"\n" + after) == taken
+    assert hook_line.take_apart(content) == Content(content)
+    taken = Content(before + content + after, *LINE)
+    line = Content(b"", *LINE).whole()
+    older = line.replace(b")  #", b', seal="0123456789abcdef")  #')  # of 0.1.0
+    for one in (line, older):
+        assert hook_line.take_apart(before + content + one + after) == taken
+    assert Content(content, *LINE).whole() == content + line
 
 
 def test_export_is_what_apply_does(lm: Checkout) -> None:
@@ -231,7 +235,7 @@ def test_folders_that_cannot_be_patched(tree: Path, tmp_path: Path) -> None:
     refuses(tree, ["megatron_core-0.19.2.dist-info"], lambda: Checkout(tree).apply([NAME]))
 
 
-@pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace"), (git_module, "lock_file")])
+@pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace"), (fcntl, "flock")])
 def test_a_folder_that_cannot_be_written_to(
     lm: Checkout, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,9 +380,7 @@ def test_git_that_is_missing_or_around_the_checkout(lm: Checkout, monkeypatch: p
 
 
 def rewritten(file: Path, **fields: Any) -> None:
-    content = hook_line.take_apart(file.read_bytes())
-    assert content.hook is not None
-    edit(file, hook_line.add(content.without, HookLine(**{**vars(content.hook), **fields})))
+    edit(file, dataclasses.replace(hook_line.take_apart(file.read_bytes()), **fields).whole())
 
 
 @pytest.mark.parametrize(

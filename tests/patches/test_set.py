@@ -72,6 +72,5 @@ def test_every_patch_goes_in_and_out(tree: str, subsets: str, request: pytest.Fi
     """In a Python of its own, which imports that tree."""
     first = request.getfixturevalue("megatron_lm") if tree == "checkout" else None
     code = f"import json; from tests.patches.test_set import *; go_round(SUBSETS[{subsets!r}]); "
-    code += "from megacpp_mcore.patches.machinery.registry import megatron_core_version as version; "
-    found = stock.printed(code + "print(json.dumps(version()))", first=first, timeout=1200)
+    found = stock.printed(code + "print(json.dumps(default().version))", first=first, timeout=1200)
     assert found == SourceTree((first or wheel_root(),)).version()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ class Patch:
     gain: str = NOT_MEASURED
     upstream: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def modules(self) -> tuple[str, ...]:
         """The modules that define its targets, each once."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits))

@@ -1,5 +1,12 @@
 """The patch registry: checks the named patches of the parent folder, then applies or reverts them as a whole.
 
+It does so at once (:meth:`Registry.apply`), or, behind a checkout's hook line, as the targets are imported
+(:meth:`Registry.install`). The line is the last one of ``megatron/core/__init__.py``. By then ``megatron.core`` is complete,
+but most of its submodules are not imported yet, and ``megatron.training`` may be half imported (if it is what imported
+``megatron.core``). So nothing of Megatron is imported there: every patch is checked against the *files*, and each edit is
+applied as soon as the module that defines its target has run. Not wrapt's import hooks: those fire at once for a module in
+``sys.modules``, half imported or not.
+
 One patch lives in one file of that folder and is one module-level record::
 
     PATCH = Patch(
@@ -15,24 +22,29 @@ One patch lives in one file of that folder and is one module-level record::
     )
 
 (fields: :mod:`.record`); :func:`fingerprint` returns the SHA-256 to enter. Importing this module, or a patch's module, changes
-nothing; only :meth:`Registry.apply` does.
+nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-import importlib
+import importlib.machinery
 import logging
 import os
 import pkgutil
 import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery import symbols
+from megacpp_mcore.patches.machinery.record import Edit as Edit  # for the patches' modules
 from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Change, Refusal
@@ -122,20 +134,89 @@ class Registry:
                 announce(f"patch {name} applied to {targets} (megatron-core {self.version}){origin}")
         return applied
 
-    def arm(self, names: Iterable[str], origin: str) -> None:
-        """Let :meth:`advance` apply the named patches once their modules have been imported; changes nothing.
+    def install(self, file: str, names: Sequence[str], *, version: str) -> None:
+        """Let the named patches be applied as their modules are imported; called by the hook line.
+
+        Patches that are already applied or armed are left alone.
 
         Args:
-            names: patches, neither applied nor armed.
-            origin: what requested it, for messages.
-        """
-        with _LOCK:
-            self._armed = self._armed | dict.fromkeys(names, origin)  # another thread may be going through the old one
+            file: the file that contains the line.
+            names: patches.
+            version: of the megacpp-mcore that wrote the line.
 
-    def advance(self, modules: Collection[str]) -> None:
-        """Apply the edits of armed patches in ``modules``, which have run; see :meth:`apply`."""
-        due = [name for name in self._armed if not set(modules).isdisjoint(self._patches[name].modules)]
-        self.apply(due, modules=modules)
+        Raises:
+            PatchError: lists every problem; nothing was changed, and the import of ``megatron.core`` fails.
+        """
+        if version != megacpp_mcore.__version__:
+            raise PatchError(
+                f"the hook line in {file} was written by megacpp-mcore {version}, and {megacpp_mcore.__version__} is imported "
+                f"(from {Path(megacpp_mcore.__file__).parent}); no patch was applied: write it anew with this copy "
+                f"(`megacpp-mcore patch revert --checkout DIR`, then `apply {' '.join(names)}`), or install the other one"
+            )
+        with _LOCK:
+            known = {*self._armed, *(change.patch for change in self._changes)}
+            fresh = [patch for patch in self.select(names) if patch.name not in known]
+            modules = [(patch.name, module) for patch in fresh for module in patch.modules]
+            tree = SourceTree.of_process()
+            problems = [problem for patch in fresh for problem in patch.unfit(tree)]
+            problems += [
+                f"{name}: {module} is still being imported, and it was what imported megatron.core; "
+                "put `import megatron.core` before that import"
+                for name, module in modules
+                if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False)
+            ]
+            refuse(f"no patch of the hook in {file} was applied", problems)
+            # A new one, as another thread may be going through the old one.
+            self._armed = {**self._armed, **dict.fromkeys((patch.name for patch in fresh), file)}
+        # Never removed, only idle when nothing is armed: another thread may be iterating over the list.
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+            atexit.register(self._report_armed_patches)
+        self._advance([module for _, module in modules if sys.modules.get(module)])
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """``sys.meta_path`` finder: for a module of armed patches, delegates to the other finders and watches it run."""
+        if all(name not in self._patches[armed].modules for armed in self._armed):
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        if (spec := next(filter(None, others), None)) is None:
+            return None
+        loader: Any = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # the module may have been found twice
+            run(module)
+            self._advance([name])
+
+        # Path-based finders create one loader per module: the attribute affects only this import, and the module itself
+        # only ever sees its own loader.
+        vars(loader)["exec_module"] = exec_module
+        return spec
+
+    def _advance(self, modules: Collection[str]) -> None:
+        """Apply all edits of armed patches in modules that have run; on failure revert everything the hook applied."""
+        armed = self._armed
+        try:
+            due = [name for name in armed if not set(modules).isdisjoint(self._patches[name].modules)]
+            self.apply(due, modules=modules)
+        except Exception as error:
+            in_place = [change.patch for change in self._changes if change.patch in armed]
+            self._armed = {}  # apply nothing more, even if reverting fails
+            self.revert(armed)  # what others have applied since stays
+            raise PatchError(
+                f"a patch of the hook could not be applied ({error}); the patches that the hook had applied were reverted: "
+                f"{', '.join(dict.fromkeys(in_place)) or 'none'}"
+            ) from error
+
+    def _report_armed_patches(self) -> None:
+        """At process exit, name the patches still armed, lest anyone think that they were in place."""
+        for row in self.status():
+            if row["state"] == "armed":
+                missing = ", ".join(row["waits_for"])
+                announce(f"patch {row['name']} was NOT applied; never imported in this process: {missing}")
 
     @property
     def version(self) -> str | None:

@@ -20,7 +20,6 @@ import pytest
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery.checkout import Checkout
-from megacpp_mcore.patches.machinery.import_hook import Hook
 from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.registry import Registry, default, fingerprint
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
@@ -38,10 +37,9 @@ CHANGED = ONE.replace("x + 1", "x + 2")
 
 def hook_of(*patches: Patch) -> tuple[Registry, Callable[..., None]]:
     reg = registry(*patches)
-    hook = Hook(reg)
 
     def install(*names: str, **fields: Any) -> None:
-        hook.install(FILE, names, **{"version": megacpp_mcore.__version__, **fields})
+        reg.install(FILE, names, **{"version": megacpp_mcore.__version__, **fields})
 
     return reg, install
 

@@ -21,7 +21,7 @@ from megacpp_mcore.patches.machinery.registry import Registry, default, refuse
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.util.files import TEMPORARY, replace
-from megacpp_mcore.versions import CHECKOUT_TAG, MEGATRON_CORE
+from megacpp_mcore.versions import MEGATRON_CORE
 
 HOOKED_FILE = "megatron/core/__init__.py"
 PACKAGE_INFO_FILE = "megatron/core/package_info.py"
@@ -65,13 +65,7 @@ class Checkout:
         _require_megatron(self.root)
         # If __init__.py is a symbolic link, its target is replaced, and the link stays.
         self.file = Path(os.path.realpath(self.root / HOOKED_FILE))
-        version = self.tree.version()
-        if version is None:
-            raise PatchError(
-                f"{self.root / PACKAGE_INFO_FILE} does not say which version this is (expected whole numbers MAJOR, MINOR "
-                f"and PATCH); nothing was changed: restore that file, or check out a release such as {CHECKOUT_TAG}"
-            )
-        self.version = version
+        self.version = self.tree.version()
         self._unchanged = f"nothing was changed in {self.root}"
 
     @classmethod
@@ -83,11 +77,12 @@ class Checkout:
         """
         tree = SourceTree.of_process()
         try:
-            return cls(tree.file("megatron.core").parents[2], tree=tree)
+            root = tree.file("megatron.core").parents[2]
         except Refusal as refusal:
             raise CheckoutError(
                 f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
             ) from refusal
+        return cls(root, tree=tree)
 
     def content(self) -> Content:
         """Return the hooked file, split into the hook line and the rest.
@@ -121,15 +116,13 @@ class Checkout:
             )
         with self._locked():
             content = self.content()
-            before = content.names
-            fresh = tuple(name for name in wanted if name not in before)
-            refuse(self._unchanged, self._copy_problems(content) or self.unfit((*before, *fresh)))
-            notices: tuple[str, ...] = ()
-            if fresh:
-                notices = self._refuse_dirty(content, allow_dirty)
-                replace(self.file, self._hooked(content, (*before, *fresh)), like=self.file.stat())
-        notices += tuple(f"importing megatron.core takes this package now: {it}" for it in self._import_problems())
-        return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
+            fresh = tuple(name for name in wanted if name not in content.names)
+            hooked = (*content.names, *fresh)
+            refuse(self._unchanged, self._copy_problems(content) or self.unfit(hooked))
+            notices = self._refuse_dirty(content, allow_dirty) if fresh else []
+            self._write(content, hooked, content.found_sha256)
+        notices += [f"importing megatron.core takes this package now: {it}" for it in self._import_problems()]
+        return Outcome(fresh, tuple(name for name in wanted if name not in fresh), hooked, tuple(notices))
 
     def revert(self, names: Iterable[str] | None = None) -> Outcome:
         """Remove the named patches from the hook line; with the last one, or with ``names`` None, the line itself.
@@ -139,17 +132,15 @@ class Checkout:
         Raises:
             PatchError: nothing was changed.
         """
-        if names is not None and not (names := [patch.name for patch in self.registry.select(names)]):
-            raise PatchError("no patch to revert was named; omit the names to revert all", code="unnamed")
+        wanted = None if names is None else [patch.name for patch in self.registry.select(names)]
         with self._locked():
             content = self.content()
-            gone = content.names if names is None else tuple(name for name in names if name in content.names)
+            gone = tuple(name for name in (content.names if wanted is None else wanted) if name in content.names)
             rest = tuple(name for name in content.names if name not in gone)
-            unchanged = tuple(name for name in names or () if name not in gone)
             if gone and rest:  # rewriting the line needs the patch records of the copy that wrote it
                 refuse(self._unchanged, self._copy_problems(content))
-            if gone:
-                replace(self.file, self._hooked(content, rest, content.sha256), like=self.file.stat())
+            self._write(content, rest, content.sha256)
+        unchanged = tuple(name for name in wanted or () if name not in gone)
         notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
         return Outcome(gone, unchanged, rest, (notice,) if gone and content.is_edited else ())
 
@@ -215,7 +206,7 @@ class Checkout:
         if not wanted:
             raise PatchError("name the patches to export (none is applied to this checkout)", code="nothing-to-export")
         refuse("nothing was exported", self.unfit(wanted))
-        return git.patch_between(content.without, self._hooked(content, wanted), HOOKED_FILE)
+        return git.patch_between(content.without, self._hooked(content, wanted, content.found_sha256), HOOKED_FILE)
 
     def _copy_problems(self, content: Content) -> list[str]:
         here, known = megacpp_mcore.__version__, {patch.name for patch in self.registry.patches}
@@ -245,15 +236,15 @@ class Checkout:
                 row["diff"] = git.difference(self.root, self.tree.file(edit.module)) or None
         return row
 
-    def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
+    def _refuse_dirty(self, content: Content, allow_dirty: bool) -> list[str]:
         """Refuse foreign changes below ``megatron/``, unless allowed; returns what could not be checked."""
-        notices: tuple[str, ...] = ()
+        notices = []
         try:
             changed = [name for name in git.modified(self.root, HOOKED_FILE) if name.startswith("megatron/")]
             if HOOKED_FILE in changed and content.names and not content.is_edited:
                 changed.remove(HOOKED_FILE)
         except git.GitUnavailable as error:  # fingerprints still check what the patches replace
-            notices = (f"whether files were modified could not be checked: {error}",)
+            notices = [f"whether files were modified could not be checked: {error}"]
             changed = [HOOKED_FILE] if content.is_edited else []
         shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         if changed and not allow_dirty:
@@ -263,14 +254,17 @@ class Checkout:
                 "the checkout as it is",
                 code="dirty",
             )
-        return (*notices, f"patched as it is, with modified files: {shown}") if changed else notices
+        return notices + [f"patched as it is, with modified files: {shown}"] * bool(changed)
 
-    def _hooked(self, content: Content, names: Sequence[str], sha256: str = "") -> bytes:
+    def _hooked(self, content: Content, names: Sequence[str], sha256: str) -> bytes:
         """Return the file with a line that names these patches."""
         if names and not content.without.endswith(b"\n"):
             raise PatchError(f"{self.file} does not end in a newline: restore it first", code="no-newline")
-        sha256 = sha256 or content.found_sha256
         return Content(content.without, tuple(names), megacpp_mcore.__version__, sha256).whole()
+
+    def _write(self, content: Content, names: Sequence[str], sha256: str) -> None:
+        if names != content.names:
+            replace(self.file, self._hooked(content, names, sha256), like=self.file.stat())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -53,7 +53,8 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         A JSON-ready report; ``status`` is an index of :data:`VERDICTS`.
 
     Raises:
-        CheckoutError: ``since`` is not in the checkout, or a file is not Python.
+        CheckoutError: ``since`` is not in the checkout.
+        PatchError: a file is not Python.
     """
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-compat-") as folder:
         history, notes = _history(checkout, since, Path(folder))
@@ -272,10 +273,8 @@ def _names(tree: SourceTree) -> tuple[set[str], set[str]]:
         text = file.read_text(encoding="utf-8", errors="replace")
         flags |= set(_QUOTED_FLAG.findall(text))
         if _CONFIGURATION.search(text):
-            try:
-                classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-            except SyntaxError as error:
-                raise CheckoutError(f"{file} cannot be read as Python: {error}", code="syntax") from error
+            _, syntax = tree.parse(".".join(file.relative_to(root.parent).with_suffix("").parts))
+            classes = [node for node in syntax.body if isinstance(node, ast.ClassDef)]
             fields |= {ast.unparse(it.target) for node in classes for it in node.body if isinstance(it, ast.AnnAssign)}
     words = {field.replace("_", "-") for field in fields}
     return flags | {f"--{no}{word}" for word in words for no in ("", "no-")}, fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
@@ -13,7 +13,6 @@ from megacpp_mcore.versions import MEGATRON_CORE
 
 Accepted = str | tuple[str, ...]
 NOT_MEASURED = "not measured"
-WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Edit:
         """Return whether a source with this fingerprint is one that the edit is for, or one that has upstream's fix."""
         return sha256 in self.fingerprints + self.until
 
-    def check(self, texts: Sequence[str], version: str | None) -> str:
+    def check(self, texts: Sequence[str], version: str) -> str:
         """Return the fingerprint of the one of the target's definitions (several under ``if`` or ``try``) that is accepted.
 
         Raises:
@@ -117,5 +116,6 @@ class Patch:
 
     def describe(self) -> dict[str, Any]:
         """Return the record without its code, ready for JSON."""
-        words = {name: getattr(self, name) for name in ("name", *WORDS)} | {"megatron_versions": MEGATRON_CORE}
+        named = [field.name for field in fields(self) if field.name not in ("edits", "upstream")]
+        words = {name: getattr(self, name) for name in named} | {"megatron_versions": MEGATRON_CORE}
         return words | {"upstream": list(self.upstream), "targets": [edit.target for edit in self.edits]}

@@ -219,7 +219,7 @@ class Registry:
                 announce(f"patch {row['name']} was NOT applied; never imported in this process: {missing}")
 
     @property
-    def version(self) -> str | None:
+    def version(self) -> str:
         """The version of Megatron, from its files; nothing is imported."""
         return self._version or SourceTree.of_process().version()
 

@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megacpp_mcore.patches.machinery.symbols import Refusal
+from megacpp_mcore.versions import CHECKOUT_TAG
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -78,18 +79,24 @@ class SourceTree:
             raise Refusal("target not found", f"{target} was not found: {place} defines no {attribute}")
         return found
 
-    def version(self) -> str | None:
-        """Return the version in ``megatron/core/package_info.py``, without the commit; None if it cannot be read.
+    def version(self) -> str:
+        """Return the version in ``megatron/core/package_info.py``, without the commit.
 
         The file is parsed, not run, since running it starts git.
+
+        Raises:
+            Refusal: it cannot be read, or states none.
         """
-        try:
-            text = "".join(self.parse("megatron.core.package_info")[0])
-        except Refusal:
-            return None
-        found = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", text, re.MULTILINE))
+        lines, _ = self.parse("megatron.core.package_info")
+        found = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", "".join(lines), re.MULTILINE))
         numbers = [found.get(name, "") for name in ("MAJOR", "MINOR", "PATCH")]
-        return ".".join(numbers) + found.get("PRE_RELEASE", "") if all(map(str.isdecimal, numbers)) else None
+        if not all(map(str.isdecimal, numbers)):
+            raise Refusal(
+                "target changed",
+                f"{self.file('megatron.core.package_info')} does not say which version this is (expected whole numbers MAJOR, "
+                f"MINOR and PATCH); nothing was changed: restore that file, or check out a release such as {CHECKOUT_TAG}",
+            )
+        return ".".join(numbers) + found.get("PRE_RELEASE", "")
 
     def parse(self, module: str) -> tuple[list[str], ast.Module]:
         """Return the lines and the syntax tree of ``module``.

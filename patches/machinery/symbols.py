@@ -41,11 +41,7 @@ class Slot:
     owner: Any  # the module or class that holds the symbol
     attribute: str
     raw: Any  # as stored, including any staticmethod or classmethod wrapper
-
-    @property
-    def value(self) -> Any:
-        """The symbol without a staticmethod or classmethod wrapper."""
-        return _unwrapped(self.raw)
+    value: Any  # without one
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,8 @@ def resolve(target: str) -> Slot:
         bases = [base for base in getattr(owner, "__mro__", ())[1:] if attribute in vars(base)]
         where = f"; it is inherited from {_label(bases[0])}, name it there" if bases else ""
         raise Refusal("target not found", f"{target} was not found: {_label(owner)} defines no {attribute}{where}")
-    return Slot(target, owner, attribute, vars(owner)[attribute])
+    raw = vars(owner)[attribute]
+    return Slot(target, owner, attribute, raw, _unwrapped(raw))
 
 
 def source_text(slot: Slot) -> str:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 UPDATE = "megacpp_update"
 """Attribute of an optimizer: what its next step will do."""
@@ -186,24 +186,24 @@ PATCH = Patch(
     fixes="the optimizer reads and writes gradients to clip them, and reads every weight again to copy it to 16 bits",
     source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer,clip_grads}.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads",
-            "b14b52f057fb4a96a59401412be0c57de5ec7a8c75418050ddec8076d5a70959",
+            ("b14b52f057fb4a96a59401412be0c57de5ec7a8c75418050ddec8076d5a70959",),
             _owned,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
-            "62f27803e9dae4c8389e5e838330ac74193db020557eceef1578bc5c586f3872",
+            ("62f27803e9dae4c8389e5e838330ac74193db020557eceef1578bc5c586f3872",),
             _owned,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
-            "cf07b488fb76a8ae90ba0809d1fbd36e05dcccf24b4644af1621a8b616c01784",
+            ("cf07b488fb76a8ae90ba0809d1fbd36e05dcccf24b4644af1621a8b616c01784",),
             _later,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
-            "34fc101b433f15152faaee79c84877978eb797ed2537d19cb564e558ce6f4446",
+            ("34fc101b433f15152faaee79c84877978eb797ed2537d19cb564e558ce6f4446",),
             _in_one_pass,
         ),
     ),

@@ -16,7 +16,7 @@ from typing import Any
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.training import HYBRID
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 GPT_KEYS = "has_keys_of_gpt_model"
 """Attribute of a decoder whose model uses the checkpoint keys of a GPTModel."""
@@ -96,7 +96,7 @@ PATCH = Patch(
         "megatron/core/models/common/language_module/language_module.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load",
             (
                 "2347cabda1a1444532a6c896d02d91430ddb67097aa1fb203952df5a3b94846e",
@@ -104,9 +104,9 @@ PATCH = Patch(
             ),
             _loads_as_it_is,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.common.language_module.language_module:LanguageModule.sharded_state_dict",
-            "10e15ea625faff7d9610a7bb02da26e3b196551e889dfa4c0232eca1521a12c9",
+            ("10e15ea625faff7d9610a7bb02da26e3b196551e889dfa4c0232eca1521a12c9",),
             _without_empty_state,
         ),
     ),

@@ -16,7 +16,7 @@ from unittest import mock
 
 from megacpp_mcore.checkpoints.layout import REMAINDER, RESAVE, flat_folder, refuse_other_buckets, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.util.files import is_remote
 from megacpp_mcore.util.stand_in import environment, stand_in
 
@@ -202,7 +202,7 @@ PATCH = Patch(
         "which only rank 0 hashes all files after a save and before a load)"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.training.checkpointing:_load_base_checkpoint",
             (
                 "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
@@ -210,24 +210,24 @@ PATCH = Patch(
             ),
             _checking,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.dist_checkpointing.serialization:save",
-            "e9626ecdf679a00130eb10820d769ee90e0168d8c7ff3298d981f98f6998c4e3",
+            ("e9626ecdf679a00130eb10820d769ee90e0168d8c7ff3298d981f98f6998c4e3",),
             _with_manifest,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.dist_checkpointing.validation:save_integrity_manifest",
-            "a3a6bf7ad7a66b8eb7011d756b2287555064f376d9db6dc8b8297ede408a84ad",
+            ("a3a6bf7ad7a66b8eb7011d756b2287555064f376d9db6dc8b8297ede408a84ad",),
             _by_digests_of_writers,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
-            "d6182c03ee672d1a8751c7dc6d27fee22e2bce89be41cbffa9bf4b3c84eedbd6",
+            ("d6182c03ee672d1a8751c7dc6d27fee22e2bce89be41cbffa9bf4b3c84eedbd6",),
             _digested,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
-            "be79bb1bfc40a756b1ba4e88bdcaffb44e80a7ad2ab9263e4ec8057fb82e02f8",
+            ("be79bb1bfc40a756b1ba4e88bdcaffb44e80a7ad2ab9263e4ec8057fb82e02f8",),
             _without_strides,
         ),
     ),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _SPECS = "megacpp_mcore.layer_specs"
 """Without it no model of this process is ours, and nobody would read the note."""
@@ -65,14 +65,14 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/dist_checkpointing/serialization.py and megatron/core/models/gpt/gpt_model.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
-            "969bf1cc5ec110dbdf987b4082858aadcbe6c31d755c66c475d25785d4ff3117",
+            ("969bf1cc5ec110dbdf987b4082858aadcbe6c31d755c66c475d25785d4ff3117",),
             _with_its_folder,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
-            "f63bb4c2880c963c25d174a6f8c771a81c2c8a0bda19745ed407f72216f224b3",
+            ("f63bb4c2880c963c25d174a6f8c771a81c2c8a0bda19745ed407f72216f224b3",),
             _marked_or_checked,
         ),
     ),

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +119,14 @@ PATCH = Patch(
     fixes="start-up runs make in megatron/core/datasets and exits where there is no Makefile, as in the wheel",
     source="megatron-core 0.19.2, megatron/core/datasets/utils.py and megatron/training/initialize.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.datasets.utils:compile_helpers",
-            "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",
+            ("84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",),
             _compile_if_missing,
         ),
-        Edit.of(
+        Edit(
             "megatron.training.initialize:_compile_dependencies",
-            "6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11",
+            ("6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11",),
             _ready_on_every_rank,
         ),
     ),

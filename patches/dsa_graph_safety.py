@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.symbols import by_name
 
 _DSA = "megatron.core.transformer.experimental_attention_variant"
@@ -156,27 +156,27 @@ PATCH = Patch(
         "megatron/core/models/common/embeddings/rope_utils.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             f"{_DSA}.dsa:FusedDSAIndexerLoss.backward",
-            "f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67",
+            ("f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67",),
             _loss_backward,
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward",
-            "e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c",
+            ("e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c",),
             _scaler_backward,
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}.dsa:_validate_nonpacked_cp_uniform_length",
-            "59e125f39723868640efc63ad3888b2e7ae3e7403c6c03b3e7a25508e4741aef",
+            ("59e125f39723868640efc63ad3888b2e7ae3e7403c6c03b3e7a25508e4741aef",),
             _validate,
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}.dsa_layout:build_packed_allgather_cp_local_positions",
-            "1e34f4cfb33348c6fa6d37be363361b1bf95863ab41bbd5d1a57cb5d21e77a1a",
+            ("1e34f4cfb33348c6fa6d37be363361b1bf95863ab41bbd5d1a57cb5d21e77a1a",),
             _positions,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
             (
                 "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",

@@ -25,7 +25,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
@@ -333,38 +333,40 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py, index_share",
     edits=(
-        Edit.of(
-            f"{_DSA}:DSAttention.__init__", "c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046", _init
+        Edit(
+            f"{_DSA}:DSAttention.__init__", ("c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046",), _init
         ),
-        Edit.of(
-            f"{_DSA}:DSAttention.forward", "c2802527fc6d82eed5889b083c4981d28e88a6a624d5fca0b6562820a0afc393", _forward
+        Edit(
+            f"{_DSA}:DSAttention.forward",
+            ("c2802527fc6d82eed5889b083c4981d28e88a6a624d5fca0b6562820a0afc393",),
+            _forward,
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}:DSAttention._get_index_share_topk_holder",
-            "6e2683cd4b6d7fe259c7d41fd5b0ef7eadc507f8b2d1bebf8b790705d2a74c85",
+            ("6e2683cd4b6d7fe259c7d41fd5b0ef7eadc507f8b2d1bebf8b790705d2a74c85",),
             _holder(0),
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}:DSAttention._get_index_share_topk_length_holder",
-            "45ee7d12f65f1da328d7773e7749910111552efc69eee5a1f841e5304495e6c0",
+            ("45ee7d12f65f1da328d7773e7749910111552efc69eee5a1f841e5304495e6c0",),
             _holder(1),
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}:DSAIndexerLossLoggingHelper.save_loss_to_tracker",
-            "5d6f3323d6224f1c86d5c18f2912422fcdf1c6be18de1a73ed655761f096aa76",
+            ("5d6f3323d6224f1c86d5c18f2912422fcdf1c6be18de1a73ed655761f096aa76",),
             _save_loss,
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
-            "8948072aa98a7f347d17226a6ed7bad3253241dbe69e2eb12f80bf357bd0433d",
+            ("8948072aa98a7f347d17226a6ed7bad3253241dbe69e2eb12f80bf357bd0433d",),
             _track_metrics,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
-            "ecef5e2f6cc7d5b3fb4184b91da76e31718dbc76025949596f026dcf42a58c49",
+            ("ecef5e2f6cc7d5b3fb4184b91da76e31718dbc76025949596f026dcf42a58c49",),
             _build_layers(_trunk_block),
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
             (
                 "8f31e2dfaa3491fa9849cbf2825c9d42f089a49293ea832819c38290ca0db1e3",
@@ -372,25 +374,25 @@ PATCH = Patch(
             ),
             _build_layers(_hybrid_block),
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers",
-            "139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",
+            ("139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",),
             _build_layers(_mtp_block),
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
             "_validate_dsa_index_share_pipeline_split",
-            "6924e20aec7d8ad639ad61eaecd0e2ed6f1eb4b55f93ada20ca0b7ce2cfd70d4",
+            ("6924e20aec7d8ad639ad61eaecd0e2ed6f1eb4b55f93ada20ca0b7ce2cfd70d4",),
             _validate_split,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
-            "4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",
+            ("4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",),
             _checkpoint_forward,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.extensions.transformer_engine:te_checkpoint",
-            "1de08e8bca5afd2dffd695355945ac16a2c33d8429f1dfb5f89975d3653976fd",
+            ("1de08e8bca5afd2dffd695355945ac16a2c33d8429f1dfb5f89975d3653976fd",),
             _te_checkpoint,
         ),
     ),

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed, observed
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.symbols import by_name
 
 if TYPE_CHECKING:
@@ -253,19 +253,19 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
     edits=(
-        Edit.of(
+        Edit(
             f"{_DSA}:fused_qk_topk_naive",
-            "5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7",
+            ("5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7",),
             _wrap(_topk),
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}:fwd_fused_indexer_loss_naive",
-            "689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c",
+            ("689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c",),
             _wrap(_forward),
         ),
-        Edit.of(
+        Edit(
             f"{_DSA}:bwd_fused_indexer_loss_naive",
-            "e7ab10b88119f5a9d85c82df88d2ebd7a48d557af0890d86ed8bef93e4072eae",
+            ("e7ab10b88119f5a9d85c82df88d2ebd7a48d557af0890d86ed8bef93e4072eae",),
             _wrap(_backward),
         ),
     ),

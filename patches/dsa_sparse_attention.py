@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Dispatcher, Resolution, Speed, observed
 from megacpp_mcore.patches.dsa_indexer_memory import key_rule, mask_fits
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.symbols import by_name
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.transformer.experimental_attention_variant.dsa:_unfused_absorbed_dsa_fn",
-            "cce334fffe65648397896c7cb2257f7fed0861ff77a5209422910ce333489e17",
+            ("cce334fffe65648397896c7cb2257f7fed0861ff77a5209422910ce333489e17",),
             _attend,
         ),
     ),

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megacpp_mcore.patches.linear_cross_entropy import placeholder
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 DEVICE = "cuda"
 """Where the table lies whose gradient the kernel adds."""
@@ -97,14 +97,14 @@ PATCH = Patch(
         "language_module.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-            "417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",
+            ("417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",),
             _by_rows,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
-            "9cdf2778ee6d8aced25eee66c05c2a1fc5cd3a8c937581e01829ca95391b6678",
+            ("9cdf2778ee6d8aced25eee66c05c2a1fc5cd3a8c937581e01829ca95391b6678",),
             _marked_if_tied,
         ),
     ),

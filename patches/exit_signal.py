@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 
 def answer_a_step_later(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,9 +44,9 @@ PATCH = Patch(
     fixes="with --exit-signal-handler the host waits in each step for the GPU, and then for one copy per rank",
     source="megatron-core 0.19.2, megatron/training/dist_signal_handler.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
-            "bb02726f1cdcd43ea2deb1ceef6842093c4697bbe8fb14191578e3497cd8b044",
+            ("bb02726f1cdcd43ea2deb1ceef6842093c4697bbe8fb14191578e3497cd8b044",),
             answer_a_step_later,
         ),
     ),

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
@@ -43,9 +43,9 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/router.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
-            "be11ddf7927d90f7eeed8da065d807e9dfcf88e2d56ddaa1ee3fd15e6718a12e",
+            ("be11ddf7927d90f7eeed8da065d807e9dfcf88e2d56ddaa1ee3fd15e6718a12e",),
             _with_counters,
         ),
     ),

@@ -19,7 +19,7 @@ from typing import Any
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.model import MLA, Model, flops, preset
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +338,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/training/training.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.training.training:num_floating_point_operations",
             (
                 "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197",
@@ -346,14 +346,14 @@ PATCH = Patch(
             ),
             _audited_count,
         ),
-        Edit.of(
+        Edit(
             "megatron.training.training:update_seqlen_stats_from_cu_seqlens",
-            "e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",
+            ("e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",),
             _observed,
         ),
-        Edit.of(
+        Edit(
             "megatron.training.training:consume_seqlen_stats_in_iteration",
-            "11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",
+            ("11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",),
             _closed,
         ),
     ),

@@ -45,7 +45,7 @@ from megacpp_mcore.backends import Speed
 from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 if TYPE_CHECKING:
     import torch
@@ -348,12 +348,12 @@ PATCH = Patch(
         "megatron/core/models/common/language_module/language_module.py; upstream's fused output layer is in neither version"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-            "41700c5f809c197c24d995bcb23b1638edc799c3542fec904567f32ce5af8f19",
+            ("41700c5f809c197c24d995bcb23b1638edc799c3542fec904567f32ce5af8f19",),
             _with_lazy_logits,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
             (
                 "5115982845f77289edb8590befb8a00b023e5d2ff0a84ce8099029ffddbd4194",
@@ -361,7 +361,7 @@ PATCH = Patch(
             ),
             _with_lazy_logits,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
             (
                 "dac5d6cfeaa44ba64dddce0408a797439050439c0010b5fa3d5d25e8eff43a08",
@@ -369,12 +369,12 @@ PATCH = Patch(
             ),
             _lazy_output,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
-            "cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39",
+            ("cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39",),
             _lazy_loss,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",
             (
                 "576f3fcb1c365bc92bcaea1d9253eb5014b6335f446c2a0f0b490587776ec426",

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 
 def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,14 +83,14 @@ PATCH = Patch(
         "megatron/core/transformer/moe/moe_utils.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
-            "9990d300271b7dfc071737061e8ff478591140befafc5938967906fe9cd73d67",
+            ("9990d300271b7dfc071737061e8ff478591140befafc5938967906fe9cd73d67",),
             _by_all_counted,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
-            "53bdcd7e667279224f635f9b08963c65fc900501976cff9ac6243e1584b11bbe",
+            ("53bdcd7e667279224f635f9b08963c65fc900501976cff9ac6243e1584b11bbe",),
             _same_count_on_all,
         ),
     ),

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 if TYPE_CHECKING:
     import torch
@@ -110,25 +110,25 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer}.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
-            "9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",
+            ("9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",),
             _with_every_parameter_numbered,
             until=("ab3a71ce72c93120a13da5fe6dcb32d6482b69e617fb2ceb0120a06bc1f866fa",),  # NVIDIA/Megatron-LM#5929
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",
-            "c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",
+            ("c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",),
             _fp32_first,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
-            "79cddb4c716f13c2706a4b1324e5c63071ca0e716ee940949d705f775526a221",
+            ("79cddb4c716f13c2706a4b1324e5c63071ca0e716ee940949d705f775526a221",),
             _without_gradients,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
-            "94daa9892b6ba8865f44133f4dc32e19053591879fb3bfb90f28a7bad57b77df",
+            ("94daa9892b6ba8865f44133f4dc32e19053591879fb3bfb90f28a7bad57b77df",),
             _without_gradients,
         ),
     ),

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp_mcore.backends import Dispatcher, Speed, observed, vendor_switches
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 if TYPE_CHECKING:
     import torch
@@ -405,14 +405,14 @@ PATCH = Patch(
         "Transformer Engine 2.20.2, get_attention_backend"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention",
-            "157911d9c9458347c8bbe81bbe7f3ce6187773d56517ed9f308df862ef8b362c",
+            ("157911d9c9458347c8bbe81bbe7f3ce6187773d56517ed9f308df862ef8b362c",),
             _run_fused,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-            "1081aca9a2f35290f40a42d663188b5e677e3f910981d8fd0151264975262f3a",
+            ("1081aca9a2f35290f40a42d663188b5e677e3f910981d8fd0151264975262f3a",),
             _with_widths,
         ),
     ),

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
 
@@ -90,7 +90,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/moe_logging.py and megatron/training/training.py",
     edits=(
-        Edit.of(
+        Edit(
             f"{_TRACKER}.report",
             (
                 "31e50d1660362909c9ed3be4a3efcdca55667805156e60606c50e1c07c041d6f",
@@ -98,9 +98,9 @@ PATCH = Patch(
             ),
             _counted,
         ),
-        Edit.of(
+        Edit(
             f"{_TRACKER}.record",
-            "f14cfa4dd21e1b6d2816389b7986c08aaa15d5712f2536a708b624d3f74c9c0e",
+            ("f14cfa4dd21e1b6d2816389b7986c08aaa15d5712f2536a708b624d3f74c9c0e",),
             _within,
         ),
     ),

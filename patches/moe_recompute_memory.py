@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 
 def _without_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,9 +42,9 @@ PATCH = Patch(
     ),
     source="NVIDIA/Megatron-LM#3221; megatron-core 0.19.2, megatron/core/transformer/moe/token_dispatcher.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess",
-            "af955e30825526623d4a1ec550d4483763991f11b53a01d38ba4996f0d4c77c0",
+            ("af955e30825526623d4a1ec550d4483763991f11b53a01d38ba4996f0d4c77c0",),
             _without_graphs,
         ),
     ),

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.patches.machinery.symbols import by_name
 
 _MISSING = object()
@@ -168,12 +168,12 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.training.models.gpt:mtp_block_spec",
-            "43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550",
+            ("43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550",),
             _block_spec,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
             (
                 "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
@@ -181,7 +181,7 @@ PATCH = Patch(
             ),
             _weighted_loss,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
             (
                 "5eadfe5528df9b5388f0ab3cad8a4484a06e8b18d7b013628849f2a3d7f36937",

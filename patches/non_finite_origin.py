@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacpp_mcore.errors import NonFiniteError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -293,19 +293,19 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/rerun_state_machine.py, megatron/core/optimizer/optimizer.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
-            "d62c830f2a335bd9b34d23db394ce3bf8776282fcf0e46c65758ca899a0e39df",
+            ("d62c830f2a335bd9b34d23db394ce3bf8776282fcf0e46c65758ca899a0e39df",),
             _naming,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
-            "eec0cc6e9bea33bdfed893e67de5e74ef8c236e2889ff3caa6f2b9ab71650bfe",
+            ("eec0cc6e9bea33bdfed893e67de5e74ef8c236e2889ff3caa6f2b9ab71650bfe",),
             _at_once,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
-            "de6fc1395f560bcde36a1bd5001cd4802ee4672b810987b7d3f7142dcd8fc754",
+            ("de6fc1395f560bcde36a1bd5001cd4802ee4672b810987b7d3f7142dcd8fc754",),
             _finite_norm,
         ),
     ),

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, REMAINDER, UNSHARDED, load_into
 from megacpp_mcore.errors import CheckpointError, ModelError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.util.collectives import gathered
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py and optimizer.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
             (
                 "6df6392a0ebb4c79b632fccd59d2703ac0021f0a73ef9e87eb32d0b3bdfb23b0",
@@ -358,22 +358,22 @@ PATCH = Patch(
             ),
             _in_place,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_fully_reshardable",
-            "ea3388fac4318b9fdac2561b6648ce480d4dfbe8d3caf9dc7aad2f9a782f1ec1",
+            ("ea3388fac4318b9fdac2561b6648ce480d4dfbe8d3caf9dc7aad2f9a782f1ec1",),
             _from_boxes,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict",
-            "03ff27201c5bf5e4f58b48d05dd15d2af7e6377313cb4f702aae2e1171d29600",
+            ("03ff27201c5bf5e4f58b48d05dd15d2af7e6377313cb4f702aae2e1171d29600",),
             _by_saved_names,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
-            "403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",
+            ("403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",),
             _by_its_own_groups,
         ),
-        Edit.of(
+        Edit(
             "megatron.training.checkpointing:load_checkpoint",
             (
                 "4f03d48a79382b8c4c8f9b745b5dca700b2110a01426dd685219e8f4e958d55d",

@@ -21,7 +21,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
@@ -57,7 +57,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py",
     edits=(
-        Edit.of(
+        Edit(
             f"{_LAYERS}:ColumnParallelLinear.__init__",
             (
                 "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
@@ -65,7 +65,7 @@ PATCH = Patch(
             ),
             _without_apex,
         ),
-        Edit.of(
+        Edit(
             f"{_LAYERS}:RowParallelLinear.__init__",
             (
                 "18d5d22dd93914b264bc3fae97851d6c12a65b6e1768f59626a320926fb9638b",

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 
 def _cut_as_the_hidden_states(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,17 +86,17 @@ PATCH = Patch(
         "megatron/core/transformer/attention.py and megatron/core/models/multimodal/llava_model.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
-            "1bc57437dfdab74abffdcc0e28b19924ae3969c5333d763e128a40e91567cebd",
+            ("1bc57437dfdab74abffdcc0e28b19924ae3969c5333d763e128a40e91567cebd",),
             _cut_as_the_hidden_states,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.attention:CrossAttention.__init__",
-            "68e0704abd23bbc429c60611bc1066d7ff9e812bfaec28f38ad81c472ebe5ce4",
+            ("68e0704abd23bbc429c60611bc1066d7ff9e812bfaec28f38ad81c472ebe5ce4",),
             _of_own_group,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.models.multimodal.llava_model:LLaVAModel._process_embedding_token_parallel",
             (
                 "1a6902da923e65e67ddecaf572e4b1a860fd3e82b5a752e31041d71b82fd73f7",

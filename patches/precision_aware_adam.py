@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _MODULE = "megatron.core.optimizer"
 
@@ -111,7 +111,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/optimizer_config.py and megatron/core/optimizer/__init__.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
             (
                 "8d06c93753e4514352b1a4b8ab31a968b95ad18d13c8789d3442ed5ec95ef4d4",
@@ -119,7 +119,7 @@ PATCH = Patch(
             ),
             _without_transformer_engine,
         ),
-        Edit.of(
+        Edit(
             f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
             (
                 "6a29af7290de3f2dbc8aa3e4aa17d98de0de5fbf010923df552845ad96d387ea",

@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import rank_and_size
 from megacpp_mcore.util.files import replace, sha256_of
@@ -145,19 +145,19 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
-            "31ef3869909a992bddcf816811c83ec73c625ff8b54f7ab614ef783e3ede39a9",
+            ("31ef3869909a992bddcf816811c83ec73c625ff8b54f7ab614ef783e3ede39a9",),
             _checked,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
-            "2a8e50253a5e1dd6859c6f410d6ddc687c47834363210a72609bb435610cf996",
+            ("2a8e50253a5e1dd6859c6f410d6ddc687c47834363210a72609bb435610cf996",),
             _counted,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
-            "c526c2c6ddd9d47ee82fbc7352ca7fb112b5ab67753792f4f56bb6d934ed0b79",
+            ("c526c2c6ddd9d47ee82fbc7352ca7fb112b5ab67753792f4f56bb6d934ed0b79",),
             _checked,
         ),
     ),

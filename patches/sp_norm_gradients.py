@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -173,7 +173,7 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
 
 
 def _schedule(name: str, sha256: tuple[str, ...]) -> Edit:
-    return Edit.of(f"{_SCHEDULES}:{name}", sha256, _complete_gradients)
+    return Edit(f"{_SCHEDULES}:{name}", sha256, _complete_gradients)
 
 
 PATCH = Patch(
@@ -208,9 +208,9 @@ PATCH = Patch(
                 "b2582d25713c12dca77546e87ff56de7ce96031a5c532714dc98f3d30843797b",
             ),
         ),
-        Edit.of(
+        Edit(
             f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-            "591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7",
+            ("591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7",),
             _reduce_once,
         ),
     ),

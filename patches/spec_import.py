@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacpp_mcore.errors import SpecImportError
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 
 def spec_words(values: Sequence[str]) -> tuple[str, str]:
@@ -71,7 +71,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/spec_utils.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.transformer.spec_utils:import_module",
             (
                 "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca",

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 
 def _marked_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ PATCH = Patch(
         "megatron/core/tensor_parallel/cross_entropy.py"
     ),
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.transformer.attention:Attention.__init__",
             (
                 "e92961c44464124f352cb0895e03902f8015b92535d9b5d23bd0d815503527ff",
@@ -108,12 +108,12 @@ PATCH = Patch(
             ),
             _marked_sinks,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
-            "015b80c06519a01c9fe9def71a06b48ffa23c6da07b6da0e22657d16dd399989",
+            ("015b80c06519a01c9fe9def71a06b48ffa23c6da07b6da0e22657d16dd399989",),
             _marked_sinks,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__",
             (
                 "5673a9138ea11f9da4b06878ac3b16ea719c5999c17bdbb50ab748c5587f1ef7",
@@ -121,9 +121,9 @@ PATCH = Patch(
             ),
             _summed_norm,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
-            "a4c29cc0ff1b8d20ee5f10414b193c3a9789f7a21ccc76ed25686e659fb8a85f",
+            ("a4c29cc0ff1b8d20ee5f10414b193c3a9789f7a21ccc76ed25686e659fb8a85f",),
             _smoothed_over_all,
         ),
     ),

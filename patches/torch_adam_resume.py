@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 STEP = "step"
 
@@ -83,19 +83,19 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py",
     edits=(
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-            "fe621ae6a622b58752df0330a2a30056dda222d73f22dc6bce6a5d1ac2bfa3d8",
+            ("fe621ae6a622b58752df0330a2a30056dda222d73f22dc6bce6a5d1ac2bfa3d8",),
             _from_the_first_step_on,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-            "7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",
+            ("7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",),
             _with_counts_of_their_own,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
-            "40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",
+            ("40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",),
             _without_the_count,
         ),
     ),

@@ -24,7 +24,7 @@ from unittest import mock
 
 from megacpp_mcore.arguments.lowering import check_under_torch_fsdp
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
-from megacpp_mcore.patches.machinery.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 
@@ -169,24 +169,24 @@ PATCH = Patch(
     ),
     source=f"megatron-core 0.19.2, {_STOCK.replace('.', '/')}.py, megatron/core/optimizer/optimizer.py",
     edits=(
-        Edit.of(
+        Edit(
             f"{_STOCK}:TorchFullyShardedDataParallel.__init__",
-            "bc7cd7ff6400674367d2197a1ee0d0198583e0901270fd92192f0555f4a4c928",
+            ("bc7cd7ff6400674367d2197a1ee0d0198583e0901270fd92192f0555f4a4c928",),
             _by_block,
         ),
-        Edit.of(
+        Edit(
             f"{_STOCK}:TorchFullyShardedDataParallel.finish_grad_sync",
-            "e7a290299e253eb6500203d04d0485b17c5a3a2cb6055d54d152704d5b2d2a67",
+            ("e7a290299e253eb6500203d04d0485b17c5a3a2cb6055d54d152704d5b2d2a67",),
             _with_whole_parameters,
         ),
-        Edit.of(
+        Edit(
             f"{_STOCK}:TorchFullyShardedDataParallel.load_state_dict",
-            "f33082399a2b7735b266cbcc0fe7444cafb430631d107d8b2e849c4c703a0a5e",
+            ("f33082399a2b7735b266cbcc0fe7444cafb430631d107d8b2e849c4c703a0a5e",),
             _with_whole_tensors,
         ),
-        Edit.of(
+        Edit(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",
-            "70accfba5af8c8e3ec3a5a16adb2ebdb5fdaeb83b5ffb814ab6774fdfe3f2ba9",
+            ("70accfba5af8c8e3ec3a5a16adb2ebdb5fdaeb83b5ffb814ab6774fdfe3f2ba9",),
             _with_state_to_load,
         ),
     ),

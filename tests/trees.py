@@ -113,5 +113,5 @@ def snapshot(root: Path) -> dict[str, bytes]:
 def patch_of(root: Path, name: str, *targets: str, **fields: object) -> Patch:
     """A patch whose fingerprints are those of the tree as it is."""
     tree = SourceTree((root,))
-    edits = tuple(Edit.of(target, digest(tree.texts(target)[0]), lambda original: original) for target in targets)
+    edits = tuple(Edit(target, (digest(tree.texts(target)[0]),), lambda original: original) for target in targets)
     return Patch(**{"name": name, "edits": edits, **WORDS, **fields})  # type: ignore[arg-type]

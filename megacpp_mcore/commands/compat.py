@@ -115,7 +115,7 @@ def _change(row: dict[str, Any]) -> str:
 
 
 def _fingerprints(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the second argument of ``Edit.of`` for every target with another source, and what to review first."""
+    """Yield the second argument of ``Edit`` for every target with another source, and what to review first."""
     for patch in report["patches"]:
         for target in (target for target in patch["targets"] if target["state"] != "equal"):
             yield f"# {patch['name']}, {target['target']}: {_change(target)}"

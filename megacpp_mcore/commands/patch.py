@@ -43,9 +43,8 @@ def add_parser(subparsers: Any) -> None:
         if name != "list":
             action.add_argument("--checkout", metavar="DIR", help="the root of a Megatron-LM checkout")
         if name == "apply":
-            action.add_argument(
-                "--allow-dirty", action="store_true", help="continue although files below megatron/ were modified"
-            )
+            anyway = "continue although files below megatron/ were modified"
+            action.add_argument("--allow-dirty", action="store_true", help=anyway)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,9 +137,8 @@ def _print_outcome(checkout: Checkout, outcome: Outcome, done: str, left: str) -
             print(f"{', '.join(names)}: {words}")
     if not outcome.changed:
         print("nothing was changed")
-    print(
-        f"{checkout.root} (megatron-core {checkout.version}) is hooked for: {', '.join(outcome.hooked) or 'no patch'}"
-    )
+    hooked = ", ".join(outcome.hooked) or "no patch"
+    print(f"{checkout.root} (megatron-core {checkout.version}) is hooked for: {hooked}")
 
 
 def _verify(checkout: Checkout, names: Sequence[str] | None, *, installed: bool) -> None:

@@ -25,7 +25,6 @@ from megacpp_mcore.versions import MEGATRON_CORE
 
 HOOKED_FILE = "megatron/core/__init__.py"
 PACKAGE_INFO_FILE = "megatron/core/package_info.py"
-OTHER_COPY = "hooked by another copy"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,17 @@ class Checkout:
         self.root = Path(os.path.realpath(folder))
         self.registry = default() if registry is None else registry
         self.tree = tree or SourceTree((self.root,))
-        _require_megatron(self.root)
+        files = (HOOKED_FILE, PACKAGE_INFO_FILE)
+        if not self.root.is_dir():
+            message = f"{self.root} is not a folder; expected the root of a Megatron-LM checkout"
+            raise CheckoutError(message, code="no-folder")
+        if missing := [name for name in files if not (self.root / name).is_file()]:
+            above = [folder for folder in self.root.parents if all((folder / name).is_file() for name in files)]
+            hint = (
+                f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
+            )
+            message = f"{self.root} is not a Megatron-LM checkout: there is no {', '.join(missing)} in it; {hint}"
+            raise CheckoutError(message, code="no-checkout")
         # If __init__.py is a symbolic link, its target is replaced, and the link stays.
         self.file = Path(os.path.realpath(self.root / HOOKED_FILE))
         self.version = self.tree.version()
@@ -165,7 +174,7 @@ class Checkout:
             if problems:
                 state = next(iter(problems.values())).state
             if name in hooked and other_copy:
-                state, reason = OTHER_COPY, other_copy
+                state, reason = "hooked by another copy", other_copy
             row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}
             targets = [self._target_row(*problem) for problem in problems.items()]
             rows.append(row | {"state": state, "reason": reason, "targets": targets})
@@ -281,14 +290,3 @@ class Checkout:
                 f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
                 "or take a copy of it that is"
             ) from error
-
-
-def _require_megatron(root: Path) -> None:
-    files = (HOOKED_FILE, PACKAGE_INFO_FILE)
-    if not root.is_dir():
-        raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout", code="no-folder")
-    if missing := [name for name in files if not (root / name).is_file()]:
-        above = [folder for folder in root.parents if all((folder / name).is_file() for name in files)]
-        hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
-        message = f"{root} is not a Megatron-LM checkout: there is no {', '.join(missing)} in it; {hint}"
-        raise CheckoutError(message, code="no-checkout")

@@ -12,8 +12,7 @@ import glob
 import importlib.util
 import re
 import tempfile
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         trees = list(bases.values())
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
-        contracts = tuple(Edit.of(name, known, lambda original: original) for name, known in watched.SOURCES.items())
+        contracts = tuple(Edit(name, known, lambda original: original) for name, known in watched.SOURCES.items())
         records = {patch.name: (patch.edits, patch.upstream) for patch in checkout.registry.patches}
         patches: list[dict[str, Any]] = []
         for name, (edits, upstream) in {**records, "not patched": (contracts, ())}.items():
@@ -73,19 +72,17 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
             merged = {f"#{number}": history and history.merged(number) for number in upstream}
             verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
             patches.append({"name": name, "verdict": verdict, "targets": targets, "upstream_merged": merged})
-        symbols, *used = _uses()
-        imported = _symbols(symbols, trees[0], checkout.tree) if trees else []
-        known = _names(trees[0]) if trees else (set(), set())
-        flags, fields = (
-            {"known": len(ours & old), "gone": sorted((ours & old) - new)}
-            for ours, old, new in zip(used, known, _names(checkout.tree), strict=True)
-        )
+        uses: dict[str, dict[str, set[str]]] = {"symbols": {}, "flags": {}, "fields": {}}
+        for kind, name, file in _uses():
+            uses[kind].setdefault(name, set()).add(file)
+        imported = _symbols(uses["symbols"], trees[0], checkout.tree) if trees else []
+        known = _names(trees[0]) if trees else {"flags": set(), "fields": set()}
+        named = {kind: uses[kind].keys() & names for kind, names in known.items()}
+        gone = {kind: sorted(named[kind] - names) for kind, names in _names(checkout.tree).items()}
     # A parameter that need not be passed changes no call of ours.
-    met = [
-        row for row in imported if row["state"] == GONE or any(not it.endswith(_OPTIONAL) for it in row["parameters"])
-    ]
+    met = [row for row in imported if row["state"] == GONE or any(_OPTIONAL not in it for it in row["parameters"])]
     states = [row["state"] for row in (*met, *(target for patch in patches for target in patch["targets"]))]
-    status = max(_STATUS[state] for state in (*states, GONE if flags["gone"] or fields["gone"] else EQUAL))
+    status = max(_STATUS[state] for state in (*states, GONE if any(gone.values()) else EQUAL))
     return {
         "status": status,
         "verdict": VERDICTS[status],
@@ -96,8 +93,7 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         "notes": notes,
         "patches": patches,
         "symbols": {"known": len(imported), "changed": [row for row in imported if row["state"] != EQUAL]},
-        "flags": flags,
-        "fields": fields,
+        **{kind: {"known": len(names), "gone": gone[kind]} for kind, names in named.items()},
     }
 
 
@@ -209,34 +205,29 @@ def _parameters(node: ast.AST | None) -> dict[str, bool]:
     return needed | {f"{stars}{one.arg}": False for stars, one in rest.items() if one is not None}
 
 
-def _uses() -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Return what this package's files name of Megatron.
+def _uses() -> Iterator[tuple[str, str, str]]:
+    """Yield what this package's files name of Megatron, as kind, name and file.
 
-    That is ``module:name`` of each import by name, with the files that have it; flags; and attributes read from configurations
-    or arguments.
+    The kinds are ``symbols`` (``module:name`` of each import by name), ``flags``, and ``fields``, the attributes read from
+    configurations or arguments.
     """
-    symbols: dict[str, set[str]] = defaultdict(set)
-    flags: set[str] = set()
-    fields: set[str] = set()
     package = Path(megacpp_mcore.__file__).parent
     for file in glob.iglob("**/*.py", root_dir=package, recursive=True):  # also what is linked into the package
         for node in ast.walk(ast.parse((package / file).read_bytes())):
             match node:
                 case ast.ImportFrom(module=str(module), names=names) if re.match(r"megatron\.(?!bridge)", module):
-                    for one in names:
-                        symbols[f"{module}:{one.name}"].add(file)
+                    yield from (("symbols", f"{module}:{one.name}", file) for one in names)
                 case (
                     ast.Attribute(value=holder, attr=name)
                     | ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=str(name)), *_])
                 ) if _HOLDER.search(ast.unparse(holder)):
-                    fields.add(name)
+                    yield "fields", name, file
                 case ast.Constant(value=str(text)) if text.startswith("--"):
-                    flags |= set(_FLAG.findall(text))
-    return symbols, flags, fields
+                    yield from (("flags", flag, file) for flag in _FLAG.findall(text))
 
 
 def _symbols(symbols: dict[str, set[str]], base: SourceTree, tree: SourceTree) -> list[dict[str, Any]]:
-    """Compare the symbols that ``base`` has."""
+    """Compare the symbols that ``base`` has; given are the files that name each."""
     rows = []
     for symbol, files in sorted(symbols.items()):
         old, new = (_definition(one, *symbol.split(":")) for one in (base, tree))
@@ -264,7 +255,7 @@ def _definition(tree: SourceTree, module: str, name: str) -> str | None:
     return None
 
 
-def _names(tree: SourceTree) -> tuple[set[str], set[str]]:
+def _names(tree: SourceTree) -> dict[str, set[str]]:
     """Return Megatron's flags, also those of fields, and the fields of its configurations."""
     flags: set[str] = set()
     fields: set[str] = set()
@@ -276,8 +267,8 @@ def _names(tree: SourceTree) -> tuple[set[str], set[str]]:
             _, syntax = tree.parse(".".join(file.relative_to(root.parent).with_suffix("").parts))
             classes = [node for node in syntax.body if isinstance(node, ast.ClassDef)]
             fields |= {ast.unparse(it.target) for node in classes for it in node.body if isinstance(it, ast.AnnAssign)}
-    words = {field.replace("_", "-") for field in fields}
-    return flags | {f"--{no}{word}" for word in words for no in ("", "no-")}, fields
+    words = [field.replace("_", "-") for field in fields]
+    return {"flags": flags | {f"--{no}{word}" for word in words for no in ("", "no-")}, "fields": fields}
 
 
 def _texts(tree: SourceTree, target: str) -> list[str]:

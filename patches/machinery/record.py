@@ -11,11 +11,10 @@ from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.versions import MEGATRON_CORE
 
-Accepted = str | tuple[str, ...]
 NOT_MEASURED = "not measured"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Edit:
     """One changed symbol of a patch.
 
@@ -32,12 +31,6 @@ class Edit:
     fingerprints: tuple[str, ...]
     make: Callable[[Any], Any]
     until: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, target: str, sha256: Accepted, make: Callable[[Any], Any], until: tuple[str, ...] = ()) -> Edit:
-        """Make an edit of a target with one accepted source, or several."""
-        accepted = (sha256,) if isinstance(sha256, str) else sha256
-        return cls(target=target, fingerprints=accepted, make=make, until=until)
 
     @property
     def module(self) -> str:

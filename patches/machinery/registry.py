@@ -13,9 +13,9 @@ One patch lives in one file of that folder and is one module-level record::
         name="mtp-shared-block",
         fixes="...", source="...", seam="...", leaves_alone="...", retire_when="...", cost="...", gain="not measured",
         edits=(
-            Edit.of(
+            Edit(
                 "megatron.training.models.gpt:mtp_block_spec",
-                "<sha256>",
+                ("<sha256>",),
                 lambda original: ...,  # builds the replacement, usually a closure under functools.wraps(original)
             ),
         ),
@@ -44,7 +44,6 @@ from typing import Any
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery import symbols
-from megacpp_mcore.patches.machinery.record import Edit as Edit  # for the patches' modules
 from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Change, Refusal
@@ -64,7 +63,7 @@ def fingerprint(target: str) -> str:
     Raises:
         PatchError: the symbol does not exist, or its source cannot be read.
     """
-    return symbols.digest(symbols.source_text(symbols.resolve(target)))
+    return symbols.digest(symbols.resolve(target).text)
 
 
 class Registry:
@@ -72,16 +71,14 @@ class Registry:
 
     Args:
         patches: the records, with unique names.
-        version: of Megatron, for messages and receipts; by default, that of the Megatron which this process imports.
     """
 
-    def __init__(self, patches: Iterable[Patch], version: str | None = None) -> None:
+    def __init__(self, patches: Iterable[Patch]) -> None:
         self._patches = {patch.name: patch for patch in patches}
         self.patches = tuple(self._patches.values())
         """All patches, in the order in which they were passed."""
         self._changes: tuple[Change, ...] = ()  # those in place
         self._armed: dict[str, str] = {}  # patch to the file whose hook line named it
-        self._version = version
 
     def select(self, names: Iterable[str] | None) -> list[Patch]:
         """Return the records of ``names``, each once; of all patches for None.
@@ -93,10 +90,8 @@ class Registry:
             raise PatchError(f"expected a list of patch names, found the text {names!r}")
         chosen = list(dict.fromkeys(self._patches if names is None else names))
         if unknown := [name for name in chosen if name not in self._patches]:
-            known = list(self._patches)
-            refuse(
-                "nothing was changed", [f"there is no patch {it!r}; {nearest(it, known)}" for it in unknown], "unknown"
-            )
+            problems = [f"there is no patch {name!r}; {nearest(name, self._patches)}" for name in unknown]
+            refuse("nothing was changed", problems, "unknown")
         return [self._patches[name] for name in chosen]
 
     def apply(self, names: Iterable[str], *, modules: Collection[str] | None = None) -> tuple[str, ...]:
@@ -174,13 +169,11 @@ class Registry:
             atexit.register(self._report_armed_patches)
         self._advance([module for _, module in modules if sys.modules.get(module)])
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, *rest: Any) -> importlib.machinery.ModuleSpec | None:
         """``sys.meta_path`` finder: for a module of armed patches, delegates to the other finders and watches it run."""
         if all(name not in self._patches[armed].modules for armed in self._armed):
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        others = (finder.find_spec(name, *rest) for finder in sys.meta_path if finder is not self)
         if (spec := next(filter(None, others), None)) is None:
             return None
         loader: Any = spec.loader
@@ -220,8 +213,8 @@ class Registry:
 
     @property
     def version(self) -> str:
-        """The version of Megatron, from its files; nothing is imported."""
-        return self._version or SourceTree.of_process().version()
+        """The version of the Megatron which this process imports, from its files, for messages and receipts."""
+        return SourceTree.of_process().version()
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Revert the named patches (``None``: all applied ones), in any order; all of them, or none.
@@ -280,9 +273,8 @@ class Registry:
                 continue
             try:
                 slot = symbols.resolve(edit.target)
-                text = symbols.source_text(slot)
-                symbols.refuse_wrapped(slot, text)
-                found = edit.check([text], self.version)
+                symbols.refuse_wrapped(slot)
+                found = edit.check([slot.text], self.version)
                 make = edit.make if found in edit.fingerprints else None
                 changes.append(symbols.build(name, slot, make, found))
             except Refusal as refusal:

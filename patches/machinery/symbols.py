@@ -42,6 +42,7 @@ class Slot:
     attribute: str
     raw: Any  # as stored, including any staticmethod or classmethod wrapper
     value: Any  # without one
+    text: str  # its source
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def resolve(target: str) -> Slot:
     """Import the module of ``module:attr`` or ``module:Class.attr`` and find the function or class in it.
 
     Raises:
-        Refusal: ``target not found``; the message names the failing step.
+        Refusal: ``target not found``, with the failing step; ``target changed``, its source cannot be read.
     """
     module_name, _, path = target.partition(":")
     try:
@@ -92,23 +93,14 @@ def resolve(target: str) -> Slot:
         where = f"; it is inherited from {_label(bases[0])}, name it there" if bases else ""
         raise Refusal("target not found", f"{target} was not found: {_label(owner)} defines no {attribute}{where}")
     raw = vars(owner)[attribute]
-    return Slot(target, owner, attribute, raw, _unwrapped(raw))
-
-
-def source_text(slot: Slot) -> str:
-    """Return the source text of the function or class in ``slot``.
-
-    Raises:
-        Refusal: ``target changed``, the source cannot be read.
-    """
     try:
-        return inspect.getsource(slot.value)
+        return Slot(target, owner, attribute, raw, _unwrapped(raw), inspect.getsource(_unwrapped(raw)))
     except (OSError, TypeError) as error:
-        raise Refusal("target changed", f"the source of {slot.target} cannot be read: {error}") from error
+        raise Refusal("target changed", f"the source of {target} cannot be read: {error}") from error
 
 
-def refuse_wrapped(slot: Slot, text: str) -> None:
-    """Refuse a target already replaced with a ``functools.wraps`` wrapper, whose ``text`` is still the original's source.
+def refuse_wrapped(slot: Slot) -> None:
+    """Refuse a target already replaced with a ``functools.wraps`` wrapper, whose text is still the original's source.
 
     Raises:
         Refusal: ``target already wrapped``.
@@ -119,7 +111,7 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
         raise Refusal("target already wrapped", state)
     if "__wrapped__" not in names:
         return
-    definition = ast.parse(textwrap.dedent(text)).body[0]
+    definition = ast.parse(textwrap.dedent(slot.text)).body[0]
     decorators = {ast.unparse(one) for one in getattr(definition, "decorator_list", [])}
     if decorators <= {"staticmethod", "classmethod"}:  # which leave no wrapper behind; any other is upstream's own
         code = getattr(slot.value, "__code__", None)

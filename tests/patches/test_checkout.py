@@ -29,6 +29,7 @@ from megacpp_mcore.patches.machinery import git as git_module
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.hook_line import Content
 from megacpp_mcore.patches.machinery.registry import Registry, default
+from megacpp_mcore.patches.machinery.symbols import Refusal
 from tests.errors import raises
 from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, patch_of, snapshot, wheel_root
 
@@ -218,7 +219,7 @@ def test_sources_decide_and_not_versions(tree: Path) -> None:
     assert [problem.partition(":")[0] for problem in lm.unfit()] == ["gone"]
     assert lm.apply(["same"]).changed == ("same",)
     edit(info, b"MAJOR = 0\nMINOR = int('20')\nPATCH = 1\n")
-    with raises(PatchError, "package_info.py", "MAJOR, MINOR"):
+    with raises(Refusal, "package_info.py", "MAJOR, MINOR", code="target-changed"):
         Checkout(tree, registry)
 
 

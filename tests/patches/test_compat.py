@@ -15,14 +15,14 @@ import pytest
 from megacpp_mcore import versions
 from megacpp_mcore.commands import cli
 from megacpp_mcore.commands import compat as command
-from megacpp_mcore.errors import CheckoutError, PatchError
+from megacpp_mcore.errors import CheckoutError
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches import watched
 from megacpp_mcore.patches.machinery import checkout as checkout_module
 from megacpp_mcore.patches.machinery import compat
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.registry import Registry
-from megacpp_mcore.patches.machinery.symbols import digest
+from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from tests import forks
 from tests.errors import raises
 from tests.trees import commit, git, patch_of, snapshot, wheel_root
@@ -272,7 +272,7 @@ def test_trees_that_cannot_be_compared(
     assert found["patches"][0]["targets"][0]["state"] == "comments only"
     assert any("no commit in common" in note for note in found["notes"])
     (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
-    with raises(PatchError, "megatron.training.arguments", "as Python"):
+    with raises(Refusal, "megatron.training.arguments", code="target-changed"):
         compat.examine(Checkout(tree))
 
 

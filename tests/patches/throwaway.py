@@ -18,7 +18,7 @@ from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
 from tests.trees import WORDS
 
-VERSION = "0.19.2"
+VERSION = SourceTree.of_process().version()
 ONE = "def f(x):\n    return x + 1\n"
 USER = "from PKG.a import f\n\ndef use(x):\n    return f(x)\n"
 Modules = Callable[..., list[str]]
@@ -73,9 +73,9 @@ def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **
     return Patch(**{"name": name, "edits": edits, **WORDS, **fields})
 
 
-def registry(*patches: Patch, version: str = VERSION) -> Registry:
-    """A registry of these patches, in a process with megatron-core ``version``."""
-    return Registry(patches, version=version)
+def registry(*patches: Patch) -> Registry:
+    """A registry of these patches."""
+    return Registry(patches)
 
 
 def states(reg: Registry) -> dict[str, str]:

@@ -171,8 +171,7 @@ class Checkout:
         for name in (*patches, *foreign):
             problems = patches[name].problems(self.tree) if name in patches else {}
             state, reason = "applied" if name in hooked else "not applied", "; ".join(map(str, problems.values()))
-            if problems:
-                state = next(iter(problems.values())).state
+            state = next((refusal.state for refusal in problems.values()), state)
             if name in hooked and other_copy:
                 state, reason = "hooked by another copy", other_copy
             row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}

@@ -41,7 +41,7 @@ class SourceTree:
         Raises:
             Refusal: ``target not found``.
         """
-        places: Sequence[str] = [str(root) for root in self.roots]
+        places: Sequence[str] = [str(root.absolute()) for root in self.roots]
         spec = None
         for part in module.split("."):
             spec = PathFinder.find_spec(part, places)  # which imports nothing, as the name has no dot

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.machinery import registry as machinery
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.registry import Registry, default, fingerprint
@@ -107,6 +109,30 @@ def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
     reg.revert()
 
 
+def test_a_thread_that_patches_waits_for_no_other_threads_import(modules: Modules) -> None:
+    """Which may wait for it: with its module's lock held, to patch that module."""
+    meet, a, b = modules(meet="", a=ONE + "import sys\nsys.modules['PKG.meet'].has_run.set()\n", b=ONE)
+    has_run = importlib.import_module(meet).has_run = threading.Event()  # type: ignore[attr-defined]
+    reg, install = hook_of(patch("both", f"{a}:f", f"{b}:f"))
+    install("both")
+    other = threading.Thread(target=importlib.import_module, args=(a,), daemon=True)
+
+    def one() -> None:
+        with machinery._LOCK:
+            other.start()
+            assert has_run.wait(30)
+            time.sleep(0.2)  # until it waits for the lock
+            importlib.import_module(b)
+
+    first = threading.Thread(target=one, daemon=True)
+    first.start()
+    for thread in (first, other):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert load(a, b) == [102, 102]
+    reg.revert()
+
+
 def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: Modules) -> None:
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(
@@ -147,13 +173,16 @@ def test_a_file_that_changed_since_fails_its_import_and_takes_back_what_is_the_h
     reg.revert()
 
 
-def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> None:
+def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "thing.py").write_bytes(
         b"try:\r\n    import nothing\r\nexcept ImportError:\r\n    @str\r\n    def f():\r\n        return 1\r\nelse:\r\n"
         b"    def f():\r\n        return 2\r\nclass C:\r\n    def m(self): return 1"
     )
     (tmp_path / "broken.py").write_text("def f(:\n")
-    tree = SourceTree((tmp_path,))
+    tree = SourceTree((Path(),))  # the working directory, as "" is on the path
+    with pytest.raises(Refusal):
+        tree.texts("thing:f")
+    monkeypatch.chdir(tmp_path)
     assert tree.texts("thing:f") == ["    @str\n    def f():\n        return 1\n", "    def f():\n        return 2\n"]
     assert tree.texts("thing:C.m") == ["    def m(self): return 1\n"]
     for target, value, state in (

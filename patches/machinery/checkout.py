@@ -21,7 +21,6 @@ from megacpp_mcore.patches.machinery.registry import Registry, default, refuse
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.util.files import TEMPORARY, replace
-from megacpp_mcore.versions import MEGATRON_CORE
 
 HOOKED_FILE = "megatron/core/__init__.py"
 PACKAGE_INFO_FILE = "megatron/core/package_info.py"
@@ -85,13 +84,7 @@ class Checkout:
             CheckoutError: none is found.
         """
         tree = SourceTree.of_process()
-        try:
-            root = tree.file("megatron.core").parents[2]
-        except Refusal as refusal:
-            raise CheckoutError(
-                f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
-            ) from refusal
-        return cls(root, tree=tree)
+        return cls(tree.file("megatron.core").parents[2], tree=tree)
 
     def content(self) -> Content:
         """Return the hooked file, split into the hook line and the rest.

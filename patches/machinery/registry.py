@@ -111,6 +111,7 @@ class Registry:
 
         Raises:
             PatchError: lists every problem found; nothing is changed.
+            CheckoutError: there is no Megatron.
         """
         wanted = self.select(names)
         # Before the lock: an import may wait for another thread that waits for the lock, or may apply patches itself.
@@ -265,7 +266,7 @@ class Registry:
 
     def _plan(self, patches: Iterable[Patch], modules: Collection[str] | None) -> tuple[list[Change], list[str]]:
         """Check and build every edit that is not in place; returns the changes and all problems, and touches nothing."""
-        there = {(change.patch, change.slot.target) for change in self._changes}
+        version, there = self.version, {(change.patch, change.slot.target) for change in self._changes}
         changes: list[Change] = []
         problems: list[str] = []
         for name, edit in ((patch.name, edit) for patch in patches for edit in patch.edits):
@@ -274,7 +275,7 @@ class Registry:
             try:
                 slot = symbols.resolve(edit.target)
                 symbols.refuse_wrapped(slot)
-                found = edit.check([slot.text], self.version)
+                found = edit.check([slot.text], version)
                 make = edit.make if found in edit.fingerprints else None
                 changes.append(symbols.build(name, slot, make, found))
             except Refusal as refusal:

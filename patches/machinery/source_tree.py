@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from megacpp_mcore.errors import CheckoutError
 from megacpp_mcore.patches.machinery.symbols import Refusal
-from megacpp_mcore.versions import CHECKOUT_TAG
+from megacpp_mcore.versions import CHECKOUT_TAG, MEGATRON_CORE
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -31,9 +32,20 @@ class SourceTree:
 
     @classmethod
     def of_process(cls) -> SourceTree:
-        """Return the files from which this process imports Megatron."""
+        """Return the files from which this process imports Megatron; nothing is imported.
+
+        Raises:
+            CheckoutError: there is none.
+        """
         portions = getattr(sys.modules.get("megatron"), "__path__", ())
-        return cls(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
+        tree = cls(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
+        try:
+            tree.file("megatron.core")
+        except Refusal as refusal:
+            raise CheckoutError(
+                f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
+            ) from refusal
+        return tree
 
     def file(self, module: str) -> Path:
         """Return the file of ``module``.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.commands import cli
+from megacpp_mcore.errors import CheckoutError
 from megacpp_mcore.patches.machinery.registry import default
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, snapshot, wheel_root
@@ -111,6 +112,8 @@ def test_the_installed_megatron(capsys: pytest.CaptureFixture[str], monkeypatch:
         monkeypatch.delitem(sys.modules, name)
     assert cli.main(["patch", "status"]) == 2
     assert "megatron-core is not installed here" in capsys.readouterr().err
+    with pytest.raises(CheckoutError, match="install megatron-core"):
+        default().apply([NAME])
 
 
 def test_a_hooked_tree_on_the_path_is_the_installed_one(tree: Path) -> None:

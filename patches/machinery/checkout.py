@@ -271,9 +271,16 @@ class Checkout:
     def _locked(self) -> Iterator[None]:
         """Allow one change of this checkout at a time, and remove leftovers of a killed one."""
         try:
-            # A file that is never replaced; open for writing, as locks need it to be on NFS.
-            with open(self.root / PACKAGE_INFO_FILE, "r+b") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.ExitStack() as stack:
+                path = self.root / PACKAGE_INFO_FILE
+                is_held = False
+                while not is_held:
+                    # Open for writing, as locks need it to be on NFS, where it can be.
+                    lock = stack.enter_context(open(path, "r+b" if os.access(path, os.W_OK) else "rb"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    is_held = os.path.samestat(
+                        os.fstat(lock.fileno()), path.stat()
+                    )  # git has not put another in its place
                 for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
                     leftover.unlink()
                 yield

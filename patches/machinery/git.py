@@ -43,7 +43,10 @@ def _holds(path: Path, mode: bytes, blob: str) -> bool:
     is_link = mode == b"120000"
     if path.is_symlink() != is_link or not (is_link or path.is_file()):
         return False
-    content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
+    try:
+        content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
+    except OSError:
+        return False  # it is named, and only counts below ``megatron/``
     function = hashlib.sha1 if len(blob) == 40 else hashlib.sha256
     contents = (content, content.replace(b"\r\n", b"\n"))
     return blob in [function(b"blob %d\0" % len(it) + it, usedforsecurity=False).hexdigest() for it in contents]

@@ -125,9 +125,10 @@ class Registry:
             applied = tuple(dict.fromkeys(change.patch for change in changes))
             for name in applied:  # after all are recorded: a log handler may raise
                 replaced = [change.slot.target for change in changes if change.patch == name and change.is_replaced]
+                version = changes[0].version
                 targets = ", ".join(replaced) or "no target, as upstream has the fix"
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
-                announce(f"patch {name} applied to {targets} (megatron-core {self.version}){origin}")
+                announce(f"patch {name} applied to {targets} (megatron-core {version}){origin}")
         return applied
 
     def install(self, file: str, names: Sequence[str], *, version: str) -> None:
@@ -159,7 +160,7 @@ class Registry:
                 f"{name}: {module} is still being imported, and it was what imported megatron.core; "
                 "put `import megatron.core` before that import"
                 for name, module in modules
-                if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False)
+                if _is_running(module)
             ]
             refuse(f"no patch of the hook in {file} was applied", problems)
             # A new one, as another thread may be going through the old one.
@@ -168,13 +169,13 @@ class Registry:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
             atexit.register(self._report_armed_patches)
-        self._advance([module for _, module in modules if sys.modules.get(module)])
+        self._advance()
 
-    def find_spec(self, name: str, *rest: Any) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """``sys.meta_path`` finder: for a module of armed patches, delegates to the other finders and watches it run."""
         if all(name not in self._patches[armed].modules for armed in self._armed):
             return None
-        others = (finder.find_spec(name, *rest) for finder in sys.meta_path if finder is not self)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         if (spec := next(filter(None, others), None)) is None:
             return None
         loader: Any = spec.loader
@@ -183,19 +184,26 @@ class Registry:
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the module may have been found twice
             run(module)
-            self._advance([name])
+            self._advance(name)
 
         # Path-based finders create one loader per module: the attribute affects only this import, and the module itself
         # only ever sees its own loader.
         vars(loader)["exec_module"] = exec_module
         return spec
 
-    def _advance(self, modules: Collection[str]) -> None:
-        """Apply all edits of armed patches in modules that have run; on failure revert everything the hook applied."""
-        armed = self._armed
+    def _advance(self, ran: str | None = None) -> None:
+        """Apply all edits of armed patches in modules that have run; on failure revert everything the hook applied.
+
+        Args:
+            ran: a module that has run, although its import has not ended.
+        """
+        armed, there = self._armed, {(change.patch, change.slot.target) for change in self._changes}
+        edits = [(name, edit) for name in armed for edit in self._patches[name].edits]
+        waiting = [(name, edit.module) for name, edit in edits if (name, edit.target) not in there]
+        here = {module for _, module in waiting if module == ran or (module in sys.modules and not _is_running(module))}
         try:
-            due = [name for name in armed if not set(modules).isdisjoint(self._patches[name].modules)]
-            self.apply(due, modules=modules)
+            if due := dict.fromkeys(name for name, module in waiting if module in here):
+                self.apply(due, modules=here)
         except Exception as error:
             in_place = [change.patch for change in self._changes if change.patch in armed]
             self._armed = {}  # apply nothing more, even if reverting fails
@@ -266,18 +274,23 @@ class Registry:
 
     def _plan(self, patches: Iterable[Patch], modules: Collection[str] | None) -> tuple[list[Change], list[str]]:
         """Check and build every edit that is not in place; returns the changes and all problems, and touches nothing."""
-        version, there = self.version, {(change.patch, change.slot.target) for change in self._changes}
+        there = {(change.patch, change.slot.target) for change in self._changes}
         changes: list[Change] = []
         problems: list[str] = []
-        for name, edit in ((patch.name, edit) for patch in patches for edit in patch.edits):
-            if (name, edit.target) in there or (modules is not None and edit.module not in modules):
-                continue
+        edits = [
+            (patch.name, edit)
+            for patch in patches
+            for edit in patch.edits
+            if (patch.name, edit.target) not in there and (modules is None or edit.module in modules)
+        ]
+        version = self.version if edits else ""
+        for name, edit in edits:
             try:
                 slot = symbols.resolve(edit.target)
                 symbols.refuse_wrapped(slot)
                 found = edit.check([slot.text], version)
                 make = edit.make if found in edit.fingerprints else None
-                changes.append(symbols.build(name, slot, make, found))
+                changes.append(symbols.build(name, slot, make, found, version))
             except Refusal as refusal:
                 problems.append(f"{name}: {refusal}")
         return changes, problems
@@ -299,9 +312,13 @@ class Registry:
             "state": state,
             "hook": self._armed.get(patch.name),
             "waits_for": [name for name in patch.modules if patch.name in self._armed and name not in sys.modules],
-            "megatron_core": self.version if changes else None,
+            "megatron_core": changes[0].version if changes else None,
             "fingerprints": {change.slot.target: change.fingerprint for change in changes},
         }
+
+
+def _is_running(module: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
 
 
 @functools.cache

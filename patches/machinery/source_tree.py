@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -37,8 +38,10 @@ class SourceTree:
         Raises:
             CheckoutError: there is none.
         """
-        portions = getattr(sys.modules.get("megatron"), "__path__", ())
-        tree = cls(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
+        # What is imported already first: of an editable install neither sys.path nor the namespace has a folder.
+        there = [Path(part).parents[1] for part in getattr(sys.modules.get("megatron.core"), "__path__", ())]
+        there += [Path(part).parent for part in getattr(sys.modules.get("megatron"), "__path__", ())]
+        tree = cls(tuple(dict.fromkeys([*there, *map(Path, sys.path)])))
         try:
             tree.file("megatron.core")
         except Refusal as refusal:
@@ -99,7 +102,9 @@ class SourceTree:
         Raises:
             Refusal: it cannot be read, or states none.
         """
-        lines, _ = self.parse("megatron.core.package_info")
+        lines: list[str] = []
+        with contextlib.suppress(Refusal):  # of a file that is no Python; below it is named
+            lines, _ = self.parse("megatron.core.package_info")
         found = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", "".join(lines), re.MULTILINE))
         numbers = [found.get(name, "") for name in ("MAJOR", "MINOR", "PATCH")]
         if not all(map(str.isdecimal, numbers)):
@@ -116,14 +121,15 @@ class SourceTree:
         Raises:
             Refusal: ``target not found``, or ``target changed`` if the file does not parse as Python.
         """
+        file = self.file(module)
         try:
-            with tokenize.open(self.file(module)) as stream:
+            with tokenize.open(file) as stream:
                 lines = stream.readlines()
             # As in linecache, the last line also ends in a newline.
             lines[-1:] = [line.removesuffix("\n") + "\n" for line in lines[-1:]]
             return lines, _syntax("".join(lines))
         except (OSError, SyntaxError, ValueError) as error:
-            raise Refusal("target changed", f"{module} cannot be read as Python: {error}") from error
+            raise Refusal("target changed", f"{module} ({file}) cannot be read as Python: {error}") from error
 
 
 @functools.lru_cache(1024)

@@ -53,6 +53,7 @@ class Change:
     slot: Slot
     replacement: Any
     fingerprint: str
+    version: str  # of the Megatron that it was checked against
 
     @property
     def is_replaced(self) -> bool:
@@ -146,16 +147,16 @@ def by_name(original: Callable[..., Any], known: str) -> Callable[..., SimpleNam
     return bind
 
 
-def build(patch: str, slot: Slot, make: Any, fingerprint: str) -> Change:
+def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:
     """Build the replacement for the symbol in ``slot``, with the original on its ``__wrapped__``; without ``make``, none."""
     if make is None:
-        return Change(patch, slot, slot.raw, fingerprint)
+        return Change(patch, slot, slot.raw, fingerprint, version)
     replacement = make(slot.value)
     replacement.__wrapped__ = slot.value
     setattr(replacement, MARK, patch)
     if isinstance(slot.raw, staticmethod | classmethod):
         replacement = type(slot.raw)(replacement)
-    return Change(patch, slot, replacement, fingerprint)
+    return Change(patch, slot, replacement, fingerprint, version)
 
 
 def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *, back: bool = False) -> None:

@@ -520,3 +520,23 @@ def test_processes_apply_at_once(lm: Checkout) -> None:
             os.waitpid(child, 0)
         assert set(lm.verify()) == set(TARGETS)
         lm.revert()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_who_waited_for_a_file_that_git_replaced_waits_for_the_new_one(lm: Checkout) -> None:
+    info = lm.root / "megatron" / "core" / "package_info.py"
+    fresh = info.with_suffix(".new")
+    fresh.write_bytes(info.read_bytes())
+    begins = multiprocessing.get_context("fork").Event()
+    child = in_child(lambda: begins.wait(30) and lm.apply(["timers"]))  # before the locks, which it would share
+    with fresh.open("r+b") as later:
+        fcntl.flock(later, fcntl.LOCK_EX)
+        with lm._locked():
+            begins.set()
+            time.sleep(0.3)
+            fresh.replace(info)
+        time.sleep(0.3)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        assert lm.content().names == ()
+    os.waitpid(child, 0)
+    assert lm.content().names == ("timers",)

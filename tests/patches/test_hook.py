@@ -133,6 +133,40 @@ def test_a_thread_that_patches_waits_for_no_other_threads_import(modules: Module
     reg.revert()
 
 
+def test_a_reload_loses_its_patch_and_no_other(modules: Modules) -> None:
+    a, b = modules(a=ONE, b=ONE)
+    reg, install = hook_of(patch("first", f"{a}:f"), patch("second", f"{b}:f"))
+    install("first", "second")
+    importlib.reload(importlib.import_module(a))
+    assert states(reg) == {"first": "lost", "second": "armed"}
+    assert load(a, b) == [2, 102]
+    importlib.reload(sys.modules[b])
+    assert states(reg) == {"first": "lost", "second": "lost"}
+
+
+def test_what_was_missed_is_patched_at_the_next_chance(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module is there without the hook having seen it: another finder stood in front, or Ctrl-C came between."""
+    a, b = modules(a=ONE, b=ONE)
+    reg, install = hook_of(patch("first", f"{a}:f"), patch("second", f"{b}:f"))
+    install("first", "second")
+    with monkeypatch.context() as other:
+        other.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not reg])
+        assert load(a) == [2]
+    assert states(reg) == {"first": "armed", "second": "armed"}
+    assert load(b, a) == [102, 102]
+    assert states(reg) == {"first": "applied", "second": "applied"}
+
+
+def test_the_version_is_that_of_when_it_was_applied(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a,) = modules(a=ONE)
+    reg, _ = hook_of(patch("first", f"{a}:f"))
+    reg.apply(["first"])
+    monkeypatch.setattr(SourceTree, "version", lambda _: pytest.fail("read again"))
+    (row,) = reg.status()
+    assert row["megatron_core"] == VERSION
+    assert reg.apply([]) == ()
+
+
 def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: Modules) -> None:
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(
@@ -195,6 +229,26 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path, monkey
         with pytest.raises(Refusal, match=re.escape(value)) as caught:
             tree.texts(target)
         assert caught.value.state == state
+
+
+def test_an_editable_install_is_found_once_it_is_imported(tmp_path: Path) -> None:
+    """Its finder gives ``megatron`` a path that is no folder, and sys.path lacks the tree."""
+    tree = copy_modules(wheel_root(), tmp_path / "tree", {"megatron.core"})
+    (tree / "megatron" / "core" / "package_info.py").write_text("MAJOR = 9\nMINOR = 8\nPATCH = 7\n")
+    code = f"""
+import sys, types
+from megacpp_mcore.patches.machinery.source_tree import SourceTree
+sys.path[:] = [one for one in sys.path if not one.endswith("site-packages")]
+for name, place in (("megatron", "__path_hook__"), ("megatron.core", {str(tree / "megatron" / "core")!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [place]
+print(SourceTree.of_process().version())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "9.8.7", done.stderr
 
 
 def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:

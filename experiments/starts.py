@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cores": len(os.sched_getaffinity(0)),
             "added": " ".join(f"{name}:{count}" for name, count in added.items()),
         }
-        row |= {name: f"{nanoseconds / 1e9:.1f}" for name, nanoseconds in spent.items()} | versions(*PACKAGES)
+        row |= {name: f"{nanoseconds / 1e9:.2f}" for name, nanoseconds in spent.items()} | versions(*PACKAGES)
         table.append(row)
         print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:9]), flush=True)
     return 0

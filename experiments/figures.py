@@ -140,9 +140,9 @@ def layouts() -> Iterator[Line]:
         ("the same", 2, "pipeline 2x2", "b05c876", 2, "no"),
         ("the same, 13 layers a part", 2, "pipeline 2x2", "0428cd0", 2, "no"),
         ("the first of these, 32 sequences a step", 2, "pipeline 2x2 graphs, 32 sequences", "8a18ac02", 2, "yes"),
-        ("`--expert 2`[^four]", 2, "expert 2", "f039228", 1, "yes"),
+        ("`--expert 2`", 2, "expert 2 micro-batch 2", "2e1efacd", 2, "yes"),
         ("`--expert 4`[^four]", 4, "expert 4", "f039228", 1, "yes"),
-        ("`--tensor 2 --sequence-parallel`[^four]", 2, "tensor 2", "b8e159e", 1, "yes"),
+        ("`--tensor 2 --sequence-parallel`", 2, "tensor 2 micro-batch 2", "2e1efacd", 2, "yes"),
         ("`--tensor 2 --expert 2 --sequence-parallel`[^four]", 4, "tensor 2 expert 2", "f039228", 1, "yes"),
         ("one GPU", 1, "one", "da086d0", 1, "yes"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,21 +54,22 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
     words = lower(Run(preset("nam56r_tiny"), layout, Training(data=("--mock-data",))))
     words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r_tiny")]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    environment |= {
-        "WORLD_SIZE": str(tensor),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "megacpp_mcore", "launch", "--verbose", "--device", "cuda", "--", str(script), *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    connections, milliseconds, expandable = json.loads(done.stdout.partition("seen ")[2].splitlines()[0])
-    assert connections == ("1" if tensor > 1 else None), done.stdout
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port = one.getsockname()[1]
+    environment |= {"WORLD_SIZE": str(tensor), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megacpp_mcore", "launch", "--verbose", "--device", "cuda", "--", str(script), *words],
+            cwd=ROOT, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(tensor)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * tensor, said[0][-3000:]
+    connections, milliseconds, expandable = json.loads(said[0].partition("seen ")[2].splitlines()[0])
+    assert connections == ("1" if tensor > 1 else None), said[0]
     assert (milliseconds > 20) == (tensor > 1)
     assert expandable
     assert all(expandable)

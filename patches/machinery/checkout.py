@@ -273,14 +273,11 @@ class Checkout:
         try:
             with contextlib.ExitStack() as stack:
                 path = self.root / PACKAGE_INFO_FILE
-                is_held = False
-                while not is_held:
-                    # Open for writing, as locks need it to be on NFS, where it can be.
+                lock = None
+                while lock is None or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    # Open for writing, as locks need it to be on NFS, where it can be; git may put another in its place.
                     lock = stack.enter_context(open(path, "r+b" if os.access(path, os.W_OK) else "rb"))
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    is_held = os.path.samestat(
-                        os.fstat(lock.fileno()), path.stat()
-                    )  # git has not put another in its place
                 for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
                     leftover.unlink()
                 yield

@@ -125,10 +125,9 @@ class Registry:
             applied = tuple(dict.fromkeys(change.patch for change in changes))
             for name in applied:  # after all are recorded: a log handler may raise
                 replaced = [change.slot.target for change in changes if change.patch == name and change.is_replaced]
-                version = changes[0].version
                 targets = ", ".join(replaced) or "no target, as upstream has the fix"
                 origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
-                announce(f"patch {name} applied to {targets} (megatron-core {version}){origin}")
+                announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
         return applied
 
     def install(self, file: str, names: Sequence[str], *, version: str) -> None:
@@ -175,7 +174,10 @@ class Registry:
         """``sys.meta_path`` finder: for a module of armed patches, delegates to the other finders and watches it run."""
         if all(name not in self._patches[armed].modules for armed in self._armed):
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        # One without find_spec, of an old library, is passed over by Python, too.
+        others = (
+            it.find_spec(name, path, target) for it in sys.meta_path if it is not self and hasattr(it, "find_spec")
+        )
         if (spec := next(filter(None, others), None)) is None:
             return None
         loader: Any = spec.loader
@@ -184,10 +186,10 @@ class Registry:
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the module may have been found twice
             run(module)
-            self._advance(name)
+            self._advance(module.__name__)
 
         # Path-based finders create one loader per module: the attribute affects only this import, and the module itself
-        # only ever sees its own loader.
+        # only ever sees its own loader. Where others share one, the attribute may see another module run: hence its name.
         vars(loader)["exec_module"] = exec_module
         return spec
 
@@ -200,7 +202,8 @@ class Registry:
         armed, there = self._armed, {(change.patch, change.slot.target) for change in self._changes}
         edits = [(name, edit) for name in armed for edit in self._patches[name].edits]
         waiting = [(name, edit.module) for name, edit in edits if (name, edit.target) not in there]
-        here = {module for _, module in waiting if module == ran or (module in sys.modules and not _is_running(module))}
+        # Not one that was run beside sys.modules, which would be imported under the lock.
+        here = {name for _, name in waiting if name in sys.modules and (name == ran or not _is_running(name))}
         try:
             if due := dict.fromkeys(name for name, module in waiting if module in here):
                 self.apply(due, modules=here)
@@ -277,12 +280,8 @@ class Registry:
         there = {(change.patch, change.slot.target) for change in self._changes}
         changes: list[Change] = []
         problems: list[str] = []
-        edits = [
-            (patch.name, edit)
-            for patch in patches
-            for edit in patch.edits
-            if (patch.name, edit.target) not in there and (modules is None or edit.module in modules)
-        ]
+        edits = [(patch.name, it) for patch in patches for it in patch.edits if (patch.name, it.target) not in there]
+        edits = [(name, edit) for name, edit in edits if modules is None or edit.module in modules]
         version = self.version if edits else ""
         for name, edit in edits:
             try:

@@ -38,10 +38,13 @@ class SourceTree:
         Raises:
             CheckoutError: there is none.
         """
-        # What is imported already first: of an editable install neither sys.path nor the namespace has a folder.
+        # What is imported already first, then as an import would look: of an editable install only a finder has the folder,
+        # and where it is asked to look nowhere no other one finds any.
+        specs = (finder.find_spec("megatron.core", []) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        finders = [part for spec in filter(None, specs) for part in spec.submodule_search_locations or ()]
         there = [Path(part).parents[1] for part in getattr(sys.modules.get("megatron.core"), "__path__", ())]
-        there += [Path(part).parent for part in getattr(sys.modules.get("megatron"), "__path__", ())]
-        tree = cls(tuple(dict.fromkeys([*there, *map(Path, sys.path)])))
+        there += [Path(part) for part in sys.path if isinstance(part, str)]  # as Python does
+        tree = cls(tuple(dict.fromkeys([*there, *(Path(part).parents[1] for part in finders)])))
         try:
             tree.file("megatron.core")
         except Refusal as refusal:

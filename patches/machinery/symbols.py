@@ -61,8 +61,12 @@ class Change:
         return self.replacement is not self.slot.raw
 
     def in_place(self) -> bool:
-        """Return whether the target holds the replacement, if there is one."""
-        return not self.is_replaced or vars(self.slot.owner).get(self.slot.attribute) is self.replacement
+        """Return whether the target, also of a module that has run or was imported again, holds the replacement, if any."""
+        module, _, path = self.slot.target.partition(":")
+        found: Any = sys.modules.get(module)
+        for name in path.split("."):
+            found = getattr(found, "__dict__", {}).get(name)
+        return not self.is_replaced or found is self.replacement
 
 
 def digest(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -144,6 +145,49 @@ def test_a_reload_loses_its_patch_and_no_other(modules: Modules) -> None:
     assert states(reg) == {"first": "lost", "second": "lost"}
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_class_that_was_defined_anew_has_lost_its_patch(is_new: bool, modules: Modules) -> None:
+    """The class that it replaced, of the module as it was, still has it."""
+    (a,) = modules(a="class C:\n    def m(self, x):\n        return x + 1\n")
+    reg, _ = hook_of(patch("first", f"{a}:C.m"))
+    reg.apply(["first"])
+    module = sys.modules.pop(a) if is_new else importlib.reload(sys.modules[a])
+    assert importlib.import_module(a).C().m(1) == 2
+    assert (sys.modules[a] is not module) == is_new
+    assert states(reg) == {"first": "lost"}
+    with raises(PatchError, f"{a}:C.m", code="not-in-place"):
+        reg.verify()
+
+
+def test_other_finders_and_loaders(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that Python passes over; one loader for all modules, as of pytest; and a module that is run beside sys.modules."""
+    a, other = modules(a=ONE, other="x = 1\n")
+
+    class Shared(importlib.machinery.PathFinder):
+        def create_module(self, spec: Any) -> None:
+            return None
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # type: ignore[override]
+            spec = super().find_spec(name, path) if name in (a, other) else None
+            return spec and importlib.util.spec_from_file_location(name, spec.origin, loader=self)
+
+        def exec_module(self, module: Any) -> None:
+            importlib.machinery.SourceFileLoader(module.__name__, module.__file__).exec_module(module)
+
+    reg, install = hook_of(patch("first", f"{a}:f"))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "meta_path", [object(), Shared(), *sys.meta_path])
+        install("first")
+        importlib.util.find_spec(a)
+        importlib.import_module(other)
+        assert a not in sys.modules
+        spec: Any = importlib.util.find_spec(a)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        assert states(reg) == {"first": "armed"}
+        assert load(a) == [102]
+        reg.verify()
+
+
 def test_what_was_missed_is_patched_at_the_next_chance(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is there without the hook having seen it: another finder stood in front, or Ctrl-C came between."""
     a, b = modules(a=ONE, b=ONE)
@@ -231,24 +275,32 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path, monkey
         assert caught.value.state == state
 
 
-def test_an_editable_install_is_found_once_it_is_imported(tmp_path: Path) -> None:
+def test_an_editable_install_is_found(tmp_path: Path) -> None:
     """Its finder gives ``megatron`` a path that is no folder, and sys.path lacks the tree."""
-    tree = copy_modules(wheel_root(), tmp_path / "tree", {"megatron.core"})
-    (tree / "megatron" / "core" / "package_info.py").write_text("MAJOR = 9\nMINOR = 8\nPATCH = 7\n")
+    core = tmp_path / "tree" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("MAJOR = 9\nMINOR = 8\nPATCH = 7\n")
     code = f"""
-import sys, types
+import importlib.util, sys
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 sys.path[:] = [one for one in sys.path if not one.endswith("site-packages")]
-for name, place in (("megatron", "__path_hook__"), ("megatron.core", {str(tree / "megatron" / "core")!r})):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [place]
+class Editable:
+    def find_spec(name, path=None, target=None):
+        if name == "megatron":
+            return importlib.machinery.ModuleSpec(name, None, is_package=True)
+        return importlib.util.spec_from_file_location(name, {str(core / "__init__.py")!r}) if name == "megatron.core" else None
+sys.meta_path += [Editable, object()]
+print(SourceTree.of_process().version(), "megatron" in sys.modules)
+import megatron.core
+sys.meta_path.remove(Editable)
 print(SourceTree.of_process().version())
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "9.8.7", done.stderr
+    assert done.stdout.split() == ["9.8.7", "False", "9.8.7"], done.stderr
 
 
 def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -59,8 +59,9 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         history, notes = _history(checkout, since, Path(folder))
         bases = {history.tag: history.base} if history else {}
         with contextlib.suppress(CheckoutError, PatchError):
-            installed = Checkout.installed()
-            bases[f"megatron-core {installed.version} in {installed.root}"] = installed.tree
+            # Not with itself, where it is the working directory, or installed as editable.
+            if (installed := Checkout.installed()).root != checkout.root:
+                bases[f"megatron-core {installed.version} in {installed.root}"] = installed.tree
         trees = list(bases.values())
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")

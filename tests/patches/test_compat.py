@@ -244,7 +244,7 @@ def test_edits_that_are_not_committed(tree: Path, capsys: pytest.CaptureFixture[
 
 
 def test_trees_that_cannot_be_compared(
-    tree: Path, seed: Seed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, seed: Seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed("core/layers.py", "  # one", "")
     shallow = tmp_path / "shallow"
@@ -262,7 +262,8 @@ def test_trees_that_cannot_be_compared(
             compat.examine(Checkout(folder), since)
     assert cli.main(["compat", "--checkout", str(shallow), "--since", TAG]) == 2
     assert capsys.readouterr().out == ""
-    # Without a tag that somebody asked for: fingerprints alone, and said so.
+    # Without a tag that somebody asked for: fingerprints alone, and said so. What is installed is the tree itself.
+    monkeypatch.setattr(Checkout, "installed", lambda: Checkout(shallow))
     found = report(shallow, capsys, 2)
     assert found["patches"][0]["targets"][0]["state"] == "changed"
     assert any("shallow clone" in note for note in found["notes"])

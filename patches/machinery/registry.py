@@ -175,10 +175,8 @@ class Registry:
         if all(name not in self._patches[armed].modules for armed in self._armed):
             return None
         # One without find_spec, of an old library, is passed over by Python, too.
-        others = (
-            it.find_spec(name, path, target) for it in sys.meta_path if it is not self and hasattr(it, "find_spec")
-        )
-        if (spec := next(filter(None, others), None)) is None:
+        others = [it for it in sys.meta_path if it is not self and hasattr(it, "find_spec")]
+        if (spec := next(filter(None, (it.find_spec(name, path, target) for it in others)), None)) is None:
             return None
         loader: Any = spec.loader
         run = loader.exec_module
@@ -186,6 +184,10 @@ class Registry:
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the module may have been found twice
             run(module)
+            own = f"{module.__name__}:"
+            # Nothing is in place that a reload has replaced, or an earlier import, which did not end (Ctrl-C), in its module.
+            with _LOCK:
+                self._changes = tuple(it for it in self._changes if it.in_place() or not it.slot.target.startswith(own))
             self._advance(module.__name__)
 
         # Path-based finders create one loader per module: the attribute affects only this import, and the module itself

@@ -171,9 +171,7 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
     new: dict[int, tuple[Any, Any]] = {}
     writes: list[tuple[Any, ...]] = [(vars(owner).update, state)]
     for change in (change for change in changes if change.is_replaced):
-        old_raw, new_raw = change.slot.raw, change.replacement
-        if back:
-            old_raw, new_raw = new_raw, old_raw
+        old_raw, new_raw = (change.slot.raw, change.replacement)[:: -1 if back else 1]
         writes.append(_put(change.slot.owner, change.slot.attribute, new_raw))
         new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
     # Again for what another thread has imported since the first search.

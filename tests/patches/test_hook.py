@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -134,15 +135,17 @@ def test_a_thread_that_patches_waits_for_no_other_threads_import(modules: Module
     reg.revert()
 
 
-def test_a_reload_loses_its_patch_and_no_other(modules: Modules) -> None:
+def test_a_reload_is_patched_anew_and_is_nothing_to_others(modules: Modules) -> None:
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(patch("first", f"{a}:f"), patch("second", f"{b}:f"))
     install("first", "second")
     importlib.reload(importlib.import_module(a))
-    assert states(reg) == {"first": "lost", "second": "armed"}
-    assert load(a, b) == [2, 102]
+    assert states(reg) == {"first": "applied", "second": "armed"}
+    assert load(a, b) == [102, 102]
     importlib.reload(sys.modules[b])
-    assert states(reg) == {"first": "lost", "second": "lost"}
+    assert load(a, b) == [102, 102]
+    assert reg.revert() == ("first", "second")
+    assert load(a, b) == [2, 2]
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -199,6 +202,25 @@ def test_what_was_missed_is_patched_at_the_next_chance(modules: Modules, monkeyp
     assert states(reg) == {"first": "armed", "second": "armed"}
     assert load(b, a) == [102, 102]
     assert states(reg) == {"first": "applied", "second": "applied"}
+
+
+def test_an_import_that_did_not_end_leaves_its_patch_to_the_next(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes once all is in place, and Python drops the module."""
+    a, b = modules(a=ONE, b=ONE)
+    reg, install = hook_of(patch("both", f"{a}:f", f"{b}:f"))
+    install("both")
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(machinery, "announce", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            load(a)
+    assert a not in sys.modules
+    assert load(a, b) == [102, 102]
+    assert states(reg) == {"both": "applied"}
+    reg.verify()
+    assert reg.revert() == ("both",)
+    assert load(a, b) == [2, 2]
 
 
 def test_the_version_is_that_of_when_it_was_applied(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:

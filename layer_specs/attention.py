@@ -36,11 +36,13 @@ from megacpp_mcore.layer_specs.context import Context
 from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCoreAttention
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
+from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.indexer import PositionedIndexer
 from megacpp_mcore.layer_specs.mla import mla_widths, replaces_modules, rotation, wait_for_parameters
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA
 from megacpp_mcore.ops.indexer.cache import IndexCache
+from megacpp_mcore.ops.main_grad import linear
 
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -97,29 +99,24 @@ class _Projections:
         ``--recompute-modules mla_up_proj`` recomputes ``_up`` in the backward pass.
         """
         length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
-        query, key, rotary = self._latents(hidden_SBD)
-        if self.context and self.config.sequence_parallel and not self.absorbs:
-            # The projection gathers the part of this rank, which is to be one of the sequence's rows in their order.
-            key = gather_from_sequence_parallel_region(key, tensor_parallel_output_grad=False, group=self.tp_group)
-            key = scatter_to_sequence_parallel_region(self.context.whole(key), group=self.tp_group)
-        if self.config.sequence_parallel:  # no projection gathers the parts that all heads share
-            rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
-            if self.absorbs:
-                key = gather_from_sequence_parallel_region(key, group=self.tp_group)
+        own_latents = query, key, rotary = self._latents(hidden_SBD)
+        if (
+            self.config.sequence_parallel
+        ):  # together, as each gather of something so narrow takes as long as that of all
+            widths = [latents.shape[-1] for latents in own_latents]
+            gathered = gather_from_sequence_parallel_region(torch.cat(own_latents, dim=-1), group=self.tp_group)
+            query, key, rotary = gathered.split(widths, dim=-1)
         first = 0 if inference_context is None else inference_context.sequence_len_offset
         rotations = (rotation(self.rotary_pos_emb, length)[first : first + len(rotary)],) * 2
         if self.context:
             rotations = rotations[0], rotation(self.rotary_pos_emb, length, whole=True)
-            if self.config.sequence_parallel and not self.absorbs:
-                rotary = self.context.whole(rotary)
-            else:
-                latents_TBX = self.context.whole(torch.cat([key, rotary], dim=-1))
-                key, rotary = latents_TBX.split([key.shape[-1], rotary.shape[-1]], dim=-1)
+            latents_TBX = self.context.whole(torch.cat([key, rotary], dim=-1))
+            key, rotary = latents_TBX.split([key.shape[-1], rotary.shape[-1]], dim=-1)
         arguments = (query, key, rotary, *rotations, *weights)
         if not self.recompute_up_proj:
-            return *self._up(*arguments), query
+            return *self._up(*arguments), own_latents[0]
         self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8)  # its default, False, counts as FP8
-        return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), query
+        return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), own_latents[0]
 
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Normed latents of queries and keys, and the rotary part of the keys, for the rows of ``hidden_SBD``."""
@@ -142,10 +139,14 @@ class _Projections:
         key, rotary = key.split(widths, dim=-1)
         return query, self.kv_layernorm(key), rotary
 
-    def _queries(self: Any, query_SBQ: torch.Tensor) -> torch.Tensor:
-        """``[S, B, H, K]``, before rotation."""
-        query, _ = self.linear_q_up_proj(query_SBQ)
-        return query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+    def _heads(self: Any, projection: Any, latents_SBX: torch.Tensor) -> torch.Tensor:
+        """``[S, B, X] -> [S, B, H, N]`` by an up-projection, which would gather rows that are gathered already."""
+        if self.config.sequence_parallel:
+            wait_for_parameters(projection)
+            projected = linear(latents_SBX, projection.weight, main_grad_of(projection.weight, self.config))
+        else:
+            projected, _ = projection(latents_SBX)
+        return projected.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
 
 class _Documents:
@@ -208,11 +209,10 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
         rotation_SR: torch.Tensor,
         rotation_TR: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        query = self.projection_backend.fn(self._queries(query_SBQ), rotation_SR=rotation_SR)
+        query = self.projection_backend.fn(self._heads(self.linear_q_up_proj, query_SBQ), rotation_SR=rotation_SR)
         if self.context:
             query = self.context.to_heads(query.flatten(2)).unflatten(-1, (-1, query.shape[-1]))
-        kv, _ = self.linear_kv_up_proj(key_TBL)
-        kv_TBHX = self.context.own(kv.unflatten(-1, (self.num_attention_heads_per_partition, -1)), dim=2)
+        kv_TBHX = self.context.own(self._heads(self.linear_kv_up_proj, key_TBL), dim=2)
         return query, *self.keys_backend.fn(
             kv_TBHX, rotary_TBR, rotation_SR=rotation_TR, value_dim=self.config.v_head_dim
         )
@@ -240,7 +240,8 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         rotation_TR: torch.Tensor,
         k_up_HCL: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        query = self.projection_backend.fn(self._queries(query_SBQ), weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
+        query_SBHC = self._heads(self.linear_q_up_proj, query_SBQ)
+        query = self.projection_backend.fn(query_SBHC, weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
         key, _ = self.keys_backend.fn(key_TBL.unsqueeze(2), rotary_TBR, rotation_SR=rotation_TR, value_dim=0)
         return query, key
 

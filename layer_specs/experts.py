@@ -3,8 +3,8 @@
 Stock has one parameter per expert and matrix, and runs the experts on rows that its dispatcher has permuted. Ours stack all
 experts into one parameter per matrix, which a grouped GEMM reads in place; they take the tokens unpermuted, with their routing,
 and the host reads nothing. With expert parallelism that is so under ``--moe-token-dispatcher-type allgather``: every rank
-gathers the tokens of all, during the router, and sums over ranks are scattered, during the shared expert; so are their
-gradients, but beside tensor parallelism. Initial values and distributed checkpoints are stock's.
+gathers the tokens of all, during the router (not beside tensor parallelism), and sums over ranks are scattered, during the
+shared expert; so are their gradients. Initial values and distributed checkpoints are stock's.
 
 Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
 D hidden, F expert width.
@@ -42,7 +42,7 @@ from megacpp_mcore.layer_specs.exchange import Exchange
 from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.norm import residual_norm
-from megacpp_mcore.layer_specs.parts import Parts, backend_needs, compute_device
+from megacpp_mcore.layer_specs.parts import Parts, UncutLinear, backend_needs, compute_device
 from megacpp_mcore.model.precision import in_bf16_zone
 from megacpp_mcore.util import te_imports
 from megacpp_mcore.util.te_imports import ALIGNMENT
@@ -73,7 +73,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     mlp: Any = get_moe_module_spec_for_backend(
         backend=parts.backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    submodules = _drawn_by_input_size(mlp.keywords["submodules"])
+    submodules = _linears(mlp.keywords["submodules"], config, parts)
     if config.quant_recipe is not None:
         submodules = dataclasses.replace(submodules, experts=_fp8_experts(submodules.experts))
     experts = choose_experts(config, dispatcher)
@@ -236,17 +236,14 @@ class ExpertsLayer(MoELayer):
             hidden_states, *self._readers = fork3(hidden_states)
         if self.gathers_tokens:
             self._mine = hidden_states
-            self._tokens = self._exchange(self._readers[1] if self._readers else hidden_states, gathers=True)
+            self._tokens = Exchange(self._readers[1] if self._readers else hidden_states, self.ep_group, gathers=True)
+            if self.attn_tp_group.size() > 1:
+                # The router sums over these ranks, and NCCL wants the collectives of two groups in one order, which branches of
+                # a graph do not have.
+                self._tokens.end()
             return None
         shared: torch.Tensor | None = super().shared_experts_compute(hidden_states)
         return shared
-
-    def _exchange(self, rows: torch.Tensor, *, gathers: bool) -> Exchange:
-        """Begin a collective over the ranks that experts are divided over; end it, too, where others might run beside it."""
-        exchange = Exchange(rows, self.ep_group, gathers=gathers)
-        if self.attn_tp_group.size() > 1:
-            exchange.end()  # NCCL wants the collectives of two groups in one order, which branches of a graph do not have
-        return exchange
 
     def route(self, hidden_states: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the tokens."""
@@ -290,7 +287,7 @@ class ExpertsLayer(MoELayer):
         if not self.takes_tokens:
             return super().combine(output)
         if self._mine is not None:
-            sums = self._exchange(output, gathers=False)
+            sums = Exchange(output, self.ep_group, gathers=False)
             self._shared, self._mine = super().shared_experts_compute(self._mine), None
             output = sums.end()
         return output
@@ -468,15 +465,22 @@ def _by_expert(
 # --- Stock's experts ----------------------------------------------------------------------------------------------------
 
 
-def _drawn_by_input_size(stock: MoESubmodules) -> MoESubmodules:
-    """``stock`` with output matrices initialized by the unsharded fan-in."""
+def _linears(stock: MoESubmodules, config: TransformerConfig, parts: Parts) -> MoESubmodules:
+    """``stock`` with output matrices initialized by the unsharded fan-in, and a shared expert that no rank sends rows for.
 
-    def drawn(experts: Any) -> partial[Any]:
-        linears = experts.keywords["submodules"]
-        ours = dataclasses.replace(linears, linear_fc2=drawn_by_input_size(linears.linear_fc2))
-        return partial(experts, submodules=ours)
+    As small as a routed one, it takes less time whole, on the rows of a rank, than its rows take from rank to rank; with
+    --moe-shared-expert-overlap the dispatcher sends them.
+    """
 
-    return dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=drawn(stock.shared_experts))
+    def drawn(experts: Any, is_uncut: bool = False) -> partial[Any]:
+        given = experts.keywords["submodules"]
+        linears = {"linear_fc1": given.linear_fc1, "linear_fc2": drawn_by_input_size(given.linear_fc2)}
+        if is_uncut:
+            linears = {name: partial(UncutLinear, whole=parts.whole_linear, cut=one) for name, one in linears.items()}
+        return partial(experts, submodules=dataclasses.replace(given, **linears))
+
+    shared = drawn(stock.shared_experts, is_uncut=not config.moe_shared_expert_overlap)
+    return dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=shared)
 
 
 def _fp8_experts(stock: Any) -> partial[FP8Experts]:

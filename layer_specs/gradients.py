@@ -1,10 +1,12 @@
-"""Gradient accumulation fusion for our own layers: adds weight gradients to ``main_grad`` and informs the DDP hooks."""
+"""Gradients of our own layers: added to ``main_grad`` where accumulation is fused, summed over ranks that share a parameter."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.ops.main_grad import MainGrad
@@ -18,3 +20,18 @@ def main_grad_of(weight: Any, config: TransformerConfig) -> MainGrad | None:
     if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP accumulates gradients itself
         return None
     return MainGrad(weight.main_grad, partial(placeholder, weight))
+
+
+def mark_replicated(parameter: torch.Tensor, config: TransformerConfig) -> None:
+    """Have Megatron sum a parameter's gradients over tensor parallelism once a step, where it does so for norms."""
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def replicated(
+    parameter: torch.Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
+    """``parameter`` unchanged, each rank's gradient of which is of its own heads or rows; marked, or summed in every pass."""
+    same: torch.Tensor = (
+        parameter if config.sequence_parallel else copy_to_tensor_model_parallel_region(parameter, group=group)
+    )
+    return same

@@ -26,7 +26,7 @@ from megacpp_mcore.layer_specs.attention import full_attention
 from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.mla import wait_for_parameters
 from megacpp_mcore.layer_specs.norm import plain_norm, residual_norm
-from megacpp_mcore.layer_specs.parts import Parts, backend_needs
+from megacpp_mcore.layer_specs.parts import Parts, UncutLinear, backend_needs
 from megacpp_mcore.patches.embedding_gradient import depth_of_mtp
 from megacpp_mcore.te.fp8_scopes import Scopes
 from megacpp_mcore.util import te_imports
@@ -54,6 +54,15 @@ class RepeatedLayer(MultiTokenPredictionLayer):
         for module in self.modules():
             if hasattr(module, "is_first_microbatch"):
                 module.disable_parameter_transpose_cache = True  # so that no call is marked
+
+    def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
+        """As the stock method, which gathers columns; :class:`UncutLinear` has all, of this rank's rows."""
+        if not self.config.sequence_parallel:
+            stock: torch.Tensor = super()._concat_embeddings(hidden_states, decoder_input)
+            return stock
+        normed = self.enorm(decoder_input), self.hnorm(hidden_states)
+        projected: torch.Tensor = self.eh_proj(torch.cat(normed, dim=-1))[0]
+        return projected
 
     def _get_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock method, whose use of the embedding is one of several."""
@@ -159,7 +168,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> Multi
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=plain,
             hnorm=plain,
-            eh_proj=parts.column_linear,
+            eh_proj=ModuleSpec(module=UncutLinear, params={"whole": parts.whole_linear, "cut": parts.column_linear}),
             mtp_model_layer=block,
             layer_norm=plain,
         ),

@@ -5,6 +5,7 @@ Shape legend: S sequence (of this rank), B batch, D hidden.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -35,10 +33,13 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import exchange
 from megacpp_mcore.layer_specs.context import Context
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
+from megacpp_mcore.layer_specs.gradients import main_grad_of, mark_replicated, replicated
 from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
+from megacpp_mcore.te import fp8_scopes
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -88,10 +89,67 @@ class DuplicatedLinear(MegatronModule):
                 f"DuplicatedLinear got bias={bias}, parallel_mode={parallel_mode!r}; expected no bias, duplicated"
             )
         self.weight = torch.nn.Parameter(filled((output_size, input_size), config, init_method, config.params_dtype))
+        mark_replicated(self.weight, config)  # as Transformer Engine's is
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """``x [..., in] -> ([..., out], None)``."""
         return torch.nn.functional.linear(x, self.weight), None
+
+
+class WholeLinear(DuplicatedLinear):
+    """:class:`DuplicatedLinear` with the checkpoint keys of the local linear layers that are split over ranks."""
+
+    def get_extra_state(self) -> None:
+        """None, as of those layers."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore the extra state, as those layers do."""
+
+
+class UncutLinear:
+    """Builds a linear layer, with the arguments of a column- or row-parallel one, whole on every tensor-parallel rank.
+
+    Each rank multiplies its own rows of the sequence, so that none are gathered or scattered, and the gradient is summed over
+    ranks once a step, with those of the norms. Without sequence parallelism all ranks have all rows, and ``cut`` is built.
+
+    Args:
+        whole, cut: the classes of the layer on every rank, and of a part of it on each.
+    """
+
+    def __new__(cls, *sizes: int, whole: type, cut: Callable[..., Any], config: TransformerConfig, **given: Any) -> Any:
+        """Return the layer; it is never an instance of this class."""
+        if not config.sequence_parallel:
+            return cut(*sizes, config=config, **given)
+        kept = {name: given.get(name) for name in ("init_method", "bias", "skip_bias_add", "name")}
+        return whole(*sizes, config=config, **kept, parallel_mode="duplicated", skip_weight_param_allocation=False)
+
+
+@functools.cache
+def scattering(linear: type) -> type:
+    """Subclass of a row-parallel linear layer, of its name and arguments, that sends large outputs while it computes others.
+
+    It does so under sequence parallelism, in a run without a feature for which the layer has other ways: FP8, userbuffers,
+    delayed gradients of weights, offloaded activations.
+    """
+
+    def __init__(self: Any, *sizes: int, config: TransformerConfig, **options: Any) -> None:
+        linear.__init__(self, *sizes, config=config, **options)  # type: ignore[misc]
+        others = (config.fp8, config.fp4, config.quant_recipe, config.tp_comm_overlap, config.delay_wgrad_compute)
+        if config.sequence_parallel and not (any(others) or config.cpu_offloading or options["bias"]):
+            self.__class__ = sending
+
+    def forward(self: Any, x_SBK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[S, B, K] -> ([S / ranks, B, N], no bias)``."""
+        sent = x_SBK.shape[:-1].numel() // self.tp_group.size() * len(self.weight) * x_SBK.element_size()
+        if sent < exchange.WORTH_PIECES or fp8_scopes.is_active():
+            stock: tuple[torch.Tensor, torch.Tensor | None] = linear.forward(self, x_SBK)  # type: ignore[attr-defined]
+            return stock
+        main_grad = main_grad_of(self.weight, self.config)
+        return exchange.scattered_product(x_SBK, self.weight, main_grad, self.tp_group), None
+
+    of_stock = linear.__name__, (linear,)
+    sending = type(*of_stock, {"forward": forward, "__module__": linear.__module__})
+    return type(*of_stock, {"__init__": __init__, "__module__": linear.__module__})
 
 
 @dataclass(frozen=True)
@@ -99,13 +157,15 @@ class Parts:
     """The linear, norm and expert classes of one ``transformer_impl``.
 
     ``row_linear`` writes to the residual stream; ``residual_norm`` is stock's norm where a layer's residual begins, which
-    ``--fused-residual-rmsnorm`` changes under Transformer Engine.
+    ``--fused-residual-rmsnorm`` changes under Transformer Engine. ``whole_linear`` is not split, as ``duplicated_linear``, and
+    has the checkpoint keys of those that are.
     """
 
     column_linear: type
     row_linear: type
     down_linear: type
     duplicated_linear: type
+    whole_linear: type
     norm: Any
     residual_norm: Any
     backend: BackendSpecProvider
@@ -164,9 +224,10 @@ def _te_parts() -> Parts:
     provider = TESpecProvider()
     return Parts(
         column_linear=provider.column_parallel_linear(),
-        row_linear=drawn_by_input_size(provider.row_parallel_linear()),
+        row_linear=scattering(drawn_by_input_size(provider.row_parallel_linear())),
         down_linear=TELinear,
         duplicated_linear=TELinear,
+        whole_linear=TELinear,
         norm=provider.layer_norm(rms_norm=True),
         residual_norm=provider.layer_norm(rms_norm=True, has_residual=True),
         backend=provider,
@@ -178,9 +239,10 @@ def _local_parts() -> Parts:
 
     return Parts(
         column_linear=ColumnParallelLinear,
-        row_linear=drawn_by_input_size(RowParallelLinear),
+        row_linear=scattering(drawn_by_input_size(RowParallelLinear)),
         down_linear=ColumnParallelLinear,
         duplicated_linear=DuplicatedLinear,
+        whole_linear=WholeLinear,
         norm=TorchNorm,
         residual_norm=TorchNorm,
         backend=LocalSpecProvider(),
@@ -219,8 +281,8 @@ class Mixer(MegatronModule):
 
     Adds to MegatronModule: parameters initialized unsharded from the data-parallel RNG state and then split over tensor
     parallelism (so that initial values do not depend on it), parameters that stay fp32 under ``Float16Module``, replicated
-    parameters whose gradients are summed over tensor parallelism, the sharded state dict of them all, and the document
-    boundaries that a state must not cross.
+    parameters, read through :meth:`replicated`, whose gradients are summed over tensor parallelism, the sharded state dict of
+    them all, and the document boundaries that a state must not cross.
     """
 
     _version = checkpoint_layout.LAYOUT  # torch writes it into a plain state_dict, as of ``--ckpt-format torch``
@@ -238,7 +300,7 @@ class Mixer(MegatronModule):
     def add_parameter(
         self, name: str, shape: tuple[int, ...], init: Initializer, *, axis: int | None, fp32: bool = False
     ) -> None:
-        """Register a parameter of global ``shape``, split along ``axis`` (None: replicated), filled by ``init``.
+        """Register a parameter of global ``shape``, split along ``axis`` (None: :meth:`replicated`), filled by ``init``.
 
         Raises:
             ModelError: the axis is not divisible by the tensor-parallel size.
@@ -255,6 +317,8 @@ class Mixer(MegatronModule):
         if fp32:
             self._fp32.add(name)
         parameter = torch.nn.Parameter(whole)
+        if axis is None:
+            mark_replicated(parameter, self.config)
         set_tensor_model_parallel_attributes(parameter, axis is not None and self.tp_size > 1, axis or 0, 1)
         self.register_parameter(name, parameter)
 
@@ -277,7 +341,7 @@ class Mixer(MegatronModule):
 
     def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         """``parameter`` unchanged; its gradient is summed over the tensor-parallel ranks, each of which holds some heads."""
-        return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
+        return replicated(parameter, self.config, self.tp_group)
 
     def documents(
         self,

@@ -33,7 +33,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megacpp_mcore.backends import Resolution
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.gradients import main_grad_of
+from megacpp_mcore.layer_specs.exchange import gathered_products
+from megacpp_mcore.layer_specs.gradients import main_grad_of, mark_replicated, replicated
 from megacpp_mcore.layer_specs.initial import Initializer, filled
 from megacpp_mcore.ops.main_grad import linear
 from megacpp_mcore.ops.slices import split
@@ -140,6 +141,7 @@ class InProjection(MegatronModule):
         if not together and len(cut) < len(parts):
             self.replicated_slots, rows = slots(tuple(part for part in parts if part.replicated), self.tp_size)
             self.replicated_weight = self._parameter(self.replicated_slots, rows, whole, is_cut=False)
+            mark_replicated(self.replicated_weight, config)
 
     def _parameter(
         self, placed: tuple[Slot, ...], rows: int, whole: dict[str, torch.Tensor], *, is_cut: bool
@@ -158,6 +160,12 @@ class InProjection(MegatronModule):
         """Project once, or twice if parts are replicated over ranks; both share one gather of the sequence."""
         if self.tp_size == 1:
             return self._product(hidden_SBD)
+        if self.config.sequence_parallel and self.backend is None:
+            weights = list(self.parameters())
+            main_grads = [main_grad_of(weight, self.config) for weight in weights]
+            outputs = gathered_products(hidden_SBD, weights, main_grads, self.tp_group)
+            made = [_split(*pair) for pair in zip(outputs, (self.slots, self.replicated_slots), strict=False)]
+            return {name: part for parts in made for name, part in parts.items()}
         if self.config.sequence_parallel:
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
@@ -166,7 +174,7 @@ class InProjection(MegatronModule):
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
         parts = self._product(hidden_SBD)
         if self.replicated_slots:
-            weight = copy_to_tensor_model_parallel_region(self.replicated_weight, group=self.tp_group)
+            weight = replicated(self.replicated_weight, self.config, self.tp_group)
             parts |= _split(torch.nn.functional.linear(hidden_SBD, weight), self.replicated_slots)
         return parts
 

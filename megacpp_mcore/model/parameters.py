@@ -61,6 +61,5 @@ def by_stage(model: Model, layout: Layout) -> tuple[Count, ...]:
 def _mtp(model: Model) -> Count:
     hidden = model.hidden_size
     dense = Count(tensor=2 * hidden * model.ffn_hidden_size, whole=hidden)
-    return (
-        of_layer(model, ATTENTION.letter, FULL_ATTENTION) + dense + Count(tensor=2 * hidden * hidden, whole=3 * hidden)
-    )
+    projection = Count(whole=2 * hidden * hidden + 3 * hidden)
+    return of_layer(model, ATTENTION.letter, FULL_ATTENTION) + dense + projection

@@ -96,6 +96,11 @@ def counts() -> dict[str, int]:
     return {name: _counts[name] for name in ("entered", "bf16", "captured")}
 
 
+def is_active() -> bool:
+    """Return whether an FP8 scope has been entered and not left."""
+    return bool(_active)
+
+
 def check_machine(recipe: str) -> None:
     """Refuse a recipe that is unknown, that this Transformer Engine lacks, or that this GPU cannot run.
 

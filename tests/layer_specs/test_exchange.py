@@ -81,8 +81,8 @@ def test_work_between_is_done_in_flight_in_both_passes(
         ),
         (
             2,
-            [GATHER, "end", "router", "experts", SCATTER, "end", "shared_experts"],
-            ["shared_experts", GATHER, "end", "experts", "router", SCATTER, "end"],
+            [GATHER, "end", "router", "experts", SCATTER, "shared_experts", "end"],
+            [GATHER, "shared_experts", "end", "experts", "router", SCATTER, "end"],
         ),
     ],
     ids=["alone", "beside tensor parallelism"],

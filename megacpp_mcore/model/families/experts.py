@@ -53,9 +53,8 @@ class MoE:
 def _parameters(shape: Shape, _: str | None, moe: MoE) -> Count:
     hidden = shape.hidden_size
     return Count(
-        tensor=2 * hidden * moe.shared_ffn_hidden_size,
         expert=2 * hidden * moe.experts * moe.ffn_hidden_size,
-        whole=hidden + hidden * moe.experts,
+        whole=hidden + hidden * moe.experts + 2 * hidden * moe.shared_ffn_hidden_size,
     )
 
 

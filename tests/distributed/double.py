@@ -1,4 +1,7 @@
-"""The stock loop of the wheel in fp64, where no near tie tips over: ``launch -- tests/distributed/double.py ARGUMENTS``."""
+"""The stock loop of the wheel in fp64, where no near tie tips over: ``launch -- tests/distributed/double.py ARGUMENTS``.
+
+Products whose rows tensor-parallel ranks send each other are cut, as those of a large model are.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megacpp_mcore.launch import pretrain
+from megacpp_mcore.layer_specs import exchange
 
 
 class Double(TorchFunctionMode):
@@ -32,6 +36,7 @@ def _wide(value: Any) -> Any:
 
 
 if __name__ == "__main__":
+    exchange.WORTH_PIECES = 0
     torch.set_default_dtype(torch.float64)
     with Double():
         pretrain.main()

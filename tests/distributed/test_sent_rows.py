@@ -1,0 +1,95 @@
+"""How often tensor-parallel ranks send each other rows of the hidden size: by family, in a forward and a backward pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacpp_mcore.model import Layout, preset, with_overrides
+from tests import stock
+from tests.distributed.runs import write_config
+
+pytestmark = pytest.mark.slow
+
+RANKS, S, B, D = 2, 64, 2, 128
+OVERRIDES = {"pattern": "AEMR", "depth": 4, "dsa": {"schedule": "-"}, "mtp": {"depth": 1}, "seq_length": S}
+GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """The collectives of both passes, by family."""
+    folder = tmp_path_factory.mktemp("sent")
+    stock.on_ranks("tests.distributed.test_sent_rows", RANKS, str(folder))
+    sent: dict[str, list[list[str]]] = json.loads((folder / "sent.json").read_text())
+    return sent
+
+
+@pytest.mark.parametrize("family", ["M", "R"])
+def test_a_mixer_gathers_its_input_and_scatters_its_output(found: dict[str, list[list[str]]], family: str) -> None:
+    assert found[family] == [[GATHER, SCATTER], [GATHER, SCATTER]]
+
+
+@pytest.mark.parametrize("part", ["E", "MTP's projection"])
+def test_a_part_that_is_whole_on_every_rank_sends_nothing(found: dict[str, list[list[str]]], part: str) -> None:
+    assert found[part] == [[], []]
+
+
+class _Sent(TorchDispatchMode):
+    """Notes collectives of at least a rank's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [one for one in torch.utils._pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
+            if max(one.numel() for one in tensors) >= S // RANKS * B * D:
+                self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def sent(run: Any, *rows: torch.Tensor) -> list[list[str]]:
+    """The collectives of ``run`` and of its backward pass."""
+    with _Sent() as forward:
+        output = run(*rows)
+    output = output[0] if isinstance(output, tuple) else output
+    with _Sent() as backward:
+        output.backward(torch.ones_like(output))
+    return [forward.names, backward.names]
+
+
+def main(folder: Path) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = write_config(folder / f"{os.environ['RANK']}.yaml", OVERRIDES)
+    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(config)}):
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        of_ranks = {"layout": Layout(tensor=RANKS, sequence_parallel=True), "processes": RANKS}
+        words = stock.words(with_overrides(preset("nam56r_tiny"), OVERRIDES), **of_ranks)
+        builder = GPTModelBuilder(stock.model_config(words, RANKS))
+        model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups()).train()
+    rows = [torch.randn(S // RANKS, B, D).requires_grad_() for _ in range(2)]
+    made = {
+        stock.family(layer): sent(lambda x, layer=layer: layer(x, attention_mask=None), rows[0])
+        for layer in model.decoder.layers
+    }
+    made["MTP's projection"] = sent(model.mtp.layers[0]._concat_embeddings, *rows)
+    if os.environ["RANK"] == "0":
+        (folder / "sent.json").write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    with stock.one_process(Path(sys.argv[1]) / "store", tensor_model_parallel_size=RANKS):
+        main(Path(sys.argv[1]))

@@ -61,11 +61,8 @@ class _Flight:
         sizes = [len(rows) // (self.ranks - 1)] * self.ranks
         sizes[self._group.rank()] = 0
         made = torch.empty_like(rows)
-        self._under_way = (
-            rows,
-            made,
-            distributed.all_to_all_single(made, rows, sizes, sizes, self._group, async_op=True),
-        )
+        work = distributed.all_to_all_single(made, rows, sizes, sizes, self._group, async_op=True)
+        self._under_way = rows, made, work
 
     def begin(self, rows: torch.Tensor, *, gathers: bool) -> torch.Tensor:
         rows, ranks = rows.contiguous(), self.ranks

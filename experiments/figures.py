@@ -142,7 +142,7 @@ def layouts() -> Iterator[Line]:
         ("the first of these, 32 sequences a step", 2, "pipeline 2x2 graphs, 32 sequences", "8a18ac02", 2, "yes"),
         ("`--expert 2`", 2, "expert 2 micro-batch 2", "2e1efacd", 2, "yes"),
         ("`--expert 4`[^four]", 4, "expert 4", "f039228", 1, "yes"),
-        ("`--tensor 2 --sequence-parallel`", 2, "tensor 2 micro-batch 2", "2e1efacd", 2, "yes"),
+        ("`--tensor 2 --sequence-parallel`", 2, "tensor 2 micro-batch 2", "3c8a5521", 2, "yes"),
         ("`--tensor 2 --expert 2 --sequence-parallel`[^four]", 4, "tensor 2 expert 2", "f039228", 1, "yes"),
         ("one GPU", 1, "one", "da086d0", 1, "yes"),
     ):

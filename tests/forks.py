@@ -3,7 +3,8 @@
 ``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``), and which Python: this
 one, or that of the environment with Megatron-Bridge, whose libraries take ten seconds. A program has its own session,
 environment (this process's with this tree first on its path, if ``env`` is not another, and further ``variables``), path and
-files, imports Megatron and this package itself, and ends as any other; warnings are off. The first process that
+files, imports Megatron and this package itself, and ends as any other, but that modules are not taken apart, which costs more
+than most programs do; warnings are off. The first process that
 ``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which imports torch,
 for the first checkpoint of a process. With ``megatron`` the wheel's Megatron is there already, without the CPU lane, as in
 the tests' own process: for what is not about a start. Where Python's own start matters, or what is imported, or what a
@@ -350,7 +351,31 @@ def _become(request: Mapping[str, Any]) -> None:
     runpy.run_path(str(program), run_name="__main__")
 
 
+def _run(request: Mapping[str, Any]) -> None:
+    """Be the program, and note the status with which Python is to end."""
+    try:
+        _become(request)
+        _ended.append(0)
+    except SystemExit as end:
+        _ended.append(0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1)
+        raise
+    except Exception:
+        _ended.append(1)
+        raise
+
+
+def _leave() -> None:
+    """End with that status, without taking apart all that was imported, which is most of what a short program costs."""
+    if _ended:
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+        os._exit(_ended[0])
+
+
 if __name__ == "__main__":
+    _ended: list[int] = []
+    atexit.register(_leave)  # before anything is imported that does, too: so it is called as the last, without threads
     asked = _serve()
     if asked is not None:
-        _become(asked)
+        _run(asked)

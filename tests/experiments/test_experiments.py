@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import sys
@@ -230,15 +231,20 @@ def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pyte
 
     def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         caches.append(env["TRITON_CACHE_DIR"])
-        return SimpleNamespace(returncode=forks.start(command[3:], Path(stdout.name), env=env).wait(300))
+        return SimpleNamespace(returncode=forks.start(command[3:], Path(stdout.name), env=env, megatron=True).wait(300))
 
     monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, STDOUT=None))
     monkeypatch.setattr(starts, "STARTS", ("second, cold", "kernels built, cold", "warm"))
+    monkeypatch.setattr(starts, "STEPS", 2)
+    recipe = RECIPES["nam56r_tiny_pretrain_1cpu_fp32"]
+    training = dataclasses.replace(recipe.run.training, micro_batch_size=1, global_batch_size=1)
+    small = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, training=training))
+    monkeypatch.setattr(starts, "RECIPES", {small.name: small})
     monkeypatch.chdir(ROOT)
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     (corpus,) = prepare([tmp_path / "text.txt"], str(tmp_path / "corpus"))
     output, folder = tmp_path / "rows.csv", tmp_path / "starts"
-    words = ["nam56r_tiny_pretrain_1cpu_fp32", "--data", corpus, "--folder", str(folder), "--output", str(output)]
+    words = [small.name, "--data", corpus, "--folder", str(folder), "--output", str(output)]
     assert starts.main(words) == 0
     rows = list(csv.DictReader(output.open()))
     assert [row["start"] for row in rows] == ["second, cold", "kernels built, cold", "warm"]

@@ -216,8 +216,9 @@ def test_disks_of_their_own(hosts: Hosts, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_lost_task_is_named_and_fewer_go_on(tmp_path: Path) -> None:
     """Two tasks of srun, as the page starts them, with disks and caches of their own; then one, with the same words."""
-    laboratory, record = Laboratory(tmp_path, overrides=SMALL), tmp_path / "lost observe"
-    saved, steps = str(tmp_path / "saved"), 16
+    sizes = {"micro_batch_size": 1, "global_batch_size": 2}
+    laboratory, record = Laboratory(tmp_path, overrides=SMALL, **sizes), tmp_path / "lost observe"
+    saved, steps = str(tmp_path / "saved"), 20
     words = words_of(laboratory, str(tmp_path / "lost"), steps, "--save", saved, "--load", saved, *SAVING)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -7,10 +7,10 @@ Legend: B batch, S sequence, N top-k.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import re
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -392,40 +392,43 @@ def test_layers_of_a_hybrid_model_share_in_their_micro_batch(patched: Registry, 
     assert differing(expected, found, HYBRID_SOURCES) == []
 
 
-def live_selections() -> int:
-    """How many micro-batches' indices are alive that are not frozen, over all Full layers; garbage is not collected."""
-    return sum(kind is Selection for kind in map(type, gc.get_objects()))
-
-
 @pytest.fixture
-def frozen() -> Iterator[None]:
-    """What other tests still hold is not counted."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()  # what is imported, as before
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Selection | None]]:
+    """References to all micro-batches' indices of all Full layers, which keep none alive; garbage is not collected."""
+    made: list[Callable[[], Selection | None]] = []
+    begin = Selection.__init__
+
+    def noted(self: Selection, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Selection, "__init__", noted)
+    return made
 
 
-@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_indices_live_as_long_as_the_micro_batch(patched: Registry, recompute: str) -> None:
+def test_indices_live_as_long_as_the_micro_batch(
+    patched: Registry, selections: list[Callable[[], Selection | None]], recompute: str
+) -> None:
+    def live() -> int:
+        return sum(one() is not None for one in selections)
+
     model = build(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
     losses = [forward(model, number) for number in range(2)]
     # The Full layers that are recomputed, or whose Shared layers are.
     kept = 0 if recompute == "none" else 2
-    assert live_selections() == 2 * kept
+    assert live() == 2 * kept
     losses.pop(0).backward()
-    assert live_selections() == kept
+    assert live() == kept
     model.eval()
     with torch.no_grad():
         forward(model, 7)
     forward(model, 8)  # a graph that is never used
     model.train()
-    assert live_selections() == kept
+    assert live() == kept
     losses.pop().backward()
-    assert live_selections() == 0
+    assert live() == 0
+    assert selections
     caches = {layer._megacpp_index_cache for layer in dsa_layers(model).values()}
     assert [len(cache) for cache in caches] == [0]
 

@@ -14,6 +14,8 @@ import pytest
 
 # Before anything imports torch: several workers share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else argparse has gettext look for a catalogue of translations in the file system for every text of a parser.
+os.environ["LANGUAGE"] = "C"
 
 # A shell's background jobs start with Ctrl-C ignored, and so would all that they start; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

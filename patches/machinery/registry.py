@@ -261,7 +261,8 @@ class Registry:
             PatchError: lists every violation.
         """
         with _LOCK:
-            owners = {id(change.slot.value): change.patch for change in self._changes if change.is_replaced}
+            replaced = (change for change in self._changes if change.is_replaced)
+            owners = {symbols.identity(change.slot.value): change.patch for change in replaced}
             held = symbols.holders(owners)
             problems = [f"{owners[key]}: {module.__name__}.{name} holds the original" for module, name, key in held]
             refuse("the patches are not in place", self._drift(self._patches) + problems, "not-in-place")

@@ -4,11 +4,11 @@
 one, or that of the environment with Megatron-Bridge, whose libraries take ten seconds. A program has its own session,
 environment (this process's with this tree first on its path, if ``env`` is not another, and further ``variables``), path and
 files, imports Megatron and this package itself, and ends as any other, but that modules are not taken apart, which costs more
-than most programs do; warnings are off. The first process that
-``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which imports torch,
-for the first checkpoint of a process. With ``megatron`` the wheel's Megatron is there already, without the CPU lane, as in
-the tests' own process: for what is not about a start. Where Python's own start matters, or what is imported, or what a
-library reads from the environment as it is imported, ``subprocess`` starts it.
+than most programs do; warnings are off. The first process that ``multiprocessing`` spawns for it is a fork, too, made before
+the program began: Megatron spawns one, which imports torch, for the first checkpoint of a process. With ``megatron`` the
+wheel's Megatron is there already, without the CPU lane, and this package's commands, as in the tests' own process: for what
+is not about a start. Where Python's own start matters, or its end, or what is imported, or what a library reads from the
+environment as it is imported, ``subprocess`` starts it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _LIBRARIES = (
 """What Megatron imports, without Megatron: a checkout's may come first, and the CPU lane has to come before it."""
 _MEGATRON = (
     "megatron.core.datasets.gpt_dataset", "megatron.core.models.mimo", "megatron.core.tokenizers.text",
-    "megatron.training.models.hybrid", "megatron.training.training",
+    "megatron.training.models.hybrid", "megatron.training.training", "megacpp_mcore.commands.cli",
 )  # fmt: skip
+"""And of this package what a command imports before it does anything, which is nothing of Megatron."""
 _BRIDGES = (
     "accelerate", "datasets", "multistorageclient", "nvidia_resiliency_ext.inprocess", "omegaconf", "pandas", "peft",
     "scipy.optimize", "sklearn.metrics", "torch.utils.tensorboard", "transformers.loss.loss_utils",
@@ -247,8 +248,10 @@ def _serve() -> dict[str, Any] | None:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Megatron waits for git
                     try:
                         with contextlib.redirect_stdout(sys.stderr):
+                            sys.path.insert(0, str(ROOT))
                             for library in _MEGATRON:
                                 importlib.import_module(library)
+                            del sys.path[0]
                         # The texts of --help, for which it parses the source of its configuration in every process.
                         factory = sys.modules["megatron.training.argument_utils"].ArgumentGroupFactory
                         factory._get_field_docstrings = lambda *_: {}

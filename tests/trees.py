@@ -103,11 +103,14 @@ def commit(root: Path) -> None:
 
 def snapshot(root: Path) -> dict[str, bytes]:
     """Every file of the tree but git's own and Python's caches."""
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and not {".git", "__pycache__"} & set(path.relative_to(root).parts)
-    }
+    found = {}
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in (".git", "__pycache__")]
+        for file in (os.path.join(folder, name) for name in names if name not in (".git", "__pycache__")):
+            if os.path.isfile(file):
+                with open(file, "rb") as stream:
+                    found[os.path.relpath(file, root)] = stream.read()
+    return found
 
 
 def patch_of(root: Path, name: str, *targets: str, **fields: object) -> Patch:

@@ -24,7 +24,7 @@ MARK = "__megacpp_patch__"
 _BELOW_MEGATRON = frozenset(("mpmath", "networkx", "numpy", "sympy", "torch", "triton"))
 """Packages that import nothing of it, and have four in five of all names in a process."""
 identity = object.__hash__
-"""Of an object, like ``id``, each call of which Python reports to audit hooks: filelock, which torch brings, has one in Python."""
+"""Of an object, like ``id``, whose every call Python reports to audit hooks: filelock, which torch brings, has one."""
 
 
 class Refusal(PatchError):

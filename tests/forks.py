@@ -3,12 +3,12 @@
 ``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``), and which Python: this
 one, or that of the environment with Megatron-Bridge, whose libraries take ten seconds. A program has its own session,
 environment (this process's with this tree first on its path, if ``env`` is not another, and further ``variables``), path and
-files, imports Megatron and this package itself, and ends as any other, but that modules are not taken apart, which costs more
-than most programs do; warnings are off. The first process that ``multiprocessing`` spawns for it is a fork, too, made before
-the program began: Megatron spawns one, which imports torch, for the first checkpoint of a process. With ``megatron`` the
-wheel's Megatron is there already, without the CPU lane, and this package's commands, as in the tests' own process: for what
-is not about a start. Where Python's own start matters, or its end, or what is imported, or what a library reads from the
-environment as it is imported, ``subprocess`` starts it.
+files, imports Megatron and this package itself, and ends as any other, but that modules are taken apart only with the variable
+WHOLE_END, as that costs more than most programs do; warnings are off. The first process that ``multiprocessing`` spawns for it
+is a fork, too, made before the program began: Megatron spawns one, which imports torch, for the first checkpoint of a process.
+With ``megatron`` the wheel's Megatron is there already, without the CPU lane, and this package's commands, as in the tests'
+own process: for what is not about a start. Where Python's own start matters, or what is imported, or what a library reads from
+the environment as it is imported, ``subprocess`` starts it.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def _become(request: Mapping[str, Any]) -> None:
 
 
 def _run(request: Mapping[str, Any]) -> None:
-    """Be the program, and note the status with which Python is to end."""
+    """Be the program, and note the status with which Python is about to end."""
     try:
         _become(request)
         _ended.append(0)
@@ -368,8 +368,8 @@ def _run(request: Mapping[str, Any]) -> None:
 
 
 def _leave() -> None:
-    """End with that status, without taking apart all that was imported, which is most of what a short program costs."""
-    if _ended:
+    """End with that status, without taking modules apart."""
+    if _ended and "WHOLE_END" not in os.environ:
         for stream in (sys.stdout, sys.stderr):
             if not stream.closed:
                 stream.flush()

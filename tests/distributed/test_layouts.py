@@ -142,9 +142,10 @@ def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_repeats_bit_for_bit(
-    laboratory: Laboratory, tmp_path: Path
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes: from the newest whole one, if their file says so."""
+    """Of two processes, which end as a whole: from the newest whole one, if their file says so."""
+    monkeypatch.setenv("WHOLE_END", "1")
     run, saved = laboratory.compared("EP 2", *ASYNCHRONOUS), tmp_path / "saved"
     shutil.copytree(run.checkpoints, saved)
     shard = saved / f"iter_{COMPARED:07d}" / "__1_0.distcp"

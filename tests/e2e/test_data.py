@@ -40,7 +40,7 @@ def words(*data: str, extra: tuple[str, ...] = (), spec: Sequence[str] = ("megac
 
 
 def python(*command: str) -> subprocess.CompletedProcess[str]:
-    return forks.run(command, MEGACPP_CONFIG="")
+    return forks.run(command, MEGACPP_CONFIG="", WHOLE_END="1")
 
 
 def quiet(run: Path | None, *data: str, extra: tuple[str, ...]) -> tuple[list[str], str]:

@@ -121,7 +121,7 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
 def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         with one_at_a_time:
-            program = forks.start(command[3:], Path(stdout.name), env=env, megatron=True)  # behind python -W ignore
+            program = forks.start(command[3:], Path(stdout.name), env=env)  # behind python -W ignore
         return SimpleNamespace(returncode=program.wait(300))
 
     one_at_a_time = threading.Lock()

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -432,6 +433,18 @@ def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of signals are put back, which torchrun's agent leaves its own of in this process."""
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

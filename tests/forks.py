@@ -21,6 +21,7 @@ import gc
 import importlib
 import itertools
 import json
+import logging
 import multiprocessing.spawn
 import multiprocessing.util
 import os
@@ -378,7 +379,10 @@ def _leave() -> None:
 
 if __name__ == "__main__":
     _ended: list[int] = []
-    atexit.register(_leave)  # before anything is imported that does, too: so it is called as the last, without threads
+    atexit.register(_leave)  # to be called as the last, without threads, after what these here have to end
+    for earlier in (logging.shutdown, multiprocessing.util._exit_function):
+        atexit.unregister(earlier)
+        atexit.register(earlier)
     asked = _serve()
     if asked is not None:
         _run(asked)

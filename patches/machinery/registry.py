@@ -261,8 +261,7 @@ class Registry:
             PatchError: lists every violation.
         """
         with _LOCK:
-            replaced = (change for change in self._changes if change.is_replaced)
-            owners = {symbols.identity(change.slot.value): change.patch for change in replaced}
+            owners = {id(change.slot.value): change.patch for change in self._changes if change.is_replaced}
             held = symbols.holders(owners)
             problems = [f"{owners[key]}: {module.__name__}.{name} holds the original" for module, name, key in held]
             refuse("the patches are not in place", self._drift(self._patches) + problems, "not-in-place")

@@ -23,8 +23,6 @@ MARK = "__megacpp_patch__"
 """Attribute set on every replacement, by which another copy of this package recognises it."""
 _BELOW_MEGATRON = frozenset(("mpmath", "networkx", "numpy", "sympy", "torch", "triton"))
 """Packages that import nothing of it, and have four in five of all names in a process."""
-identity = object.__hash__
-"""Of an object, like ``id``, whose every call Python reports to audit hooks: filelock, which torch brings, has one."""
 
 
 class Refusal(PatchError):
@@ -175,7 +173,7 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
     for change in (change for change in changes if change.is_replaced):
         old_raw, new_raw = (change.slot.raw, change.replacement)[:: -1 if back else 1]
         writes.append(_put(change.slot.owner, change.slot.attribute, new_raw))
-        new[identity(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
+        new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
     # Again for what another thread has imported since the first search.
     for _ in range(min(2, threading.active_count())):
         writes += [_put(module, attribute, new[key][1]) for module, attribute, key in holders(new)]
@@ -184,13 +182,13 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
 
 
 def holders(wanted: Collection[int]) -> Iterator[tuple[Any, str, int]]:
-    """Every ``(module, attribute, identity)`` that holds one of the objects with the ``wanted`` ones, where Megatron can be."""
-    keys = set(wanted)
-    for path, module in list(sys.modules.items()) if keys else ():
+    """Every ``(module, attribute, id)`` that holds one of the objects with the ``wanted`` ids, where Megatron can be."""
+    ids = set(wanted)
+    for path, module in list(sys.modules.items()) if ids else ():
         namespace = None if path.partition(".")[0] in _BELOW_MEGATRON else getattr(module, "__dict__", None)
         # Almost no module holds one: that is found out in one call into C, which no other thread's import interrupts.
-        if isinstance(namespace, Mapping) and not keys.isdisjoint(map(identity, namespace.values())):
-            yield from ((module, name, key) for name, it in list(namespace.items()) if (key := identity(it)) in keys)
+        if isinstance(namespace, Mapping) and not ids.isdisjoint(map(id, namespace.values())):
+            yield from ((module, name, id(value)) for name, value in list(namespace.items()) if id(value) in ids)
 
 
 def _unwrapped(raw: Any) -> Any:

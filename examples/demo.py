@@ -295,13 +295,13 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
     check_checkpoint(plan)
     say(f"killed with SIGKILL after step {first[-1].step}; resuming from the checkpoint of step {plan.save_at}")
     second = train(plan, training_command(plan, train_prefix, resume=True))
-    repeat = check_resume(plan, first, second)
-    say(repeat)
+    say(check_resume(plan, first, second))
 
     say("scoring the last checkpoint on the held-out text")
     found = score(plan, heldout_prefix)
-    lead = f"Killed after step {first[-1].step}, resumed from the checkpoint of step {plan.save_at}. {repeat}"
-    write_page(plan, output, f"{MODEL.name}, {train_steps} steps of stock Megatron on {machine}", lead, found)
+    text = page.html(plan.record)
+    for target in (plan.folder, output):
+        (target / "index.html").write_text(text, encoding="utf-8")
     report(found)
     say(f"megacpp-mcore here: PYTHONPATH={ROOT} {sys.executable} -m megacpp_mcore COMMAND …")
     seconds = round(time.monotonic() - began)
@@ -321,43 +321,6 @@ def new_folder(output: Path) -> Path:
 def shown(path: Path) -> str:
     """A path as the user would type it."""
     return os.path.relpath(path)
-
-
-def write_page(plan: Plan, output: Path, title: str, lead: str, found: dict[str, Any]) -> None:
-    """Write the run's page, and a copy to ``output/index.html``."""
-    under = percent_under(found)
-    counts = MODEL.parameters()
-    families = [
-        (f"{family.letter}: {family.name}", str(MODEL.layers.count(family.letter)), f"{counts[family.letter]:,}")
-        for family in MODEL.families
-    ]
-    rest = sum(counts[name] for name in ("embedding", "head", "norm"))
-    others = [
-        (f"MTP block, applied {MODEL.mtp.depth} times", "1", f"{counts['mtp']:,}"),
-        ("embedding, output layer, final norm", "", f"{rest:,}"),
-        ("total", str(MODEL.depth), f"{sum(counts.values()):,}"),
-    ]
-    addition = page.Addition(
-        title=title,
-        lead=lead,
-        figures=[
-            (f"{found['bits_per_byte']:.3f}", "bits per byte, held out"),
-            (f"{found['unigram_bits_per_byte']:.3f}", f"unigram entropy of the same {found['bytes']:,} bytes"),
-            (f"{abs(under):.1f} %", f"{'under' if under >= 0 else 'over'} the unigram entropy"),
-        ],
-        levels=((found["unigram_bits_per_byte"] * math.log(2), "unigram"),),
-        loss_note="Dashed: the unigram entropy of the held-out bytes, the best that a model without context could do.",
-        tables=(
-            (
-                f"Model: {MODEL.layers}, hidden size {MODEL.hidden_size}, sequence {MODEL.seq_length} tokens",
-                ("family", "layers", "parameters"),
-                [*families, *others],
-            ),
-        ),
-    )
-    text = page.html(plan.record, addition)
-    for target in (plan.folder, output):
-        (target / "index.html").write_text(text, encoding="utf-8")
 
 
 def percent_under(found: dict[str, Any]) -> float:

@@ -48,9 +48,7 @@ def add_parser(subparsers: Any) -> None:
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
-    profile = actions.add_parser(
-        "profile", help="the ranks of a profile side by side, and the tables of rank 0 and the slowest"
-    )
+    profile = actions.add_parser("profile", help="the tables of rank 0's profiles")
     profile.add_argument("run_folder", metavar="RUN", help="the folder of a run")
     page = actions.add_parser("html", help="one self-contained page about a run")
     page.add_argument("run_or_receipt", metavar="RUN", help="the folder of a run, or a receipt")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import itertools
 import math
 import os
 import re
@@ -30,26 +29,13 @@ from megacpp_mcore.observe.receipts.assemble import tokens_of
 from megacpp_mcore.observe.steps import kept, recorded, standing
 
 
-@dataclass(frozen=True)
-class Addition:
-    """Content of a page beyond what the run recorded; ``levels`` are horizontal lines in the plot of the loss."""
-
-    title: str = ""
-    lead: str = ""
-    figures: Sequence[tuple[str, str]] = ()
-    levels: Sequence[tuple[float, str]] = ()
-    loss_note: str = ""
-    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()
-
-
-def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
+def html(path: str | os.PathLike[str]) -> str:
     """Return the page about the run in a folder, or of a receipt.
 
     Raises:
         DataError: there is no receipt, or it is damaged.
     """
     run = read(path)
-    run.addition = addition
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -93,7 +79,6 @@ class Run:
     receipt: Mapping[str, Any]
     ranks: Mapping[int, Sequence[Start]]
     spent: Mapping[int, Goodput]
-    addition: Addition = Addition()
 
     def __post_init__(self) -> None:
         self.values = fields.flatten(self.receipt)
@@ -128,7 +113,7 @@ class Run:
                 lost = _finite((one.step, one.losses.get(name)) for one in start.steps if one.step > kept_to)
                 curves.append(_Curve("", f"c{number}", lost, faint=True))
         marks = [(step, f"resumed at {step:.0f}") for step in self.resumed]
-        return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
+        return _chart("loss-plot", "loss by step", curves, marks=marks)
 
     def time(self) -> tuple[Markup | None, list[str]]:
         """Tokens per second over the wall time, other classes of time as bands behind it; and the classes shown."""
@@ -149,20 +134,15 @@ class Run:
             spans = [(span, span.total(OF_A_STEP)) for span in start.spans]
             rates = [(at(one.at), tokens[one.step] / ns * 1e9) for one, ns in spans if one.step in tokens and ns]
             curves.append(_Curve("" if curves else "tokens/s", "c1", rates))
-        since = [(one.began_ns, "" if one.resumed_at is None else f" from step {one.resumed_at}") for one in starts[1:]]
         bands = [
             (at(one.begin), at(one.end), one.kind)
             for one in goodput.timeline(starts)
             if one.kind != PRODUCTIVE  # except what every step has a little of
             and (one.kind not in ("data", "idle") or one.end - one.begin > (ended - began) / 500)
         ]
-        looks: dict[str, Any] = {
-            "marks": [(at(since_ns), f"restarted{words}") for since_ns, words in since],
-            "bands": bands,
-        }
-        drawn = _chart(
-            "time-plot", f"tokens per second over {clock(wall_s)}", curves, **looks, unit=unit, end=at(ended)
-        )
+        marks = [(at(one.began_ns), f"restarted from step {one.resumed_at or 0}") for one in starts[1:]]
+        over = f"tokens per second over {clock(wall_s)}"
+        drawn = _chart("time-plot", over, curves, marks=marks, bands=bands, unit=unit, end=at(ended))
         return drawn, [kind for kind in CLASSES if any(band[2] == kind for band in bands)]
 
     def backends(self) -> list[dict[str, Any]]:
@@ -231,7 +211,7 @@ class _Curve(NamedTuple):
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
     """Draw a plot for every width of the window; None without points or without matplotlib."""
-    curves = [one._replace(points=_thin(one.points)) for one in curves if one.points]
+    curves = [one for one in curves if one.points]
     if not curves or not can_draw():
         return None
     sizes = {"both": (250, 118)} if small else {"wide": (560, 262), "narrow": (340, 240)}
@@ -254,7 +234,6 @@ def _svg(
     *,
     small: bool,
     marks: Sequence[tuple[float, str]] = (),
-    levels: Sequence[tuple[float, str]] = (),
     bands: Sequence[tuple[float, float, str]] = (),
     unit: str = "",
     end: float | None = None,
@@ -262,7 +241,7 @@ def _svg(
     """Draw a plot of ``size`` (pixels), without the first letters of its tag.
 
     Args:
-        marks, levels: vertical lines at x, and horizontal ones at y, each with a label.
+        marks: vertical lines at x, each with a label.
         bands: stretches of the x axis, each with its class of time.
         unit: of the x axis; empty: steps, which are whole.
         end: where the x axis ends, the y axis then beginning at 0; None: both axes fit the points.
@@ -272,11 +251,13 @@ def _svg(
     from matplotlib.ticker import MaxNLocator
 
     rules: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "page", "font.size": 10.5}
-    rules["axes.unicode_minus"] = False
+    rules |= {
+        "axes.unicode_minus": False,
+        "path.simplify_threshold": 1.0,
+    }  # a pixel: of many points only what can be seen
     note: Any = {"textcoords": "offset points", "fontsize": 9.5}
-    steps = [x for one in curves for x, _ in one.points]
-    values = sorted([y for one in curves for _, y in one.points] + [y for y, _ in levels])
-    low, high = (0.0, end) if end is not None else (min(steps), max(steps))
+    steps, values = (sorted(point[axis] for one in curves for point in one.points) for axis in (0, 1))
+    low, high = (0.0, end) if end is not None else (steps[0], steps[-1])
     with mpl.rc_context(rules):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
@@ -302,9 +283,6 @@ def _svg(
             at, side = (4, "left") if x < low + 0.6 * (high - low) else (-4, "right")
             place: Any = (x, 1), (at, -2), ("data", "axes fraction")
             axes.annotate(text, *place, ha=side, va="top", color=_INKS["ink"], **note)
-        for y, text in levels:
-            axes.axhline(y, color=_INKS["dim"], linewidth=1, linestyle=(0, (6, 4)))
-            axes.annotate(text, (1, y), (-3, 2), ("axes fraction", "data"), ha="right", color=_INKS["dim"], **note)
         axes.grid(axis="y", color=_INKS["line"], linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
@@ -320,12 +298,3 @@ def _svg(
     svg = re.sub(r'^[^>]*?(viewBox="[^"]*")[^>]*>', r" \1>", svg, count=1)
     svg = re.sub("#0bad[0-9a-f]{2}", lambda ink: f"var(--{_COLOURS[int(ink[0][5:], 16)]})", svg)
     return re.sub(r"\n\s*", "\n", svg)
-
-
-def _thin(points: Sequence[tuple[float, float]], buckets: int = 400) -> Sequence[tuple[float, float]]:
-    """Thin out ``points``: if there are many, only the lowest and the highest of each of ``buckets`` stretches."""
-    if len(points) <= 2 * buckets:
-        return points
-    edges = [index * len(points) // buckets for index in range(buckets + 1)]
-    stretches = (sorted(points[begin:end], key=lambda point: point[1]) for begin, end in itertools.pairwise(edges))
-    return [point for one in stretches for point in sorted({one[0], one[-1]})]

@@ -225,28 +225,18 @@ def test_sending_and_receiving_is_an_all_to_all_where_no_stages_do_it() -> None:
     assert "pipeline bubble (waiting for another stage): 0.000 ms, 10.0% of the step" in text.splitlines()
 
 
-def test_the_slowest_rank_is_the_one_that_computes_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kernels = {
-        0: [(10_000_000, 30_000_000, "gemm", "A/1"), (30_000_000, 90_000_000, SEND, "pipeline")],
-        2: [(10_000_000, 80_000_000, "gemm", "M/3"), (80_000_000, 90_000_000, ALL_REDUCE, "gradients")],
-        10: [(10_000_000, 20_000_000, "gemm", "E/2"), (20_000_000, 90_000_000, SEND, "E/2")],
-    }
-    for rank, run in kernels.items():
+def test_the_command_prints_the_table_of_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, label in ((0, "A/1"), (2, "M/3")):
         known = {"steps": [7, 8], "rank": rank, "device": "H200", "phase": "steady", "phase_why": "-"}
         folder = tmp_path / "profile" / "7-8" / (f"rank_{rank:05d}" if rank else "")
         folder.mkdir(parents=True)
-        (folder / "table.json").write_text(json.dumps(table(device_trace(run, [(0, 100_000_000)])) | known))
+        made = table(device_trace([(10_000_000, 30_000_000, "gemm", label)], [(0, 100_000_000)]))
+        (folder / "table.json").write_text(json.dumps(made | known))
     (tmp_path / "start_0").mkdir()
     assert cli.main(["report", "profile", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["rank", "step", "computing", "idle", "bubble", "AllReduce", "AllToAll", "SendRecv"]
-    assert lines[2].split() == ["0", "50.000", "10.000", "10.000", "30.000", "0.000", "0.000", "30.000"]
-    assert lines[3].split() == ["2,", "slowest", "50.000", "35.000", "10.000", "0.000", "5.000", "0.000", "0.000"]
-    assert lines[4].split() == ["10", "50.000", "5.000", "10.000", "0.000", "0.000", "35.000", "0.000"]
-    assert [line.split(":")[0] for line in lines if line.startswith("profile of steps")] == [
-        "profile of steps 7 to 8, rank 0, H200",
-        "profile of steps 7 to 8, rank 2, H200",
-    ]
+    assert lines[0].startswith("profile of steps 7 to 8, rank 0, H200")
+    assert [line.split()[:2] for line in lines if line.startswith(("A/1", "M/3"))] == [["A/1", "10.000"]]
     shutil.rmtree(tmp_path / "profile")
     assert cli.main(["report", "profile", str(tmp_path)]) == 2
     assert "holds no profile of rank 0; launch with --profile" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Table of a profile: time by family and phase, communication hidden by compute, and how long the device waited for the host.
 
-On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. The table of every rank is
-a file in the run's folder, from which :func:`pages` puts the ranks side by side. No torch.
+On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. No torch.
 """
 
 from __future__ import annotations
@@ -275,43 +274,12 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def pages(run: Path) -> list[str]:
-    """Return a page for every profile of a run: its ranks side by side, and the tables of rank 0 and of the slowest.
+    """Return the page of every profile of a run's rank 0.
 
     Raises:
         DataError: there is no profile, or one cannot be read.
     """
-    windows = sorted(file.parent for file in (run / FOLDER).glob("*/table.json"))
-    if not windows:
+    files = sorted((run / FOLDER).glob("*/table.json"))
+    if not files:
         raise DataError(f"{run / FOLDER} holds no profile of rank 0; launch with --profile FIRST-LAST")
-    return [
-        _of_ranks([read(file) for file in (folder / "table.json", *sorted(folder.glob("rank_*/table.json")))])
-        for folder in windows
-    ]
-
-
-def _of_ranks(profiles: Sequence[Mapping[str, Any]]) -> str:
-    slowest = max(profiles, key=_computing_ns)
-    kinds = sorted({name for profile in profiles for name in profile["collectives"]})
-    first, last = profiles[0]["steps"]
-    idle = [] if profiles[0]["busy_ns"] is None else ["idle"]  # of a device
-    heads = ["step", "computing", *idle, "bubble", *kinds]
-    lines = [
-        f"steps {first} to {last}, milliseconds a step; communication as far as it is exposed, waiting included:",
-        f"{'rank':<16}" + "".join(f"{head:>15}" for head in heads),
-    ]
-    for profile in profiles:
-        exposed = [profile["collectives"].get(kind, {"exposed_ns": 0})["exposed_ns"] for kind in kinds]
-        nothing = [profile["window_ns"] - profile["busy_ns"]] if idle else []
-        cells = [profile["window_ns"], _computing_ns(profile), *nothing, profile["bubble_ns"], *exposed]
-        mark = ", slowest" if profile is slowest and len(profiles) > 1 else ""
-        row = "".join(f"{ns / 1e6 / (last - first + 1):>15.3f}" for ns in cells)
-        lines.append(f"{profile['rank']}{mark}".ljust(16) + row)
-    shown = [profiles[0]] if slowest is profiles[0] else [profiles[0], slowest]
-    return "\n".join([*lines, "", *map(page, shown)])
-
-
-def _computing_ns(profile: Mapping[str, Any]) -> int:
-    """Return the time in which a rank computed; the others wait for the rank with the most."""
-    if profile["busy_ns"] is None:  # a host's profile
-        return int(profile["total_ns"])
-    return int(profile["busy_ns"] - profile["communication_ns"] + profile["hidden_ns"])
+    return [page(read(file)) for file in files]

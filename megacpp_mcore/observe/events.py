@@ -7,6 +7,7 @@ line torn. Every line but the first has ``at``, nanoseconds since the epoch; a l
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
@@ -21,12 +22,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.util import files
+from megacpp_mcore.util.kinds import COUNT, FLAG, NUMBER, TEXT, VALUE, Kind, map_of, or_null
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ class Listener:
 
     A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: its cost is
     part of the step. It must never wait for other ranks: when one raises, its :meth:`on_end` is called at once, on its rank
-    alone, it receives no further events, and training goes on. Hooks that it has Megatron call must be wrapped in
-    :class:`HookErrors`.
+    alone, it receives no further events, and training goes on. One with hooks in
+    Megatron's modules is a :class:`Hooked`.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -102,14 +103,19 @@ class Listener:
         """Training has ended, or was ended by ``error``, or ``error`` disabled this listener."""
 
 
-class HookErrors:
-    """Catches the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called.
+class Hooked(Listener):
+    """A listener with hooks in Megatron's modules, which must not end a forward pass: after an error, none does anything.
+
+    Args:
+        interval: steps between two readings of the device.
 
     Attributes:
-        failed: the error in words; None before one.
+        hooks: closed when training ends.
+        failed: a hook's error in words; None before one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int = 10) -> None:
+        self.interval, self.hooks = interval, contextlib.ExitStack()
         self.failed: str | None = None
         self._error: Exception | None = None
 
@@ -126,10 +132,15 @@ class HookErrors:
         return run
 
     def raise_first(self) -> None:
-        """Raise the error once, then drop it: its traceback holds the hook's arguments, tensors on the device included."""
+        """Raise a hook's error once, then drop it: its traceback holds the hook's arguments, tensors on the device included."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Remove the hooks; raise the error of one."""
+        self.hooks.close()
+        self.raise_first()
 
 
 class Log:
@@ -229,29 +240,17 @@ def replace(path: Path, text: str) -> None:
         raise DataError(f"{path}: {error.strerror}; expected a file that can be written") from error
 
 
-_NUMBER = (int, float)
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "at": (int,), "began": (int,), "rank": (int,), "world_size": (int,), "heartbeat_s": _NUMBER, "how": (str, NoneType),
-    "step": (int, NoneType), "resumed_at": (int,), "time_s": _NUMBER, "tokens": (int,), "skipped": (bool,),
-    "grad_norm": (*_NUMBER, NoneType), "learning_rate": (*_NUMBER, NoneType),
-    "phases": (dict,), "losses": (dict,), "metrics": (dict,), "facts": (dict,),
+_REAL = Kind("number", lambda value: type(value) in (int, float))
+"""With infinity and what is no number, which losses and gradients may be."""
+_METRIC = Kind("number, text or null", lambda value: value is None or type(value) in (int, float, str))
+_LINE: Mapping[str, Kind] = {
+    **dict.fromkeys(("at", "began", "rank", "world_size", "resumed_at", "tokens"), COUNT),
+    **dict.fromkeys(("heartbeat_s", "time_s"), NUMBER), **dict.fromkeys(("grad_norm", "learning_rate"), or_null(_REAL)),
+    "how": or_null(TEXT), "step": or_null(COUNT), "skipped": FLAG, "phases": map_of(COUNT), "losses": map_of(_REAL),
+    "metrics": Kind("metrics of a step", lambda value: map_of(_METRIC).fits(value) and COUNT.fits(value.get("step"))),
+    "facts": map_of(VALUE),
 }  # fmt: skip
-_INNER: Mapping[str, tuple[type, ...]] = {"phases": (int,), "losses": _NUMBER, "metrics": (*_NUMBER, str, NoneType)}
-"""Of the values of a line, and of the values in those."""
-
-
-def _check_kinds(line: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value of a line has not the kind that a run writes, so that no reader trips over it later."""
-    for key, value in line.items():
-        if (kinds := _KINDS.get(key)) is not None and type(value) not in kinds:
-            raise ValueError(f"{key} is {value!r:.80}")
-        for name, each in value.items() if key in _INNER else ():
-            if type(each) not in _INNER[key]:
-                raise ValueError(f"{key}: {name} is {each!r:.80}")
-        if key in ("time_s", "heartbeat_s") and not math.isfinite(value):
-            raise ValueError(f"{key} is {value}")
-    if "metrics" in line and type(line["metrics"].get("step")) is not int:
-        raise ValueError("metrics are of no step")
+"""The values of a line that a reader relies on."""
 
 
 class Span(NamedTuple):
@@ -402,7 +401,8 @@ def _read_file(path: Path, number: int) -> Start | None:
                 if not text.endswith(b"\n"):
                     break
                 line = json.loads(text.decode())
-                _check_kinds(line)
+                if wrong := [key for key, value in line.items() if key in _LINE and not _LINE[key].fits(value)]:
+                    raise ValueError(f"{wrong[0]} is {line[wrong[0]]!r:.80}")
                 if start is not None:
                     start.add(line)
                     continue

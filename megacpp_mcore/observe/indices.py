@@ -8,24 +8,20 @@ Legend: B batch, S queries, R sampled queries, N selected keys.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megacpp_mcore.observe.events import HookErrors, Listener
+from megacpp_mcore.observe.events import Hooked, Step
 from megacpp_mcore.observe.routing import is_capturing
 from megacpp_mcore.util.stand_in import stand_in
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.events import Step
 
 SAMPLED = 64
 """Queries sampled for an overlap, evenly spaced over those that see more keys than they select."""
 
 
-class IndexOverlap(Listener):
+class IndexOverlap(Hooked):
     """Samples the selections published in the index caches, in the first micro-batch of every ``interval``-th step.
 
     Pairs are successive Full layers of this rank, compared at its own queries, whose keys may be other ranks'. The device is
@@ -34,14 +30,12 @@ class IndexOverlap(Listener):
     """
 
     def __init__(self, interval: int = 10) -> None:
-        self.interval = interval
+        super().__init__(interval)
         self.by_pair: dict[str, float] = {}
         """The last sampled share of keys that two layers have in common, keyed by their numbers: ``5-9``."""
         self._rows: dict[int, Any] = {}
         self._captured: dict[int, Any] = {}  # samples that graphs write
-        self._hooks = contextlib.ExitStack()
         self._sampling = False
-        self._errors = HookErrors()
 
     def latest(self) -> dict[str, float]:
         """Return the mean over pairs as ``index_overlap``; empty before the first sample."""
@@ -56,14 +50,14 @@ class IndexOverlap(Listener):
 
     def watch(self, cache: Any) -> None:
         """Sample what is published in ``cache``, until the end; an error here must not end a forward pass."""
-        sample = self._errors.guard(self._sample)
+        sample = self.guard(self._sample)
 
         def publish(stock: Callable[..., None], layer: int, selection: Any) -> None:
             if self._sampling or is_capturing():
                 sample(layer, selection.index)
             stock(layer, selection)
 
-        self._hooks.enter_context(stand_in(cache, "publish", publish))
+        self.hooks.enter_context(stand_in(cache, "publish", publish))
 
     def on_step_begin(self, number: int) -> None:
         """Decide whether this step is sampled."""
@@ -73,15 +67,14 @@ class IndexOverlap(Listener):
         """Compare the samples; raise an error of a hook."""
         rows, self._rows = self._rows | (self._captured if self._sampling else {}), {}
         self._sampling = False
-        self._errors.raise_first()
+        self.raise_first()
         for one, other in itertools.pairwise(sorted(rows)):
             self.by_pair[f"{one}-{other}"] = overlap(rows[one], rows[other])
 
     def on_end(self, error: BaseException | None) -> None:
-        """Remove the hooks, and let go of the graphs' memory."""
-        self._hooks.close()
+        """Let go of the graphs' memory, too."""
         self._captured.clear()
-        self._errors.raise_first()
+        super().on_end(error)
 
     def _sample(self, layer: int, index_BSN: Any) -> None:
         """Store sampled rows of queries that had a choice: the first N queries select every key that they may see."""

@@ -11,21 +11,16 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.receipts.assemble import utilisation
-from megacpp_mcore.observe.receipts.fields import Facts
+from megacpp_mcore.observe.receipts.writer import ReceiptWriter
 from megacpp_mcore.observe.steps import recorded, standing
 from megacpp_mcore.util import console
 from megacpp_mcore.util.stand_in import stand_in
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.indices import IndexOverlap
-    from megacpp_mcore.observe.loop import Loop
-    from megacpp_mcore.observe.routing import Routing
 
 _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
 """The classes of time that tokens/s cover: the same as a receipt's step times."""
@@ -106,25 +101,12 @@ class Live(Listener):
 
     Args:
         recorder: records this rank's goodput; must come before this listener.
-        loop: the loop that trains.
-        facts: what is known of the run, filled in as it becomes known.
-        routes: counts the experts' tokens; must come before this listener, too.
-        indices: samples the selections of Full layers; likewise.
+        receipt: the run's, with what it knows of the loop, the experts' tokens and the selections.
         console: ``progress`` or ``stock``: whether a line is printed for each.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        loop: Loop,
-        *,
-        facts: Facts,
-        routes: Routing,
-        indices: IndexOverlap,
-        console: str = "progress",
-    ) -> None:
-        self._recorder, self._loop, self._facts = recorder, loop, facts
-        self._routes, self._indices, self._console = routes, indices, console
+    def __init__(self, recorder: Recorder, receipt: ReceiptWriter, console: str = "progress") -> None:
+        self._recorder, self._receipt, self._console = recorder, receipt, console
         self._skipped = 0
         self._first: Step | None = None
         self._before: tuple[int, int] | None = None
@@ -132,7 +114,7 @@ class Live(Listener):
     def on_step(self, step: Step) -> None:
         """Show the step, if Megatron logged it."""
         self._skipped += step.skipped
-        options = self._loop.arguments()
+        options = self._receipt.loop.arguments()
         if step.step % options.log_interval and self._before is not None:
             return
         metrics = self._measure(step)
@@ -141,7 +123,7 @@ class Live(Listener):
         if self._console == "progress":
             console.say(line(step, options.train_iters, self._first, metrics))
         scalars = {f"{TAG}{name}": metrics[name] for name in SCALARS if metrics[name] is not None}
-        writer, wandb = self._loop.writers()
+        writer, wandb = self._receipt.loop.writers()
         for tag, value in scalars.items() if writer is not None else ():
             writer.add_scalar(tag, value, step.step)
         if wandb is not None:
@@ -158,10 +140,10 @@ class Live(Listener):
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
         mfu, reason = None, "no step before it to measure from"
-        if (counted := self._facts.values.get("flops")) is None:
-            reason = self._facts.unknown.get("flops", "the work of a step is not known")
+        if (counted := self._receipt.facts.values.get("flops")) is None:
+            reason = self._receipt.facts.unknown.get("flops", "the work of a step is not known")
         elif rate is not None:
-            used = utilisation(self._facts.values, counted["tokens"] / rate)
+            used = utilisation(self._receipt.facts.values, counted["tokens"] / rate)
             mfu, reason = used.mfu, used.reason or ""
         return {
             "step": step.step,
@@ -174,8 +156,8 @@ class Live(Listener):
             "goodput": spent.share,
             "memory_allocated_bytes": int(torch.cuda.memory_allocated()),
             "memory_reserved_bytes": int(torch.cuda.memory_reserved()),
-            **self._routes.latest,
-            **self._indices.latest(),
+            **self._receipt.routes.latest,
+            **self._receipt.indices.latest(),
         }
 
 

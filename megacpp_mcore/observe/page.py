@@ -140,7 +140,10 @@ class Run:
             if one.kind != PRODUCTIVE  # except what every step has a little of
             and (one.kind not in ("data", "idle") or one.end - one.begin > (ended - began) / 500)
         ]
-        marks = [(at(one.began_ns), f"restarted from step {one.resumed_at or 0}") for one in starts[1:]]
+        marks = [
+            (at(one.began_ns), "restarted" if (step := one.resumed_at) is None else f"restarted from step {step}")
+            for one in starts[1:]
+        ]
         over = f"tokens per second over {clock(wall_s)}"
         drawn = _chart("time-plot", over, curves, marks=marks, bands=bands, unit=unit, end=at(ended))
         return drawn, [kind for kind in CLASSES if any(band[2] == kind for band in bands)]

@@ -125,8 +125,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
             first, last = parse_steps(details.profile)
             listeners.append(Profiler(log.run, rank, first, last, clock, trace=details.profile_trace))
         if is_last:
-            facts, console = receipt.facts, details.console
-            listeners.append(Live(recorder, loop, facts=facts, routes=routes, indices=indices, console=console))
+            listeners.append(Live(recorder, receipt, details.console))
         listeners.append(receipt)  # last, as it reads what the others have written
         with contextlib.ExitStack() as stack:
             stack.enter_context(loop.observing(clock, listeners))

@@ -9,17 +9,13 @@ Legend: T tokens, E experts.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megacpp_mcore.observe.events import HookErrors, Listener
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.events import Step
+from megacpp_mcore.observe.events import Hooked, Step
 
 
 @dataclass(frozen=True)
@@ -113,21 +109,19 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class Routing(Listener):
+class Routing(Hooked):
     """Counts the tokens of every expert by layer.
 
     Counts stay on the device; every ``interval`` steps, and when training ends, one transfer reads them.
     """
 
     def __init__(self, interval: int = 10) -> None:
-        self.interval = interval
+        super().__init__(interval)
         self.latest: dict[str, float] = {}
         """Over the steps between the last two readings, on this rank: ``routing_entropy`` (mean of the layers),
         ``routing_max_over_mean`` (worst layer), ``dropped_share``; unknown ones are left out."""
         self._routers: list[_Router] = []
         self._read: dict[str, Load] = {}
-        self._hooks = contextlib.ExitStack()
-        self._errors = HookErrors()
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Attach hooks to the routers."""
@@ -140,18 +134,17 @@ class Routing(Listener):
                     layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
                     router = _Router(layer, module)
                     self._routers.append(router)
-                    self._hooks.callback(module.register_forward_hook(self._errors.guard(router.count)).remove)
+                    self.hooks.callback(module.register_forward_hook(self.guard(router.count)).remove)
 
     def on_step(self, step: Step) -> None:
         """Read the sums if it is time; raise the error of a hook, which could not be raised in the forward pass."""
-        self._errors.raise_first()
+        self.raise_first()
         if step.step % self.interval == 0:
             self.read()
 
     def on_end(self, error: BaseException | None) -> None:
         """Read the remaining counts, unless an error left the device in an unknown state, and remove the hooks."""
-        self._hooks.close()
-        self._errors.raise_first()
+        super().on_end(error)
         if error is None:
             self.read()
         else:
@@ -180,6 +173,6 @@ class Routing(Listener):
 
     def record(self) -> dict[str, Any]:
         """Return this rank's counts as of the last reading; none once a hook failed, as they would be incomplete."""
-        if (failed := self._errors.failed) is not None:
-            return {"layers": {}, "failed": f"counting failed on a rank: {failed}"}
+        if self.failed is not None:
+            return {"layers": {}, "failed": f"counting failed on a rank: {self.failed}"}
         return {"layers": {layer: load.record() for layer, load in self._read.items()}, "failed": None}

@@ -38,8 +38,8 @@ class Loop:
         self.clock = Clock(now=lambda: self.now)
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
-        others = {"routes": Routing(), "indices": IndexOverlap()}
-        self.live = Live(self.recorder, loops.Loop(), facts=Facts(*facts), console=console, **others)
+        known = {"loop": loops.Loop(), "facts": Facts(*facts), "routes": Routing(), "indices": IndexOverlap()}
+        self.live = Live(self.recorder, SimpleNamespace(**known), console)  # type: ignore[arg-type]
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""

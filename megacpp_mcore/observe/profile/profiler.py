@@ -17,16 +17,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
-from megacpp_mcore.observe.events import Listener, replace
+from megacpp_mcore.observe.events import Listener, Step, replace
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import table as tables
 from megacpp_mcore.observe.profile import trace as traces
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.events import Step
-    from megacpp_mcore.observe.loop import Loop
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.fields import BESIDE, DISQUALIFIERS, FIELDS, flatten, plain, why_unknown
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.events import Step
 
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------
 

@@ -11,23 +11,21 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.card import Samples
 from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.indices import IndexOverlap
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
 from megacpp_mcore.observe.receipts.fields import Facts
+from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.patches.hybrid_flops import packed_pairs
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.indices import IndexOverlap
-    from megacpp_mcore.observe.loop import Loop
-    from megacpp_mcore.observe.routing import Routing
-    from megacpp_mcore.policy import LaunchPolicy
-    from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.policy import LaunchPolicy
+from megacpp_mcore.settings import PluginConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class ReceiptWriter(Listener):
         every_s: float = 30.0,
     ) -> None:
         self._log, self._every_s = log, every_s
-        self._settings, self._routes, self._indices, self._loop = settings, routes, indices, loop
+        self._settings, self.routes, self.indices, self.loop = settings, routes, indices, loop
         self._written = -math.inf
         self._known: dict[str, Any] = {}
         """What was written last of what changes."""
@@ -87,7 +85,7 @@ class ReceiptWriter(Listener):
         self._chunks = chunks
 
         def learn(found: Facts) -> None:
-            self._count = of_run.of_model(found, chunks, self._settings, self._loop)
+            self._count = of_run.of_model(found, chunks, self._settings, self.loop)
 
         self.facts.attempt("model", learn)
         self.facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
@@ -135,8 +133,8 @@ class ReceiptWriter(Listener):
         # Patches note what they do only when they run, and graphs hold something only once captured.
         known: dict[str, Any] = {
             "noted": [*observed.notes(), *of_run.graphs(self._chunks)],
-            "routing": self._routes.record(),
-            "indexer.overlap": dict(self._indices.by_pair),
+            "routing": self.routes.record(),
+            "indexer.overlap": dict(self.indices.by_pair),
             **self._samples.record(),
         }
         *pairs, steps = self._pairs

@@ -453,11 +453,10 @@ def overlaps(starts: Sequence[Start]) -> list[Start]:
 
 def overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
     """Return which starts were recorded in the run's folder at the same time, in words; empty where none were."""
-    found = [(rank, both) for rank, starts in ranks.items() if (both := overlaps(starts))]
+    found = [
+        f"{', '.join(one.name for one in both)} of rank {rank}" for rank, of in ranks.items() if (both := overlaps(of))
+    ]
     if not found:
         return ""
-    (rank, both), *more = found
-    names = f"{', '.join(start.name for start in both)} of rank {rank}" + f", and of {len(more)} more ranks" * bool(
-        more
-    )
-    return f"{names} were recorded at the same time: two trainings in one folder, or clocks that differ"
+    more = f", and of {len(found) - 1} more ranks" * (len(found) > 1)
+    return f"{found[0]}{more} were recorded at the same time: two trainings in one folder, or clocks that differ"

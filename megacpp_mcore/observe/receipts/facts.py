@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +112,6 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("versions", lambda found: found.put("versions", host.versions())),
         ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
-        ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args, loop.data_words())),
         ("precision", lambda found: _precision(found, chunks, config, settings)),
         ("optimizer", lambda found: _optimizer(found, args)),
@@ -131,8 +129,10 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         facts.put_all("indexer", {name: getattr(model.dsa, value) for name, value in names.items()})
     else:
         facts.miss("the model has no sparse attention", "indexer")
-    fp8 = settings.fp8 if settings else FP8()
-    count = partial(_flops, model=model, args=args, config=config, recomputation=recomputation, fp8=fp8)
+
+    def count(found: Facts, pairs: _Pairs = None) -> None:
+        _flops(found, pairs, model, args, config, recomputation, settings.fp8 if settings else FP8())
+
     facts.attempt("flops", count)
     return count
 
@@ -168,11 +168,15 @@ def _patches() -> list[dict[str, Any]]:
 
 
 def _arguments(facts: Facts, args: Any, config: Any) -> None:
-    """Add the fields of :data:`_ARGUMENTS`; a size that is not set is 1, such as that of stages that are not virtual."""
+    """Add the layout and the batch; a size that is not set is 1, such as that of stages that are not virtual."""
     holders = SimpleNamespace(args=args, config=config)
     for path, where in _ARGUMENTS.items():
         value = attrgetter(where)(holders)
         facts.put(path, 1 if value is None and path.startswith("parallelism.") else value, f"{where} is not set")
+    packed, masked = args.dataloader_inter_document_masking, args.reset_attention_mask
+    facts.put("batch.documents", "packed" if packed else "masked" if masked else "together")
+    facts.put("batch.accumulation", args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    facts.put("batch.rampup", args.rampup_batch_size is not None)
 
 
 def _model(facts: Facts, args: Any, config: Any) -> Model:
@@ -196,13 +200,6 @@ def _device(chunks: Sequence[Any]) -> str:
     import torch
 
     return torch.cuda.get_device_name() if _device_type(chunks) == "cuda" else f"CPU ({host.processor()})"
-
-
-def _batch(facts: Facts, args: Any) -> None:
-    packed, masked = args.dataloader_inter_document_masking, args.reset_attention_mask
-    facts.put("batch.documents", "packed" if packed else "masked" if masked else "together")
-    facts.put("batch.accumulation", args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
-    facts.put("batch.rampup", args.rampup_batch_size is not None)
 
 
 def _optimizer(facts: Facts, args: Any) -> None:
@@ -297,16 +294,10 @@ def _routing(facts: Facts, config: Any) -> None:
     facts.put_all("routing", routing, "experts have no capacity, nothing is dropped")
 
 
-def _flops(
-    facts: Facts,
-    pairs: tuple[int, int, int] | None = None,
-    *,
-    model: Model,
-    args: Any,
-    config: Any,
-    recomputation: Any,
-    fp8: FP8,
-) -> None:
+_Pairs = tuple[int, int, int] | None
+
+
+def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, again: Recomputation, fp8: FP8) -> None:
     """Add the FLOPs of a step, from which the assembly derives rates; ``pairs`` are those of a step of packed documents."""
     import torch
 
@@ -317,7 +308,7 @@ def _flops(
         return
     size: dict[str, Any] = {"seq_length": args.seq_length, "vocab_size": args.padded_vocab_size}
     step = flops.step(model, args.global_batch_size, pairs=pairs, **size)
-    again = recomputed(model, step, recomputation, model_chunks(config))
+    more_step = recomputed(model, step, again, model_chunks(config))
     dtype, kernels = facts.values["precision.model_dtype"], facts.values["precision.kernel_fp8"].split("; ")
     plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="experts" if "experts" in kernels else "none")
     inputs = _IN_FP8["mamba3_projection"]
@@ -331,12 +322,12 @@ def _flops(
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }
-    parts, more = (flops_report.by_precision(model, one, plan, **in_fp8) for one in (step, again))
+    parts, more = (flops_report.by_precision(model, one, plan, **in_fp8) for one in (step, more_step))
     by_precision = {
         name: {"model_flops": part.total.training, "hardware_flops": part.total.training + more[name].total.training}
         for name, part in parts.items()
     }
-    facts.put("flops", flops_report.record(step, again) | {"by_precision": by_precision})
+    facts.put("flops", flops_report.record(step, more_step) | {"by_precision": by_precision})
 
 
 def bare(chunk: Any) -> Any:
@@ -474,25 +465,17 @@ def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer classes that update the parameters, as Megatron chose them among what it could import."""
-    found = {}
-    for stepping in _stepping(optimizer):
-        whose, name = owner(stepping), f"{type(stepping).__module__}.{type(stepping).__qualname__}"
+    """Return the optimizer classes that update the parameters, inside Megatron's wrappers, as it chose them."""
+    found, todo = {}, [optimizer]
+    for one in todo:
+        inner = getattr(one, "chained_optimizers", None) or [getattr(one, "optimizer", None)]
+        todo += [each for each in inner if each is not None]
+        if inner != [None] or not hasattr(one, "param_groups"):
+            continue
+        whose, name = owner(one), f"{type(one).__module__}.{type(one).__qualname__}"
         slow = _device_type(chunks) == "cuda" and whose == "torch"
         reason = f"{name}, Megatron's choice among what it could import"
         if slow:
             reason += f"; neither Transformer Engine nor Apex: {probes.apex_parts()['apex.optimizers'].reason}"
         found[name] = _record("optimizer", None, AUTO, whose, whose != "torch", reason, slower=slow)
     return list(found.values())
-
-
-def _stepping(optimizer: Any) -> Iterator[Any]:
-    """Yield the innermost optimizers inside Megatron's wrappers."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for each in chained:
-            yield from _stepping(each)
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield from _stepping(optimizer.optimizer)
-    elif optimizer is not None and hasattr(optimizer, "param_groups"):
-        yield optimizer

@@ -10,6 +10,7 @@ module                     content
 :mod:`~.dispatcher`        chooses among candidates and records the choices
 :mod:`~.candidates`        the implementations in this package, and those of the layers' linears, norms and experts
 :mod:`~.observed`          what patches actually ran instead of stock
+:mod:`~.built`             what the modules of a built model and its optimizer run
 :mod:`~.markdown`          all of it as a table (``megacpp-mcore doctor --backends``)
 ==========================  ==========================================================================================
 

@@ -12,7 +12,6 @@ import pytest
 
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.observe import events, receipts, routing
-from megacpp_mcore.observe.card import REASONS, Samples
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import FINISHED, Log
 from megacpp_mcore.observe.goodput import Recorder
@@ -21,6 +20,7 @@ from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.fields import RUNNING, flatten, why_unknown
+from megacpp_mcore.util.card import REASONS, Samples
 from tests.observe.recorded import TOKENS, a_step, append, at, file_of, receipt_writer, stepped, with_loss, write_start
 
 ENDED = at(0, {}, how=FINISHED)

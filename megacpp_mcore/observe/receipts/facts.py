@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +21,19 @@ from typing import Any
 import megacpp_mcore
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.read import RUN
-from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
+from megacpp_mcore.backends import built
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.families import EXPERTS, FAMILIES, MAMBA
 from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
-from megacpp_mcore.observe import card as cards
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.fields import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, LaunchPolicy
 from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te.fp8_scopes import FP8
+from megacpp_mcore.util import card as cards
 from megacpp_mcore.util import host
 
 COMMIT = "MEGACPP_COMMIT"
@@ -46,7 +46,6 @@ ENVIRONMENT = (
 """The only environment variables whose values a receipt holds: none of them names a path, a person or a secret."""
 
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-_TE = probes.TRANSFORMER_ENGINE
 _ARGUMENTS = {
     "parallelism.world_size": "args.world_size",
     "parallelism.tensor": "config.tensor_model_parallel_size",
@@ -103,7 +102,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     Returns:
         A function that adds the FLOPs of a step to facts, given the attention pairs of its packed documents.
     """
-    args, config = loop.arguments(), bare(chunks[0]).config
+    args, config = loop.arguments(), built.bare(chunks[0]).config
     recomputation = Recomputation.of_run(config, settings.recompute if settings is not None else None)
     facts.put("moe_enabled", config.num_moe_experts is not None)
     facts.put("recompute", str(recomputation))
@@ -192,14 +191,10 @@ def _model(facts: Facts, args: Any, config: Any) -> Model:
     return model
 
 
-def _device_type(chunks: Sequence[Any]) -> str:
-    return str(next(bare(chunks[0]).parameters()).device.type)
-
-
 def _device(chunks: Sequence[Any]) -> str:
     import torch
 
-    return torch.cuda.get_device_name() if _device_type(chunks) == "cuda" else f"CPU ({host.processor()})"
+    return torch.cuda.get_device_name() if built.device_type(chunks) == "cuda" else f"CPU ({host.processor()})"
 
 
 def _optimizer(facts: Facts, args: Any) -> None:
@@ -330,18 +325,9 @@ def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, ag
     facts.put("flops", flops_report.record(step, more_step) | {"by_precision": by_precision})
 
 
-def bare(chunk: Any) -> Any:
-    """Return ``chunk`` without the wrappers that Megatron puts around it."""
-    while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
     """Add to ``facts`` what is known from the modules, the optimizer and the gradient buffers of this rank."""
-    resolved = [made.as_record() | {"layer": number} for number, _, one in _layers(chunks) for made in _answers(one)]
-    rows = [*resolved, *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
-    facts.put("backends", rows)
+    facts.put("backends", built.backends(chunks, optimizer, {record["name"] for record in _patches()}))
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
         reason = "something else than Megatron's DistributedDataParallel holds the gradients"
         facts.put_all("ddp", {"grad_reduce_dtype": None, "bucket_elements": None}, reason)
@@ -354,10 +340,10 @@ def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
 
 def card(facts: Facts, chunks: Sequence[Any], samples: cards.Samples) -> None:
     """Add this process's GPU's own rates, and begin to sample its clock and power."""
-    if _device_type(chunks) != "cuda":
+    if built.device_type(chunks) != "cuda":
         facts.miss("the device is a CPU", "card")
         return
-    cards.measure(facts)
+    facts.values |= cards.measure()
     samples.read = cards.reader()
 
 
@@ -369,7 +355,7 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
     import torch
 
     return {
-        "memory.kind": "CUDA allocator" if _device_type(chunks) == "cuda" else RESIDENT,
+        "memory.kind": "CUDA allocator" if built.device_type(chunks) == "cuda" else RESIDENT,
         "memory.allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
         "memory.reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
     }
@@ -381,101 +367,3 @@ def fp8() -> dict[str, Any]:
     from megacpp_mcore.te.fp8_scopes import counts
 
     return {"precision.fp8_scopes": counts(), "precision.dequantised": quantized.count()}
-
-
-def owner(module: Any) -> str:
-    """Whose arithmetic an object is: ``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``."""
-    kinds = type(module).__mro__
-    if any(kind.__module__.partition(".")[0] == _TE or kind.__name__.startswith("TE") for kind in kinds):
-        return _TE
-    first = type(module).__module__.partition(".")[0]
-    return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
-
-
-def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
-    """Yield every module of a layer or MTP block with the layer's number (None: MTP) and the last part of its name."""
-    for core in map(bare, chunks):
-        layers = getattr(getattr(core, "decoder", None), "layers", ())
-        numbered: list[tuple[int | None, Any]] = [(getattr(layer, "layer_number", None), layer) for layer in layers]
-        if getattr(core, "mtp", None) is not None:
-            numbered.append((None, core.mtp))
-        for number, layer in numbered:
-            for name, module in layer.named_modules():
-                yield number, name.rpartition(".")[2], module
-
-
-def _record(
-    op: str, layer: int | None, requested: str, have: str, is_kernel: bool, reason: str, *, slower: bool = False
-) -> dict[str, Any]:
-    speed = Speed.KERNEL if is_kernel else Speed.COMPILED
-    return Resolution(op, layer, requested, have, speed, slower, reason, fn=print).as_record()
-
-
-def _answers(module: Any) -> list[Resolution]:
-    """Return the dispatcher's resolutions that a module holds: the functions that it really calls."""
-    return [value for value in vars(module).values() if isinstance(value, Resolution)]
-
-
-def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield linears, norms and experts of each layer; one record for each combination of request and owner."""
-    found: dict[tuple[str, int | None, str, str], set[str]] = {}
-    for number, name, module in _layers(chunks):
-        follows = getattr(module, "follows_transformer_impl", True)
-        is_ours = any(made.observed != STOCK for made in _answers(module))
-        is_missing = type(module).__name__ == "IdentityOp"  # by Megatron in its place
-        computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and not is_missing
-        if not is_ours and (computes or (name == "experts" and follows)):
-            op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
-            config = getattr(module, "config", None) or bare(chunks[0]).config
-            requested = str(config.transformer_impl) if follows else AUTO
-            key = (op, number, requested, _TE if owner(module) == _TE else "local")
-            found.setdefault(key, set()).add(type(module).__name__)
-    present = probes.requirement(_TE)
-    for (op, number, asked, have), names in found.items():
-        classes = ", ".join(sorted(names))
-        why = f"{classes}: {'Megatron builds these classes itself' if present.ok else present.reason}"
-        if asked == AUTO:
-            why = f"{classes}, whatever --transformer-impl is"
-        elif asked != _TE or have == _TE:
-            why = f"asked for by --transformer-impl: {classes}"
-        yield _record(op, number, asked, have, have == _TE, why)
-
-
-def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield stock's loss, where there is a head and no patch that records its own."""
-    has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
-    if has_head and "linear-cross-entropy" not in {record["name"] for record in _patches()}:
-        config = bare(chunks[0]).config
-        is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
-        kind = f"{config.cross_entropy_fusion_impl}, fused" if config.cross_entropy_loss_fusion else "plain"
-        reason = f"stock's cross-entropy ({kind}); the patch linear-cross-entropy is not applied"
-        yield _record("loss", None, AUTO, _TE if is_te else "megatron", False, reason)
-
-
-def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return which layers were to be captured in CUDA graphs, and which were; empty where none were requested."""
-    found = []
-    for number, _, module in _layers(chunks):
-        if (why := getattr(module, "not_captured", None)) is not None:
-            runners = getattr(getattr(module, "cudagraph_manager", None), "cudagraph_runners", ())
-            held = sum(graph is not None for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph))
-            asked, have = "none" if why else "local", "local" if held else "none"
-            found.append(_record("cuda_graph", number, asked, have, False, why or f"{held} graphs"))
-    return found
-
-
-def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer classes that update the parameters, inside Megatron's wrappers, as it chose them."""
-    found, todo = {}, [optimizer]
-    for one in todo:
-        inner = getattr(one, "chained_optimizers", None) or [getattr(one, "optimizer", None)]
-        todo += [each for each in inner if each is not None]
-        if inner != [None] or not hasattr(one, "param_groups"):
-            continue
-        whose, name = owner(one), f"{type(one).__module__}.{type(one).__qualname__}"
-        slow = _device_type(chunks) == "cuda" and whose == "torch"
-        reason = f"{name}, Megatron's choice among what it could import"
-        if slow:
-            reason += f"; neither Transformer Engine nor Apex: {probes.apex_parts()['apex.optimizers'].reason}"
-        found[name] = _record("optimizer", None, AUTO, whose, whose != "torch", reason, slower=slow)
-    return list(found.values())

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.backends import observed
+from megacpp_mcore.backends import built, observed
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.card import Samples
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.loop import Loop
@@ -26,6 +25,7 @@ from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.patches.hybrid_flops import packed_pairs
 from megacpp_mcore.policy import LaunchPolicy
 from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.util.card import Samples
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class ReceiptWriter(Listener):
         self._written = time.monotonic()
         # Patches note what they do only when they run, and graphs hold something only once captured.
         known: dict[str, Any] = {
-            "noted": [*observed.notes(), *of_run.graphs(self._chunks)],
+            "noted": [*observed.notes(), *built.graphs(self._chunks)],
             "routing": self.routes.record(),
             "indexer.overlap": dict(self.indices.by_pair),
             **self._samples.record(),

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from megacpp_mcore.observe.receipts.fields import Facts
-
 SIZE = 8192
 """Rows and columns of the matrices that are multiplied and copied."""
 SECONDS = 1.0
@@ -22,8 +20,8 @@ _SAMPLES = 4096
 _Read = Callable[[], tuple[int, float, int]]
 
 
-def measure(facts: Facts) -> None:
-    """Add the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written.
+def measure() -> dict[str, float]:
+    """Return the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written.
 
     It leaves no memory reserved, and the allocator's peaks start anew: a run's are those of its steps.
     """
@@ -37,11 +35,12 @@ def measure(facts: Facts) -> None:
             for place in range(3):  # together larger than the L2 cache
                 held[place].copy_(held[place - 1])
 
-        facts.put("card.matmul_tflops_per_s", 2 * SIZE**3 / _seconds(lambda: torch.mm(*held[:2], out=held[2])) / 1e12)
-        facts.put("card.copy_bytes_per_s", 3 * 2 * held[0].nbytes / _seconds(copy))
+        products = 2 * SIZE**3 / _seconds(lambda: torch.mm(*held[:2], out=held[2])) / 1e12
+        copies = 3 * 2 * held[0].nbytes / _seconds(copy)
         held.clear()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    return {"card.matmul_tflops_per_s": products, "card.copy_bytes_per_s": copies}
 
 
 def _seconds(work: Callable[[], object]) -> float:

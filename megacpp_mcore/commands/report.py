@@ -17,6 +17,7 @@ from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, NOISE_IN_GRAPHS, compare
 from megacpp_mcore.observe.receipts.fields import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
+from megacpp_mcore.util import text
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
@@ -104,7 +105,7 @@ def _show(args: argparse.Namespace) -> int:
     place = _found(args.receipt)
     receipt = receipts.read(place)
     if args.json:
-        print(fields.dumps(receipt))
+        print(text.dumps(receipt))
         return 0
     status, *others = describe(receipt).splitlines()
     goes_on = receipt["status"] == RUNNING and any(place.glob("start_*"))

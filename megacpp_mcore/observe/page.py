@@ -23,6 +23,7 @@ from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.assemble import tokens_of
 from megacpp_mcore.observe.steps import kept, recorded, standing
+from megacpp_mcore.util import text
 
 
 def html(path: str | os.PathLike[str]) -> str:
@@ -35,7 +36,7 @@ def html(path: str | os.PathLike[str]) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"clock": clock, "size": fields.size, "short": short, "utc": fields.utc}
+    environment.filters |= {"clock": text.duration, "size": text.size, "short": text.short, "utc": text.utc}
     template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.render(run=run, fields=fields.labelled(run.values), classes=CLASSES, in_words=fields.in_words)
 
@@ -136,7 +137,7 @@ class Run:
             (at(one.began_ns), "restarted" if (step := one.resumed_at) is None else f"restarted from step {step}")
             for one in starts[1:]
         ]
-        over = f"tokens per second over {clock(wall_s)}"
+        over = f"tokens per second over {text.duration(wall_s)}"
         drawn = _chart("time-plot", over, curves, marks=marks, bands=bands, unit=unit, end=at(ended))
         return drawn, [kind for kind in CLASSES if any(band[2] == kind for band in bands)]
 
@@ -170,23 +171,6 @@ class Run:
 
 def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
     return [(float(x), scale * y) for x, y in points if y is not None and math.isfinite(y)]
-
-
-def clock(seconds: float) -> str:
-    """Format a length of time for people."""
-    if seconds < 100:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left:02d} s"
-
-
-def short(count: float) -> str:
-    """Format a count with a letter for thousands, millions and billions."""
-    for limit, unit, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if count >= limit:
-            return f"{count / unit:.4g}{letter}"
-    return f"{count:,.0f}"
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------
@@ -252,7 +236,7 @@ def _chart(
     areas = [(x(begin), max(x(stop) - x(begin), 0.2), kind) for begin, stop, kind in bands]
     return {
         "part": part, "title": title, "unit": f"wall time, {unit}" if unit else "step", "curves": list(map(laid_out, curves)),
-        "rows": [(y(tick), short(tick) if abs(tick) >= 1e4 else f"{tick:.6g}") for tick in rows],
+        "rows": [(y(tick), text.short(tick) if abs(tick) >= 1e4 else f"{tick:.6g}") for tick in rows],
         "columns": [(x(tick), f"{tick:.6g}") for tick in _ticks(left, left + width, 5, is_whole=not unit)],
         "marks": [(x(at), text) for at, text in marks], "bands": sorted(areas, key=lambda area: -area[1])[:300],
     }  # fmt: skip

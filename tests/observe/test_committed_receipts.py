@@ -11,7 +11,7 @@ import pytest
 from megacpp_mcore.commands import cli
 from megacpp_mcore.model.recipes import recipe
 from megacpp_mcore.observe import receipts
-from megacpp_mcore.observe.receipts import fields as receipt_fields
+from megacpp_mcore.util import text
 
 FOLDER = Path(__file__).parents[2] / "examples" / "receipts"
 RECEIPTS = sorted(FOLDER.glob("*.json"))
@@ -20,7 +20,7 @@ RECEIPTS = sorted(FOLDER.glob("*.json"))
 @pytest.mark.parametrize("path", RECEIPTS, ids=lambda path: path.stem)
 def test_a_committed_receipt_is_one_of_a_real_run(path: Path) -> None:
     receipt = receipts.read(path)
-    assert path.read_text(encoding="utf-8") == receipt_fields.dumps(receipt) + "\n"
+    assert path.read_text(encoding="utf-8") == text.dumps(receipt) + "\n"
     assert (receipt["status"], receipt["data"]["kind"]) == ("finished", "real")
     assert receipt["device"].startswith("NVIDIA H100" if "h100" in path.stem else "NVIDIA H200")
     assert receipt["disqualifiers"] == []

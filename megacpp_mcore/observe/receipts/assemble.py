@@ -32,6 +32,7 @@ from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.claims import Case, judge
 from megacpp_mcore.observe.receipts.fields import FAMILIES, RUNNING, SCHEMA, Facts
 from megacpp_mcore.observe.steps import kept, recorded
+from megacpp_mcore.util import text
 
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
@@ -76,7 +77,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     found.values |= {
         "schema": SCHEMA,
         "status": status,
-        "written_at": fields.utc(time.time_ns()),
+        "written_at": text.utc(time.time_ns()),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
         "environment": processes[0].facts.get("environment", {}),
@@ -99,12 +100,12 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     if status == STOPPED:
         notes += [f"stopped: {one.facts['stopped']}" for one in processes if "stopped" in one.facts][:1]
     if later:
-        began, fate = fields.utc(min(one.began_ns for one in later[-1])), f"ended before its first step: {after}"
+        began, fate = text.utc(min(one.began_ns for one in later[-1])), f"ended before its first step: {after}"
         fate = "has not come to its first step yet, or was killed before" if after is None else fate
         notes.append(f"a start at {began} {fate}" + (f" (the last of {len(later)})" if len(later) > 1 else ""))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
-    return dict(fields.printable(receipt))
+    return dict(text.printable(receipt))
 
 
 def _ending(processes: Sequence[Start]) -> str | None:
@@ -349,7 +350,7 @@ def write(run: str | os.PathLike[str]) -> Path:
         DataError: nothing was recorded, or a file is damaged.
     """
     path = Path(run) / RECEIPT
-    events.replace(path, fields.dumps(assemble(run)) + "\n")
+    events.replace(path, text.dumps(assemble(run)) + "\n")
     return path
 
 
@@ -366,4 +367,4 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     expected = "a receipt, or the folder of a run that was observed"
     receipt = events.load(place, expected, "name the folder of its run, from which it is assembled anew")
     fields.validate(receipt, str(place))
-    return dict(fields.printable(receipt))
+    return dict(text.printable(receipt))

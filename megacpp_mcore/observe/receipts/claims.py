@@ -16,7 +16,8 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.receipts import fields
-from megacpp_mcore.observe.receipts.fields import BESIDE, DISQUALIFIERS, FIELDS, flatten, plain, why_unknown
+from megacpp_mcore.observe.receipts.fields import BESIDE, DISQUALIFIERS, FIELDS, flatten, why_unknown
+from megacpp_mcore.util.text import plain
 
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------
 

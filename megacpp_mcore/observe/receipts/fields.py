@@ -5,7 +5,6 @@ A receipt is JSON. An unknown value is null, and ``unknown`` gives the reason un
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import math
@@ -35,6 +34,7 @@ from megacpp_mcore.util.kinds import (
     record,
 )  # fmt: skip
 from megacpp_mcore.util.schema import wrong
+from megacpp_mcore.util.text import plain, size
 
 SCHEMA = 3
 """The version of the schema; another number is another schema."""
@@ -343,61 +343,6 @@ def table() -> str:
     """Return the table of all fields, in Markdown."""
     rows = (f"| `{one.path}` | {one.kind.words}{'' if one.always else ', or null'} | {one.meaning} |" for one in FIELDS)
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
-
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""Characters that may control a terminal, or that UTF-8 cannot encode."""
-
-
-def printable(value: Any) -> Any:
-    """Return ``value`` with every character of :data:`_CONTROL` in its texts and keys escaped."""
-    if isinstance(value, str):
-        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
-    if isinstance(value, list):
-        return [printable(each) for each in value]
-    if isinstance(value, dict):
-        return {printable(key): printable(each) for key, each in value.items()}
-    return value
-
-
-def plain(value: Any) -> str:
-    """Put any value in words."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {plain(each)}" for key, each in value.items()) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(plain, value)) or "none"
-    return "none" if value is None else str(value)
-
-
-def dumps(value: Any, indent: str = "") -> str:
-    """Write ``value`` as JSON that people read: what fits on a line, and every list or map of plain values, is on one line."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if len(indent + line) <= 160 or not any(isinstance(each, dict | list) for each in inner):
-        return line
-    is_map = isinstance(value, dict)
-    names = [f"{json.dumps(name, ensure_ascii=False)}: " if is_map else "" for name in value]
-    lines = ",\n".join(f"{indent} {name}{dumps(each, indent + ' ')}" for name, each in zip(names, inner, strict=True))
-    begin, end = "{}" if is_map else "[]"
-    return f"{begin}\n{lines}\n{indent}{end}"
-
-
-def utc(since_epoch_ns: int) -> str:
-    """Format UTC in whole seconds."""
-    return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat()
-
-
-def size(count: float) -> str:
-    """Format bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 _OF_THE_RUN = ("loss", "optimizer", "sdpa")

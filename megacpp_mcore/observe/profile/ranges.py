@@ -57,15 +57,6 @@ class Ranges(threading.local):
             if name == label:
                 return
 
-    @contextlib.contextmanager
-    def within(self, label: str) -> Iterator[None]:
-        """Keep a range open for the duration."""
-        self.open(label)
-        try:
-            yield
-        finally:
-            self.close(label)
-
     def begin_stage(self, label: str) -> None:
         """Open a forward stage's range in place of the previous stage's."""
         if self.open_now and self.open_now[-1][0] in _STAGES:
@@ -188,8 +179,11 @@ def _range_around(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name
     """Put a range around a function of one object, if it has that function."""
 
     def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with ranges.within(label):
+        ranges.open(label)
+        try:
             return stock(*args, **kwargs)
+        finally:
+            ranges.close(label)
 
     if getattr(holder, name, None) is not None:
         stack.enter_context(stand_in(holder, name, run))

@@ -15,7 +15,8 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.profile import trace as traces
-from megacpp_mcore.observe.profile.trace import Attribution, Cover, Interval, Kernel, Place, Trace
+from megacpp_mcore.observe.profile.trace import Attribution, Kernel, Place, Trace
+from megacpp_mcore.util.intervals import Cover, Interval
 
 FOLDER = "profile"
 """Folder in the run's: rank 0's table is ``profile/10-14/table.json``, another's ``profile/10-14/rank_00003/table.json``."""

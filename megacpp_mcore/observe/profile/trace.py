@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
+
+from megacpp_mcore.util.intervals import Cover
 
 PREFIX = "megacpp::"
 """Prefix of the names of our ranges."""
@@ -117,46 +118,6 @@ def read(events: Sequence[Any]) -> Trace:
             is_forward = event.scope() == 0  # at::RecordScope::FUNCTION; the node's own call is BACKWARD_FUNCTION
             trace.ops.append(Op(start, end, name, *threads, *node, correlation, is_forward, is_launch))
     return trace
-
-
-Interval = tuple[int, int]
-"""Begin and end, nanoseconds."""
-
-
-class Cover:
-    """The union of ``intervals``: an instant that lies in several is counted once."""
-
-    def __init__(self, intervals: Iterable[Interval]) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for start, end in sorted(intervals):
-            if end <= start:
-                continue
-            if self._ends and start <= self._ends[-1]:
-                self._ends[-1] = max(self._ends[-1], end)
-            else:
-                self._starts.append(start)
-                self._ends.append(end)
-        self._before = [0, *accumulate(end - start for start, end in zip(self._starts, self._ends, strict=True))]
-        self.total = self._before[-1]
-        """Nanoseconds that are covered."""
-
-    def within(self, start: int, end: int) -> int:
-        """Return the nanoseconds of the interval from ``start`` to ``end`` that are covered."""
-        return max(0, self._up_to(end) - self._up_to(start))
-
-    def common(self, other: Cover) -> int:
-        """Return the nanoseconds that ``other`` covers as well."""
-        return sum(other.within(start, end) for start, end in zip(self._starts, self._ends, strict=True))
-
-    def holds(self, instant: int) -> bool:
-        """Return whether ``instant`` is covered; an interval's end is not part of it."""
-        place = bisect_right(self._starts, instant) - 1
-        return place >= 0 and instant < self._ends[place]
-
-    def _up_to(self, instant: int) -> int:
-        place = bisect_right(self._starts, instant) - 1
-        return 0 if place < 0 else self._before[place] + min(instant, self._ends[place]) - self._starts[place]
 
 
 # --- Attribution ------------------------------------------------------------------------------------------------------

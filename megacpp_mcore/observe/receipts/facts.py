@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,19 +136,15 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     return count
 
 
-def cache_folders() -> dict[str, Path]:
-    """Return the caches of compiled kernels and graphs, as of now: PyTorch may change the environment."""
+def compiled() -> Callable[[], dict[str, int]]:
+    """Return a function that counts the entries of the caches, where they are now: PyTorch may change the environment."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    return {
+    folders = {
         "triton": Path(os.environ.get("TRITON_CACHE_DIR") or triton_cache(os.environ.get("TRITON_HOME"))),
         "inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()),
     }
-
-
-def cache_files(folders: Mapping[str, Path]) -> dict[str, int]:
-    """Count how many kernels and graphs the caches hold."""
-    return {name: sum(1 for _ in folder.glob(_KERNELS[name])) for name, folder in folders.items()}
+    return lambda: {name: sum(1 for _ in folder.glob(_KERNELS[name])) for name, folder in folders.items()}
 
 
 def _commit(facts: Facts) -> None:

@@ -75,8 +75,8 @@ class ReceiptWriter(Listener):
         """Attention pairs of packed documents (causal, kept by top-k, in a window), and the steps that had them."""
         self._failed: list[str] = []
         # Entries in this host's caches before anything of this run, its warm-up included, compiles.
-        self._folders = of_run.cache_folders() if os.environ.get("LOCAL_RANK", "0") == "0" else {}
-        self._caches = of_run.cache_files(self._folders)
+        self._compiled = of_run.compiled() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._caches = self._compiled() if self._compiled is not None else {}
         observed.forget()  # those of an earlier run in this process
         self._write_facts()
 
@@ -110,9 +110,8 @@ class ReceiptWriter(Listener):
     def on_end(self, error: BaseException | None) -> None:
         """Write the final facts; on rank 0, assemble the receipt from what the ranks have written."""
         self._write()
-        if self._folders:
-            now = of_run.cache_files(self._folders)
-            added = {name: max(0, now[name] - count) for name, count in self._caches.items()}
+        if self._compiled is not None:
+            added = {name: max(0, count - self._caches[name]) for name, count in self._compiled().items()}
             self._log.write(facts={"cache.files": self._caches, "cache.added": added})
         self._log.write(recorded=True)
         if self._log.rank == 0:

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from megacpp_mcore.commands import cli
 from megacpp_mcore.observe.profile.table import collective, is_communication, page, table
 from megacpp_mcore.observe.profile.trace import (
-    BACKWARD, FORWARD, NODE, OPTIMIZER, RECOMPUTE, Attribution, Kernel, Op, Place, Trace, read,
+    BACKWARD,
+    FORWARD,
+    NODE,
+    OPTIMIZER,
+    RECOMPUTE,
+    Attribution,
+    Kernel,
+    Op,
+    Place,
+    Trace,
+    read,
 )  # fmt: skip
 from megacpp_mcore.util.intervals import Cover
 

@@ -99,7 +99,7 @@ setup(
     python_requires=VERSIONS["PYTHON"],
     # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
     packages=find_packages(include=["megacpp_mcore*"]),
-    package_data={"megacpp_mcore": ["py.typed", "model/*.yaml", "observe/page.html"]},
+    package_data={"megacpp_mcore": ["py.typed", "model/*.yaml", "commands/report_page.html"]},
     install_requires=[
         "Jinja2>=3.1",  # which torch brings, too
         f"megatron-core{VERSIONS['MEGATRON_CORE']}",

@@ -33,13 +33,14 @@ sys.path.insert(0, str(ROOT))  # this clone's package, installed or not
 
 from megacpp_mcore import settings  # noqa: E402
 from megacpp_mcore.arguments.lowering import lower  # noqa: E402
+from megacpp_mcore.commands import report_page  # noqa: E402
 from megacpp_mcore.data.manifest import load_manifest  # noqa: E402
 from megacpp_mcore.data.tokenizer import tokenizer_words  # noqa: E402
 from megacpp_mcore.errors import DataError, MegacppError  # noqa: E402
 from megacpp_mcore.model import preset  # noqa: E402
 from megacpp_mcore.model.run import Run  # noqa: E402
 from megacpp_mcore.model.training import Training  # noqa: E402
-from megacpp_mcore.observe import page, steps  # noqa: E402
+from megacpp_mcore.observe import steps  # noqa: E402
 
 MODEL = preset("nam56r_tiny")
 BATCH = 8
@@ -299,7 +300,7 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
 
     say("scoring the last checkpoint on the held-out text")
     found = score(plan, heldout_prefix)
-    text = page.html(plan.record)
+    text = report_page.html(plan.record)
     for target in (plan.folder, output):
         (target / "index.html").write_text(text, encoding="utf-8")
     report(found)

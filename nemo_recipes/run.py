@@ -28,9 +28,9 @@ from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import HYBRID, named_as
 from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.nemo_recipes.bridge_loop import BridgeLoop
 from megacpp_mcore.nemo_recipes.read_bridge import read
 from megacpp_mcore.observe import recording as observation
-from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util import schema, stand_in

@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "profile":
         print("\n".join(table.pages(_found(args.run_folder, whole=True))), end="")
     elif args.action == "html":
-        from megacpp_mcore.observe import page
+        from megacpp_mcore.commands import report_page
 
-        events.replace(Path(args.output), page.html(_found(args.run_or_receipt)))
+        events.replace(Path(args.output), report_page.html(_found(args.run_or_receipt)))
         print(f"page: {args.output}")
     else:
         return {"show": _show, "compare": _compare, "goodput": _goodput}[args.action](args)

@@ -32,7 +32,6 @@ from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.backends.probes import known_triton, triton_release
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
-from megacpp_mcore.observe import live
 from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
@@ -233,7 +232,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.enter_context(process.restore_autograd_threading())
         stack.enter_context(observation.observed(observed, launched))
         if quiet and observed.folder is None:
-            stack.enter_context(live.logged_steps())
+            stack.enter_context(process.logged_steps())
         stack.enter_context(ranks.compared_early(settings))
         stack.enter_context(refusals.in_one_line(log))
         if chosen.spec is not None:

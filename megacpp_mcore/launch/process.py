@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -13,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.observe.events import Step
+from megacpp_mcore.observe.live import line
 from megacpp_mcore.ops import builds
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.util import console
@@ -101,6 +105,32 @@ def quiet(folder: Path | None) -> Iterator[Path]:
             whose = f" of rank {rank}" if last else ""
             console.say(f"megacpp-mcore: Megatron's output{whose} is in {file}; --verbose leaves it on the console")
         yield file
+
+
+@contextlib.contextmanager
+def logged_steps() -> Iterator[None]:
+    """Until the context ends, print a line for each step that Megatron's own loop logs on the last rank, unrecorded.
+
+    Losses are read only of a step that Megatron logs, for which it has waited itself, and of the first.
+    """
+    from megatron.training import get_args, training
+
+    first: Step | None = None
+
+    def log(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        result, options = stock(*args, **kwargs), get_args()
+        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        number = given["iteration"]
+        if options.rank == options.world_size - 1 and (number % options.log_interval == 0 or first is None):
+            losses = {name: float(value) for name, value in given["loss_dict"].items()}
+            step = Step(number, 0, time.time(), 0, losses, None, None, bool(given["skipped_iter"]))
+            first = first or step
+            console.say(line(step, options.train_iters, first))
+        return result
+
+    with stand_in(training, "training_log", log):
+        yield
 
 
 def leave_process_group() -> None:

@@ -6,10 +6,7 @@ They come from the last rank, where Megatron has the losses and its writers, for
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +17,6 @@ from megacpp_mcore.observe.receipts.assemble import utilisation
 from megacpp_mcore.observe.receipts.writer import ReceiptWriter
 from megacpp_mcore.observe.steps import recorded, standing
 from megacpp_mcore.util import console
-from megacpp_mcore.util.stand_in import stand_in
 
 _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
 """The classes of time that tokens/s cover: the same as a receipt's step times."""
@@ -68,32 +64,6 @@ def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None 
         mean_s = (step.time_s - first.time_s) / (step.step - first.step)
         parts += [f"{mean_s:.3g} s/step", f"{timedelta(seconds=round((steps - step.step) * mean_s))} left"]
     return "  ".join(parts)
-
-
-@contextlib.contextmanager
-def logged_steps() -> Iterator[None]:
-    """Until the context ends, print a line for each step that Megatron's own loop logs on the last rank, unrecorded.
-
-    Losses are read only of a step that Megatron logs, for which it has waited itself, and of the first.
-    """
-    from megatron.training import get_args, training
-
-    first: Step | None = None
-
-    def log(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal first
-        result, options = stock(*args, **kwargs), get_args()
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        number = given["iteration"]
-        if options.rank == options.world_size - 1 and (number % options.log_interval == 0 or first is None):
-            losses = {name: float(value) for name, value in given["loss_dict"].items()}
-            step = Step(number, 0, time.time(), 0, losses, None, None, bool(given["skipped_iter"]))
-            first = first or step
-            console.say(line(step, options.train_iters, first))
-        return result
-
-    with stand_in(training, "training_log", log):
-        yield
 
 
 class Live(Listener):

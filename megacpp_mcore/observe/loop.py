@@ -2,7 +2,7 @@
 
 :class:`Loop` wraps the functions of ``megatron.training.training`` that the loop looks up by name, passes their arguments
 and results through, and restores them. Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0; a function that no
-longer exists is an error before training starts. :mod:`megacpp_mcore.observe.loop_bridge` does the same for Megatron-Bridge.
+longer exists is an error before training starts. For Megatron-Bridge, :mod:`megacpp_mcore.nemo_recipes.bridge_loop` does that.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.nemo_recipes import run
+from megacpp_mcore.nemo_recipes.bridge_loop import SEAMS, BridgeLoop
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.loop_bridge import SEAMS, BridgeLoop
 from tests.bridge.processes import TINY
 
 ASKED = (

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.observe.steps import Step, read_steps
+from tests.commands.test_report_page import check_self_contained
 from tests.leftovers import is_running
 from tests.observe.recorded import write_start
-from tests.observe.test_page import check_self_contained
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "demo.py"

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.observe import events, page, receipts
+from megacpp_mcore.commands import report_page
+from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log
 from megacpp_mcore.observe.receipts.assemble import assemble
@@ -69,7 +70,7 @@ def test_memory_does_not_grow_with_the_steps_of_all_ranks(tmp_path: Path) -> Non
         write_run(tmp_path / str(ranks), ranks, 200)
     assert receipts.read(tmp_path / "6")["step_time"]["rank"] == 5
     a_rank = peak_of(lambda: events.read(tmp_path / "2")) // 2
-    for read in (assemble, page.read, lambda run: events.read(run, lambda *_: None)):
+    for read in (assemble, report_page.read, lambda run: events.read(run, lambda *_: None)):
         few, many = (peak_of(partial(read, tmp_path / ranks)) for ranks in ("2", "6"))
         assert many < few + 0.4 * a_rank, (read, few, many, a_rank)  # all steps of four more ranks are four times that
 

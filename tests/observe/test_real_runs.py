@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.commands import cli
+from megacpp_mcore.commands import report_page as page
 from megacpp_mcore.model import Layout, flops
-from megacpp_mcore.observe import events, goodput, live, page, receipts
+from megacpp_mcore.observe import events, goodput, live, receipts
 from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import claims, facts, fields
 from megacpp_mcore.observe.receipts.fields import layers
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, tiny_run
+from tests.commands.test_report_page import check_self_contained
 from tests.observe.real_run import start
-from tests.observe.test_page import check_self_contained
 from tests.tiny_run import TOKENS, make_data, model
 
 pytestmark = pytest.mark.slow

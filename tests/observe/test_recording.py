@@ -20,7 +20,8 @@ from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
-from megacpp_mcore.observe import events, goodput, loop, loop_bridge, recording
+from megacpp_mcore.nemo_recipes import bridge_loop
+from megacpp_mcore.observe import events, goodput, loop, recording
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
@@ -155,7 +156,7 @@ def test_the_user_s_interrupt_is_no_failure_of_a_listener() -> None:
         loop.Notifier(Clock(), [interrupted]).notify_begin(1)
 
 
-@pytest.mark.parametrize("seams", [loop.STOCK, loop_bridge.SEAMS], ids=["stock", "bridge"])
+@pytest.mark.parametrize("seams", [loop.STOCK, bridge_loop.SEAMS], ids=["stock", "bridge"])
 @pytest.mark.parametrize(
     ("name", "around", "phase"),
     [
@@ -193,7 +194,7 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
     with loop.Loop().observing(clock, []):
         clock.become(Phase.IDLE)
         training.maybe_finalize_async_save(blocking=True, terminate=True)
-    (seam,) = (seam for seam in loop_bridge.SEAMS if seam.name == "maybe_finalize_async_save")
+    (seam,) = (seam for seam in bridge_loop.SEAMS if seam.name == "maybe_finalize_async_save")
     seam.handler(loop.Notifier(clock, []), finalize, global_state=None, ckpt_cfg=settings)
     assert found == [phase, phase]
     assert clock.phase is Phase.IDLE
@@ -206,7 +207,7 @@ STOPS = (
 )
 
 
-@pytest.mark.parametrize("where", [(loop.STOCK, "print_datetime"), (loop_bridge.SEAMS, "barrier_and_log")])
+@pytest.mark.parametrize("where", [(loop.STOCK, "print_datetime"), (bridge_loop.SEAMS, "barrier_and_log")])
 def test_an_end_before_the_last_step_is_noted_in_the_words_of_the_loop(
     tmp_path: Path, where: tuple[Sequence[loop.Seam], str]
 ) -> None:

@@ -90,8 +90,8 @@ def test_these_import_neither_torch_nor_megatron() -> None:
     """What an error, a report or a printed command needs: one after the other, in one Python."""
     modules = [
         "errors", "model", "model.pattern", "model.hybrid", "model.flops", "settings", "arguments.lowering", "backends",
-        "patches.machinery.registry", "policy", "observe.receipts", "observe.page", "observe.profile.table", "launch.launcher",
-        "commands.cli", "commands.doctor", "commands.recipe", "commands.report",
+        "patches.machinery.registry", "policy", "observe.receipts", "observe.profile.table", "launch.launcher",
+        "commands.report_page", "commands.cli", "commands.doctor", "commands.recipe", "commands.report",
     ]  # fmt: skip
     code = f"""
 import importlib, sys

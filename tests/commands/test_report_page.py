@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.commands import cli
-from megacpp_mcore.observe import goodput, page, receipts
+from megacpp_mcore.commands import report_page as page
+from megacpp_mcore.observe import goodput, receipts
 from tests import browser, tiny_run
 from tests.observe import real_run
 from tests.observe.recorded import append, at, file_of, stepped, with_loss, write_start

@@ -1,6 +1,6 @@
 """The page of ``report html``: one self-contained file about a run. No torch.
 
-``page.html`` is its Jinja2 template, which escapes everything read from files. Curves are SVG that the template draws.
+``report_page.html`` is its Jinja2 template, which escapes everything read from files. Curves are SVG that the template draws.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.gradients import main_grad_of, mark_replicated, replicated
 from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
 from megacpp_mcore.te import fp8_scopes
+from megacpp_mcore.util import te_imports
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -121,7 +122,9 @@ class UncutLinear:
         if not config.sequence_parallel:
             return cut(*sizes, config=config, **given)
         kept = {name: given.get(name) for name in ("init_method", "bias", "skip_bias_add", "name")}
-        return whole(*sizes, config=config, **kept, parallel_mode="duplicated", skip_weight_param_allocation=False)
+        linear = whole(*sizes, config=config, **kept, parallel_mode="duplicated", skip_weight_param_allocation=False)
+        linear.weight.partition_dim = -1  # Transformer Engine's is 0, along which Muon would join the ranks' copies
+        return linear
 
 
 @functools.cache
@@ -129,13 +132,14 @@ def scattering(linear: type) -> type:
     """Subclass of a row-parallel linear layer, of its name and arguments, that sends large outputs while it computes others.
 
     It does so under sequence parallelism, in a run without a feature for which the layer has other ways: FP8, userbuffers,
-    delayed gradients of weights, offloaded activations.
+    delayed gradients of weights, offloaded activations, and local layers that Transformer Engine's replace.
     """
 
     def __init__(self: Any, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         linear.__init__(self, *sizes, config=config, **options)  # type: ignore[misc]
         others = (config.fp8, config.fp4, config.quant_recipe, config.tp_comm_overlap, config.delay_wgrad_compute)
-        if config.sequence_parallel and not (any(others) or config.cpu_offloading or options["bias"]):
+        is_other = any(others) or config.cpu_offloading or te_imports.features().linear
+        if config.sequence_parallel and not (is_other or options["bias"]):
             self.__class__ = sending
 
     def forward(self: Any, x_SBK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -319,7 +323,8 @@ class Mixer(MegatronModule):
         parameter = torch.nn.Parameter(whole)
         if axis is None:
             mark_replicated(parameter, self.config)
-        set_tensor_model_parallel_attributes(parameter, axis is not None and self.tp_size > 1, axis or 0, 1)
+        is_cut = axis is not None and self.tp_size > 1
+        set_tensor_model_parallel_attributes(parameter, is_cut, -1 if axis is None else axis, 1)
         self.register_parameter(name, parameter)
 
     def output_projection(self, row_linear: type, width: int) -> torch.nn.Module:

@@ -153,7 +153,7 @@ class InProjection(MegatronModule):
                 values = values.chunk(self.tp_size)[self.tp_rank]
             weight_ND[slot.start : slot.start + slot.rows] = values
         parameter = torch.nn.Parameter(weight_ND.to(self.config.params_dtype))
-        set_tensor_model_parallel_attributes(parameter, is_cut, 0, 1)
+        set_tensor_model_parallel_attributes(parameter, is_cut, 0 if is_cut else -1, 1)
         return parameter
 
     def forward(self, hidden_SBD: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -34,8 +34,8 @@ UNSHARDED = "megacpp_unsharded_optimizer"
 REMAINDER = "optimizer.state.remainder"
 """Prefix, in the fully reshardable format, of what 16-bit weights leave of main parameters; Megatron's is that of ``param``."""
 RESAVE = (
-    "load it once as it was saved, and save it for every layout (--dist-ckpt-optim-fully-reshardable --ckpt-convert-format "
-    "torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
+    "load it once as it was saved, by the version that saved it, and save it for every layout "
+    "(--dist-ckpt-optim-fully-reshardable --ckpt-convert-format torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
 )
 """What to do with a checkpoint that is cut as its run was."""
 YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")

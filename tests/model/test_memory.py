@@ -78,6 +78,19 @@ def test_the_count_of_a_rank_is_what_stock_builds(
     assert memory.process_parameters(Run(model, layout)) == (dense + latents - latents // layout.tensor, experts)
 
 
+def test_muon_would_join_the_ranks_parts_of_what_is_cut_alone() -> None:
+    """It does so along ``partition_dim``, whatever else is said of a parameter (0.19.2, ``emerging_optimizers.py``)."""
+    layout = Layout(tensor=2, sequence_parallel=True)
+    with stock.one_rank(0, 2, layout):
+        (chunk,) = stock.build_on_meta(preset("nam56r_tiny"), layout, 2)
+    named = dict(chunk.named_parameters())
+    cut = {name for name, one in named.items() if getattr(one, "tensor_model_parallel", False)}
+    assert {name for name, one in named.items() if getattr(one, "partition_dim", -1) >= 0} == cut
+    uncut = [one for name, one in named.items() if "shared_experts" in name or "eh_proj" in name]
+    assert uncut
+    assert all(one.partition_dim == -1 for one in uncut)
+
+
 def states(
     model: Model, layout: Layout | None = None, processes: int = 1, precision: str = "bf16", **asked: bool | str
 ) -> memory.States:

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch.nn import Embedding, Linear, Module, ModuleDict, Sequential
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.model import preset
+from megacpp_mcore.layer_specs.parts import scattering
+from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.te import linear
 from megacpp_mcore.util import te_imports
 from tests import stock
+from tests.distributed.test_tensor_parallel_sums import config_of
 from tests.errors import raises
 
 
@@ -99,6 +102,20 @@ def test_the_local_layers_of_the_model(tmp_path: Path) -> None:
     for name, reason in why.items():
         if any(part in name for part in ("output_layer", "indexer", ".experts.")):
             assert reason, name
+
+
+def test_layers_that_send_rows_beside_products_go_too() -> None:
+    config = config_of(sequence_parallel=True)
+    given = {"bias": False, "input_is_parallel": True, "skip_bias_add": False, "init_method": torch.nn.init.zeros_}
+    why = []
+    with stock.one_rank(0, 2, Layout(tensor=2, sequence_parallel=True)):
+        for requested in (False, True):
+            te_imports.configure(te_imports.Features(linear=requested), "a file")
+            try:
+                why += linear.plan(Sequential(scattering(RowParallelLinear)(64, 32, config=config, **given)))
+            finally:
+                te_imports.configure(None)
+    assert [one.why for one in why] == ["RowParallelLinear has a forward pass of its own", ""]
 
 
 def test_the_key_is_for_local_layers(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ EXTRAS = {
     ],
     "data": ["pyarrow>=16"],  # Parquet and .zst for `data prepare`
     "huggingface": ["safetensors>=0.5"],  # `checkpoint export` and `import`
+    "report": ["matplotlib>=3.10"],  # curves on the page of `report html`, which has tables without it
     "demo": ["torch==2.11.0", f"megatron-core=={VERSIONS['MEGATRON_CORE_DEMO']}"],
     "dev": [
         "hypothesis",

@@ -1,19 +1,23 @@
 """The page of ``report html``: one self-contained file about a run. No torch.
 
-``report_page.html`` is its Jinja2 template, which escapes everything read from files. Curves are SVG that the template draws.
+``report_page.html`` is its Jinja2 template, which escapes everything read from files. matplotlib (the extra ``report``) draws
+curves as SVG in the page's own colours, light and dark, for a wide window and for a phone; without it there are none.
 """
 
 from __future__ import annotations
 
-import itertools
+import importlib.util
+import io
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from markupsafe import Markup
 
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.clock import OF_A_STEP
@@ -89,13 +93,17 @@ class Run:
         found, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
         numbers = found if len(found) == len(peaks) else range(len(peaks))
         self.peaks = sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
-        self.missing = "no step was recorded" if self.ranks else "only the receipt is here, not the folder of the run"
+        self.missing = "no step was recorded"
+        if not self.ranks:
+            self.missing = "only the receipt is here, not the folder of the run"
+        elif not can_draw():
+            self.missing = "matplotlib is not installed, the extra `report` of this package"
 
     def why(self, path: str) -> str:
         """Return why a field is not known."""
         return fields.why_unknown(path, self.values["unknown"]) or "it is not known"
 
-    def loss(self) -> dict[str, Any] | None:
+    def loss(self) -> Markup | None:
         """Draw the losses of the heads by step; steps lost to a restart are faint, and every restart is marked."""
         names = [name for name in self.losses if name == "lm loss" or name.startswith("mtp_")]
         curves: list[_Curve] = []
@@ -106,9 +114,9 @@ class Run:
                 lost = _finite((one.step, one.losses.get(name)) for one in start.steps if one.step > kept_to)
                 curves.append(_Curve("", f"c{number}", lost, faint=True))
         marks = [(step, f"resumed at {step:.0f}") for step in self.resumed]
-        return _chart("loss-plot", "loss", curves, marks=marks)
+        return _chart("loss-plot", "loss by step", curves, marks=marks)
 
-    def time(self) -> tuple[dict[str, Any] | None, list[str]]:
+    def time(self) -> tuple[Markup | None, list[str]]:
         """Tokens per second over the wall time, other classes of time as bands behind it; and the classes shown."""
         if not self.spent:
             return None, []
@@ -146,7 +154,7 @@ class Run:
         rows = [{**row, "is_off": fields.is_off(row)} for row in self.values["backends"] or ()]
         return sorted(rows, key=lambda row: not row["is_off"])
 
-    def by_step(self) -> list[dict[str, Any]]:
+    def by_step(self) -> list[tuple[str, Markup]]:
         """Draw a small plot of every other metric that is known by step."""
         metrics = metrics_of(self.ranks)
         series = {
@@ -160,13 +168,12 @@ class Run:
             series[title] = _finite(((one["step"], one.get(name)) for one in metrics), scale)
         if series["allocated memory, GB"] == series["reserved memory, GB"]:
             del series["reserved memory, GB"]
-        marks = [(step, "") for step in self.resumed]
-        return [
-            drawn
-            for number, (title, points) in enumerate(series.items())
-            if len(points) > 1
-            and (drawn := _chart(f"by-step-{number}", title, [_Curve("", "c1", points)], marks=marks))
-        ]
+        marks, found = [(step, "") for step in self.resumed], []
+        for number, (title, points) in enumerate(series.items()):
+            curves = [_Curve("", "c1", points)] if len(points) > 1 else []
+            if drawn := _chart(f"by-step-{number}", f"{title} by step", curves, marks=marks, small=True):
+                found.append((title, drawn))
+        return found
 
 
 def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
@@ -174,6 +181,10 @@ def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> l
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------
+
+_COLOURS = (*(f"c{number}" for number in range(1, 7)), *CLASSES, "ink", "dim", "line")
+_INKS = {name: f"#0bad{index:02x}" for index, name in enumerate(_COLOURS)}
+"""A unique placeholder for each of the page's colours; the SVG's placeholders are replaced by the page's own."""
 
 
 class _Curve(NamedTuple):
@@ -185,67 +196,92 @@ class _Curve(NamedTuple):
     faint: bool = False
 
 
-_Mark = tuple[float, str]
-_Band = tuple[float, float, str]
+def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
+    """Draw a plot for every width of the window; None without points or without matplotlib."""
+    curves = [one for one in curves if one.points]
+    if not curves or not can_draw():
+        return None
+    sizes = {"both": (250, 118)} if small else {"wide": (560, 262), "narrow": (340, 240)}
+    opening, drawn = Markup('<svg class="{}" role="img" aria-label="{}"'), Markup("")
+    for name, size in sizes.items():
+        drawn += opening.format(name, summary) + Markup(_svg(curves, size, small=small, **looks))
+    labels = [Markup('<li><i class="{}"></i>{}</li>').format(one.colour, one.label) for one in curves if one.label]
+    legend = Markup('<ul class="legend">{}</ul>').format(Markup("").join(labels)) if labels else Markup("")
+    return Markup('<div class="plot" data-part="{}">{}</div>{}').format(part, drawn, legend)
 
 
-def _chart(
-    part: str,
-    title: str,
-    curves: Iterable[_Curve],
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _svg(
+    curves: Sequence[_Curve],
+    size: tuple[int, int],
     *,
-    marks: Sequence[_Mark] = (),
-    bands: Sequence[_Band] = (),
+    small: bool,
+    marks: Sequence[tuple[float, str]] = (),
+    bands: Sequence[tuple[float, float, str]] = (),
     unit: str = "",
     end: float | None = None,
-) -> dict[str, Any] | None:
-    """Lay a plot out, in hundredths of its width from the left and of its height from the top; None without points.
+) -> str:
+    """Draw a plot of ``size`` (pixels), without the first letters of its tag.
 
     Args:
-        part, title: its name in the page, and for people.
-        curves: what is drawn; of many points only the lowest and the highest of each 400th of the width.
-        marks, bands: vertical lines, each with a label, and stretches of the x axis, each with its class of time.
+        marks: vertical lines at x, each with a label.
+        bands: stretches of the x axis, each with its class of time.
         unit: of the x axis; empty: steps, which are whole.
         end: where the x axis ends, the y axis then beginning at 0; None: both axes fit the points.
     """
-    curves = [one for one in curves if one.points]
-    if not curves:
-        return None
-    xs, ys = (sorted(point[axis] for one in curves for point in one.points) for axis in (0, 1))
-    left, width = (0.0, end) if end is not None else (xs[0], xs[-1] - xs[0])
-    is_log = end is None and ys[0] > 0 and ys[-1] > 20 * ys[len(ys) // 2]
-    scale: Callable[[float], float] = math.log10 if is_log else float
-    low, high = 0.0 if end is not None else scale(ys[0]), scale(ys[-1])
-    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    low, high = low - room * (end is None), high + room * (2 if marks else 1)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    def x(value: float) -> float:
-        return round(100 * (value - left) / (width or 1), 2)
-
-    def y(value: float) -> float:
-        return round(100 * (high - scale(value)) / (high - low), 2)
-
-    def laid_out(one: _Curve) -> _Curve:
-        found: list[tuple[float, float]] = []
-        for _, column in itertools.groupby(((x(at), y(value)) for at, value in one.points), lambda at: int(4 * at[0])):
-            ordered = sorted(column, key=lambda place: place[1])
-            found += sorted({ordered[0], ordered[-1]})
-        return one._replace(points=found)
-
-    rows = [10**tick if is_log else tick for tick in _ticks(low, high, 4, is_whole=is_log)]
-    areas = [(x(begin), max(x(stop) - x(begin), 0.2), kind) for begin, stop, kind in bands]
-    return {
-        "part": part, "title": title, "unit": f"wall time, {unit}" if unit else "step", "curves": list(map(laid_out, curves)),
-        "rows": [(y(tick), text.short(tick) if abs(tick) >= 1e4 else f"{tick:.6g}") for tick in rows],
-        "columns": [(x(tick), f"{tick:.6g}") for tick in _ticks(left, left + width, 5, is_whole=not unit)],
-        "marks": [(x(at), text) for at, text in marks], "bands": sorted(areas, key=lambda area: -area[1])[:300],
-    }  # fmt: skip
-
-
-def _ticks(low: float, high: float, count: int, *, is_whole: bool) -> list[float]:
-    """Return at most ``count`` + 1 round values from ``low`` to ``high``."""
-    rough = (high - low) / count or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough)
-    step = max(1.0, round(step)) if is_whole else step
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    rules: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "page", "font.size": 10.5}
+    rules |= {
+        "axes.unicode_minus": False,
+        "path.simplify_threshold": 1.0,
+    }  # a pixel: of many points only what can be seen
+    note: Any = {"textcoords": "offset points", "fontsize": 9.5}
+    steps, values = (sorted(point[axis] for one in curves for point in one.points) for axis in (0, 1))
+    low, high = (0.0, end) if end is not None else (steps[0], steps[-1])
+    with mpl.rc_context(rules):
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
+        axes = figure.add_subplot()
+        for begin, stop, kind in sorted(bands, key=lambda band: band[0] - band[1])[:300]:
+            axes.axvspan(begin, max(stop, begin + high / 500), color=_INKS[kind], alpha=0.42, linewidth=0)
+        for one in curves:
+            is_dot = len(one.points) == 1  # a line of zero length with round ends
+            style: dict[str, Any] = {"linestyle": (0, (3, 3)), "alpha": 0.45} if one.faint else {}
+            style |= {"linewidth": 5 if is_dot else 1.7, "solid_capstyle": "round"}
+            axes.plot(*zip(*one.points, *one.points[:is_dot], strict=True), color=_INKS[one.colour], **style)
+        if end is None and values[0] > 0 and values[-1] > 20 * values[len(values) // 2]:
+            axes.set_yscale("log")
+        elif end is not None:
+            axes.set_ylim(0, 1.12 * values[-1] or 1)
+        else:
+            room = 0.06 * (values[-1] - values[0]) or 0.05 * abs(values[0]) or 1.0
+            axes.set_ylim(values[0] - room, values[-1] + (2 if marks else 1) * room)
+        axes.set_xlim(low, high if high > low else low + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(3 if small else 6, integer=not unit))
+        axes.yaxis.set_major_formatter(lambda value, _: text.short(value) if abs(value) >= 1e4 else f"{value:.6g}")
+        for x, words in marks:
+            axes.axvline(x, color=_INKS["ink"], linewidth=1, linestyle=(0, (2, 3)))
+            at, side = (4, "left") if x < low + 0.6 * (high - low) else (-4, "right")
+            place: Any = (x, 1), (at, -2), ("data", "axes fraction")
+            axes.annotate(words, *place, ha=side, va="top", color=_INKS["ink"], **note)
+        axes.grid(axis="y", color=_INKS["line"], linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, colors=_INKS["dim"])
+        axes.tick_params(which="minor", length=0, labelleft=False)
+        axes.set_xlabel("" if small else f"wall time, {unit}" if unit else "step", color=_INKS["dim"])
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    # A part of the page: no addresses, the page's colours and font, and as wide as there is room.
+    gone = r"<metadata>.*?</metadata>|<defs>\s*<(?:style|clipPath).*?</defs>"
+    svg = re.sub(gone, "", (made := stream.getvalue())[made.index("<svg") + 4 :], flags=re.DOTALL)
+    svg = re.sub(r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"| font-family: [^;"]*;?', "", svg)
+    svg = re.sub(r'^[^>]*?(viewBox="[^"]*")[^>]*>', r" \1>", svg, count=1)
+    svg = re.sub("#0bad[0-9a-f]{2}", lambda ink: f"var(--{_COLOURS[int(ink[0][5:], 16)]})", svg)
+    return re.sub(r"\n\s*", "\n", svg)

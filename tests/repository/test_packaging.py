@@ -109,7 +109,7 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata["Version"] == megacpp_mcore.__version__
     assert metadata["Requires-Python"] == ">=3.12"
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = "te ssm tokenizers data huggingface flash4 liger quack nemo demo dev"
+    extras = "te ssm tokenizers data huggingface flash4 liger quack nemo demo dev report"
     assert set(metadata.get_all("Provides-Extra")) == set(extras.split())
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     hard = {one.name.lower(): one for one in requirements if one.marker is None}

@@ -100,9 +100,8 @@ class _Projections:
         """
         length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
         own_latents = query, key, rotary = self._latents(hidden_SBD)
-        if (
-            self.config.sequence_parallel
-        ):  # together, as each gather of something so narrow takes as long as that of all
+        if self.config.sequence_parallel:
+            # Together, as each gather of something so narrow takes as long as that of all.
             widths = [latents.shape[-1] for latents in own_latents]
             gathered = gather_from_sequence_parallel_region(torch.cat(own_latents, dim=-1), group=self.tp_group)
             query, key, rotary = gathered.split(widths, dim=-1)

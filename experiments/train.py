@@ -289,6 +289,8 @@ def _row(
         "disqualified": " ".join(one["name"] for one in receipt["disqualifiers"]),
         "probe": " ".join(filter(None, (probe.summary(folder), _memory(folder, receipt), _profiled(folder)))),
         **versions(*PACKAGES[2:]),
+        # A checkout's, if the run had one.
+        **{name: version for name, version in receipt["versions"].items() if name in PACKAGES},
     }
 
 

@@ -15,6 +15,7 @@ from typing import IO
 
 import pytest
 import yaml
+from megatron.core import package_info
 
 from experiments import lengths, megatrons, starts, train
 from experiments.curves import main as draw_curves
@@ -140,6 +141,8 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     words = [str(file), "--data", corpus, "--device", "cpu", "--per-gpu", "2", "--window", "2"]
     monkeypatch.chdir(ROOT)
+    here = dict.fromkeys((*train.PACKAGES, "commit"), "of this process")
+    monkeypatch.setattr(train, "versions", lambda *_: here)
     folder = tmp_path / "runs"
     heldout, points = (tmp_path / "heldout", tmp_path / "curves.csv")
     (tmp_path / "short.txt").write_bytes((tmp_path / "texts" / "0.txt").read_bytes()[:200])  # of which all is evaluated
@@ -154,6 +157,7 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     assert [float(row["apart"]) > 0 for row in rows] == [False, True]
     for row in rows:
+        assert (row["megatron-core"], row["commit"]) == (package_info.__version__, "of this process")
         assert 4 < float(row["losses"].split()[0].removeprefix("lm_loss:")) < float(row["first_loss"]) + 1
         probe = dict(word.split(":") for word in row["probe"].split())
         assert float(probe["layers_apart"]) > 1

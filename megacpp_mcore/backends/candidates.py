@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +24,7 @@ _REFERENCE = Support(capturable=False)
 """The references support everything. CUDA graphs have not been tried with them."""
 
 _GPU_TRITON = (CUDA, TRITON)
+TRITON_FP8 = "triton_fp8"
 _EIGHTS = Dim(multiple_of=8)
 
 _SDPA = Support(
@@ -150,132 +151,64 @@ test compares them with the table of docs/compile.md. Only those of sm_90 have b
 
 def own_candidates() -> tuple[Candidate, ...]:
     """Return the implementations of the model's ops in this package; none is imported before it is chosen."""
-    ops = "megacpp_mcore.ops"
+    ops, kernel, plain = "megacpp_mcore.ops", Speed.KERNEL, Speed.REFERENCE
     return (
-        _candidate(
-            "mla",
-            "flash4",
-            Speed.KERNEL,
-            _FLASH4,
-            f"{ops}.mla.flash4:attend",
-            ("flash4", CUDA),
-            probe=lambda: _load(f"{ops}.mla.flash4:probe")(),
-            auto=Support(dtypes=("bfloat16",)),  # that of its rows
-        ),
-        _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
-        _candidate(
-            "mla",
-            "te",
-            Speed.KERNEL,
-            _TE_ATTENTION,
-            "megacpp_mcore.te.dot_product:attend",
-            (CUDA, TRANSFORMER_ENGINE),
-            probe=lambda: _load(f"{ops}.mla.flash4:probe_engine")(),
-        ),
-        _candidate(
-            "routed_mlp",
-            "quack",
-            Speed.KERNEL,
-            _EXPERTS_QUACK,
-            f"{ops}.grouped_mlp.quack:routed_mlp",
-            ("quack", *_GPU_TRITON),
-            probe=lambda: _load(f"{ops}.grouped_mlp.quack:probe")(),
-            auto=_QUACK_IS_FASTER,
-        ),
+        _candidate("mla", "flash4", kernel, _FLASH4, f"{ops}.mla.flash4:attend", ("flash4", CUDA),
+                   probe=_probe(f"{ops}.mla.flash4:probe"), auto=Support(dtypes=("bfloat16",))),  # that of its rows
+        _candidate("mla", "sdpa", kernel, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
+        _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
+                   probe=_probe(f"{ops}.mla.flash4:probe_engine")),
+        _candidate("routed_mlp", "quack", kernel, _EXPERTS_QUACK, f"{ops}.grouped_mlp.quack:routed_mlp",
+                   ("quack", *_GPU_TRITON), probe=_probe(f"{ops}.grouped_mlp.quack:probe"), auto=_QUACK_IS_FASTER),
         *(
-            _candidate(
-                op, TRITON, Speed.KERNEL, dataclasses.replace(support, archs=_ARCHS[op]), f"{ops}.{path}", _GPU_TRITON
+            _candidate(op, name, kernel, dataclasses.replace(support, archs=_ARCHS[op]), f"{ops}.{path}", _GPU_TRITON,
+                       auto=name == TRITON)
+            for op, name, support, path in (
+                ("mamba3", TRITON, _MAMBA3_TRITON, "mamba3.triton:mamba3"),
+                ("m2rnn", TRITON, _M2RNN_TRITON, "m2rnn.triton:m2rnn"),
+                ("indexer", TRITON, _INDEXER_TRITON, "indexer.triton:select"),
+                ("indexer_grad", TRITON, _INDEXER_GRAD_TRITON, "indexer.triton:indexer_grad"),
+                ("sparse_mla", TRITON, _SPARSE_MLA_TRITON, "sparse_mla.triton:attend"),
+                ("grouped_mlp", TRITON, _EXPERTS_TRITON, "grouped_mlp.triton:grouped_mlp"),
+                ("routed_mlp", TRITON, _EXPERTS_TRITON, "grouped_mlp.triton:routed_mlp"),
+                ("router", TRITON, _ROUTER_TRITON, "router.triton:route"),
+                ("rms_norm", TRITON, _RMS_NORM_TRITON, "rms_norm.triton:rms_norm"),
+                ("mla_latents", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:latents"),
+                ("mla_projection", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:project"),
+                ("mla_keys", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:keys_and_values"),
+                ("indexer_inputs", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:indexer_inputs"),
+                # By name alone: they need memory, and layers take them where it is free (policy/gpu_memory.py).
+                ("mamba3", "triton_keep_scan", _MAMBA3_TRITON, "mamba3.triton:mamba3_keep_scan"),
+                ("mamba3", "triton_keep_all", _MAMBA3_TRITON, "mamba3.triton:mamba3_keep_all"),
             )
-            for op, support, path in (
-                ("mamba3", _MAMBA3_TRITON, "mamba3.triton:mamba3"),
-                ("m2rnn", _M2RNN_TRITON, "m2rnn.triton:m2rnn"),
-                ("indexer", _INDEXER_TRITON, "indexer.triton:select"),
-                ("indexer_grad", _INDEXER_GRAD_TRITON, "indexer.triton:indexer_grad"),
-                ("sparse_mla", _SPARSE_MLA_TRITON, "sparse_mla.triton:attend"),
-                ("grouped_mlp", _EXPERTS_TRITON, "grouped_mlp.triton:grouped_mlp"),
-                ("routed_mlp", _EXPERTS_TRITON, "grouped_mlp.triton:routed_mlp"),
-                ("router", _ROUTER_TRITON, "router.triton:route"),
-                ("rms_norm", _RMS_NORM_TRITON, "rms_norm.triton:rms_norm"),
-                ("mla_latents", _MLA_PROJECTION_TRITON, "mla_projection.triton:latents"),
-                ("mla_projection", _MLA_PROJECTION_TRITON, "mla_projection.triton:project"),
-                ("mla_keys", _MLA_PROJECTION_TRITON, "mla_projection.triton:keys_and_values"),
-                ("indexer_inputs", _MLA_PROJECTION_TRITON, "mla_projection.triton:indexer_inputs"),
-            )
-        ),
-        *(
-            _candidate(
-                "mamba3",
-                f"{TRITON}_{keep}",
-                Speed.KERNEL,
-                dataclasses.replace(_MAMBA3_TRITON, archs=_ARCHS["mamba3"]),
-                f"{ops}.mamba3.triton:mamba3_{keep}",
-                _GPU_TRITON,
-                auto=False,  # they need memory: layers take them where it is free (policy/gpu_memory.py)
-            )
-            for keep in ("keep_scan", "keep_all")
         ),
         # Listed before the references of the same speed class, so that ``auto`` skips those. Stock's norm is a class of the
         # layer's parts and keeps its own function: the one named here only documents it.
-        _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), f"{ops}.rms_norm.reference:rms_norm"),
-        _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
+        _candidate("rms_norm", STOCK, plain, Support(), f"{ops}.rms_norm.reference:rms_norm"),
+        _candidate("router", STOCK, plain, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
         _candidate("feed_forward", STOCK, Speed.COMPILED, Support(), "megatron.core.transformer.mlp:MLP"),
-        _candidate(
-            "feed_forward",
-            "triton_fp8",
-            Speed.KERNEL,
-            _FEED_FORWARD_FP8,
-            f"{ops}.feed_forward.triton:feed_forward",
-            _GPU_TRITON,
-            probe=hopper,
-            auto=False,
+        _candidate("mamba3_projection", "torch", Speed.COMPILED, Support(), f"{ops}.mamba3_projection.reference:project"),
+        *(
+            _candidate(op, name, kernel, support, f"{ops}.{path}", _GPU_TRITON, probe=hopper, auto=False)
+            for op, name, support, path in (
+                ("feed_forward", TRITON_FP8, _FEED_FORWARD_FP8, "feed_forward.triton:feed_forward"),
+                ("grouped_mlp", TRITON_FP8, _EXPERTS_FP8, "grouped_mlp.fp8:grouped_mlp"),
+                ("routed_mlp", TRITON_FP8, _EXPERTS_FP8, "grouped_mlp.fp8:routed_mlp"),
+                ("mamba3_projection", TRITON_FP8, _MAMBA3_PROJECTION_FP8, "mamba3_projection.triton:project"),
+                ("mamba3_projection", f"{TRITON_FP8}_gradient_bf16", _MAMBA3_PROJECTION_FP8,
+                 "mamba3_projection.triton:project_gradient_bf16"),
+            )
         ),
         *(
-            _candidate(
-                op,
-                "triton_fp8",
-                Speed.KERNEL,
-                _EXPERTS_FP8,
-                f"{ops}.grouped_mlp.fp8:{op}",
-                _GPU_TRITON,
-                probe=hopper,
-                auto=False,
-            )
-            for op in ("grouped_mlp", "routed_mlp")
-        ),
-        _candidate(
-            "mamba3_projection", "torch", Speed.COMPILED, Support(), f"{ops}.mamba3_projection.reference:project"
-        ),
-        *(
-            _candidate(
-                "mamba3_projection",
-                f"triton_fp8{gradient}",
-                Speed.KERNEL,
-                _MAMBA3_PROJECTION_FP8,
-                f"{ops}.mamba3_projection.triton:project{gradient}",
-                _GPU_TRITON,
-                probe=hopper,
-                auto=False,
-            )
-            for gradient in ("", "_gradient_bf16")
-        ),
-        *(
-            _candidate(
-                op,
-                "te",
-                Speed.KERNEL,
-                dataclasses.replace(_EXPERTS_TE, dims=dims),
-                f"{ops}.grouped_mlp.te:{op}",
-                (CUDA, TRANSFORMER_ENGINE),
-                probe=functools.partial(te_imports.feature, *features),
-                auto=False,
-            )
+            _candidate(op, "te", kernel, dataclasses.replace(_EXPERTS_TE, dims=dims), f"{ops}.grouped_mlp.te:{op}",
+                       (CUDA, TRANSFORMER_ENGINE), probe=functools.partial(te_imports.feature, *features), auto=False)
             for op, features, dims in (
                 ("grouped_mlp", ("experts",), {}),
                 ("routed_mlp", ("experts", "permute"), _UNDIVIDED),
             )
         ),
         *(
-            _candidate(op, "reference", Speed.REFERENCE, _REFERENCE, f"{ops}.{package}.reference:{function}")
+            _candidate(op, "reference", plain, _REFERENCE, f"{ops}.{package}.reference:{function}")
             for op, package, function in (
                 ("mla", "mla", "mla_attention"),
                 ("mla_latents", "mla_projection", "latents"),
@@ -294,49 +227,34 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("feed_forward", "feed_forward", "feed_forward"),
             )
         ),
-        _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
+        _candidate(EXPERTS, OWN_EXPERTS, kernel, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
         _candidate(EXPERTS, STOCK, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"),
-    )
+    )  # fmt: skip
 
 
 def grouped_fp8_candidates() -> tuple[Candidate, ...]:
     """Return the implementations of the grouped FP8 GEMM, which no layer of the model requests yet."""
-    path = "megacpp_mcore.ops.grouped_fp8"
-    kernel = _candidate(
-        "grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,)
-    )
-    truth = dataclasses.replace(_REFERENCE, dtypes=_E4M3)
+    path, truth = "megacpp_mcore.ops.grouped_fp8", dataclasses.replace(_REFERENCE, dtypes=_E4M3)
     return (
-        dataclasses.replace(kernel, probe=lambda: _load(f"{path}.deep_gemm:probe")()),
+        _candidate("grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,),
+                   probe=_probe(f"{path}.deep_gemm:probe")),
         _candidate("grouped_fp8", "reference", Speed.REFERENCE, truth, f"{path}.reference:grouped_product"),
-    )
+    )  # fmt: skip
 
 
 def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
     """Return the implementations of a reduced linear cross-entropy; the model needs the loss per token and has none."""
     op, path = "linear_cross_entropy", "megacpp_mcore.ops.linear_cross_entropy.reduced"
-    vendors = {
-        "liger": dataclasses.replace(_REFERENCE, devices=("cuda",), dtypes=("bfloat16", "float16", "float32")),
-        "quack": Support(
-            devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "vocab": Dim(multiple_of=128)}
-        ),
-    }
+    liger = dataclasses.replace(_REFERENCE, devices=("cuda",), dtypes=("bfloat16", "float16", "float32"))
+    quack = Support(devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "vocab": Dim(multiple_of=128)})
     return (
         _candidate(op, "chunked", Speed.KERNEL, Support(), f"{path}:chunked"),
         *(
-            dataclasses.replace(
-                _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (name, CUDA)),
-                probe=functools.partial(_tried, path, name),
-                auto=False,
-            )
-            for name, support in vendors.items()
+            _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (name, CUDA),
+                       probe=_probe(f"{path}:probe", name), auto=False)
+            for name, support in (("liger", liger), ("quack", quack))
         ),
-    )
-
-
-def _tried(path: str, name: str) -> ProbeResult:
-    found: ProbeResult = _load(f"{path}:probe")(name)
-    return found
+    )  # fmt: skip
 
 
 def layer_parts_candidates(
@@ -364,5 +282,9 @@ def _candidate(
 
 
 def _load(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = pkgutil.resolve_name(path)
+    return found
+
+
+def _probe(path: str, *given: str) -> Callable[[], ProbeResult]:
+    return lambda: _load(path)(*given)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu
 
-from megacpp_mcore.bench.cases.mamba3_projection import FP8, QUANTIZED, Scope, engine_in_fp8
+from megacpp_mcore.backends.candidates import TRITON_FP8
+from megacpp_mcore.bench.cases.mamba3_projection import QUANTIZED, Scope, engine_in_fp8
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
@@ -68,12 +69,12 @@ def _ours(options: Options) -> Iterator[Variant]:
 
     D, F = options.shape["hidden"], options.shape["ffn"]
     for kept in Variant.candidates("feed_forward", options, run, hidden=D, ffn=F):
-        if not kept.runs or kept.name != FP8:
+        if not kept.runs or kept.name != TRITON_FP8:
             yield kept
             continue
         kept = dataclasses.replace(kept, limit=QUANTIZED)
         yield kept.captured()
         yield kept.quantising()
-        kept = dataclasses.replace(kept, name=f"{FP8}, weights kept quantised")
+        kept = dataclasses.replace(kept, name=f"{TRITON_FP8}, weights kept quantised")
         yield kept
         yield kept.into_main_grad("w1", "w2")

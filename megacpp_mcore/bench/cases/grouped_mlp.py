@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megacpp_mcore.backends.candidates import TRITON_FP8
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
@@ -25,14 +26,13 @@ from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.util import te_imports
 
-FP8 = "triton_fp8"
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
 """For variants that round the hidden activation to the dtype of their inputs: all but the reference."""
 QUANTIZED = 0.3
 """For products in FP8: a probability's gradient can be small compared with the products it sums."""
 
-CAPTURED = ("triton", "quack", FP8)
+CAPTURED = ("triton", "quack", TRITON_FP8)
 """Backends that are also timed as CUDA graphs; FP8 quantises the weights in every replay."""
 
 SKEW = 0.3
@@ -117,11 +117,11 @@ def _norms(name: str, norm: torch.Tensor) -> torch.Tensor:
 
 def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
     E, D, width = options.sizes("experts", "hidden", "expert_width")
-    limits = {"triton": ROUNDED, FP8: QUANTIZED, "te": ROUNDED, "quack": ROUNDED}
+    limits = {"triton": ROUNDED, TRITON_FP8: QUANTIZED, "te": ROUNDED, "quack": ROUNDED}
     for found in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
         variant = dataclasses.replace(found, limit=limits.get(found.name))
-        if FP8 in variant.name and variant.runs:
-            yield dataclasses.replace(variant, name=f"{FP8}, weights kept quantised")
+        if TRITON_FP8 in variant.name and variant.runs:
+            yield dataclasses.replace(variant, name=f"{TRITON_FP8}, weights kept quantised")
             variant = variant.quantising()
         yield variant
         if variant.name in CAPTURED and variant.runs and options.device == "cuda":

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from megacpp_mcore.backends.candidates import TRITON_FP8
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
@@ -22,7 +23,6 @@ from megacpp_mcore.model.flops import product
 from megacpp_mcore.te.fp8_scopes import RECIPES
 from megacpp_mcore.util import te_imports
 
-FP8 = "triton_fp8"
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 QUANTIZED = 0.15
 """The worst row of products in FP8: two operands of E4M3 are off by 2.6 % each (rms), a gradient in E5M2 by 5 %."""
@@ -131,15 +131,15 @@ def _ours(options: Options, wide: int) -> Iterator[Variant]:
             yield found
             continue
         kept = _variant(
-            found.name, found.side, found.runs[FORWARD], wide, limit=QUANTIZED if FP8 in found.name else None
+            found.name, found.side, found.runs[FORWARD], wide, limit=QUANTIZED if TRITON_FP8 in found.name else None
         )
         if options.device == "cuda":
             yield kept.captured()
-        if FP8 in found.name:
+        if TRITON_FP8 in found.name:
             yield kept.quantising()
             kept = dataclasses.replace(kept, name=f"{found.name}, weights kept quantised")
         yield kept
-        if found.name == FP8:
+        if found.name == TRITON_FP8:
             from megacpp_mcore.ops.mamba3_projection import triton
 
             for direction, fast in (("forward", False), ("backward", True)):

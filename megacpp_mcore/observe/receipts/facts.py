@@ -22,6 +22,7 @@ import megacpp_mcore
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import built
+from megacpp_mcore.backends.candidates import TRITON_FP8
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.families import EXPERTS, FAMILIES, MAMBA
@@ -69,7 +70,6 @@ _ROUTING = (
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
-_BY_TRITON = "triton_fp8"
 _IN_FP8 = {
     "routed_mlp": "experts", "grouped_mlp": "experts", "mamba3_projection": "Mamba input projections",
     "feed_forward": "MTP feed-forward",
@@ -225,7 +225,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
     called = {(one.op, one.observed) for one in backends}
     # A backend by name runs wherever the op does: in other stages of a pipeline, too.
     called |= set(settings.backends.items()) if settings is not None else set()
-    for name in sorted({f"{_IN_FP8[op]} by {name}" for op, name in called if name.startswith(_BY_TRITON)}):
+    for name in sorted({f"{_IN_FP8[op]} by {name}" for op, name in called if name.startswith(TRITON_FP8)}):
         plan = in_fp8(name)
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
@@ -303,12 +303,12 @@ def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, ag
     dtype, kernels = facts.values["precision.model_dtype"], facts.values["precision.kernel_fp8"].split("; ")
     plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="experts" if "experts" in kernels else "none")
     inputs = _IN_FP8["mamba3_projection"]
-    of_mtp = {"dense_ffn": f"{_IN_FP8['feed_forward']} by {_BY_TRITON}" in kernels, "mtp_projection": "mtp" in fp8.on}
+    of_mtp = {"dense_ffn": f"{_IN_FP8['feed_forward']} by {TRITON_FP8}" in kernels, "mtp_projection": "mtp" in fp8.on}
     numbers = range(fp8.first + 1, model.depth - fp8.last + 1) if fp8.recipe is not None else ()
     in_fp8: dict[str, Any] = {
-        "experts": model.layer_numbers(EXPERTS.letter) if f"experts by {_BY_TRITON}" in kernels else (),
+        "experts": model.layer_numbers(EXPERTS.letter) if f"experts by {TRITON_FP8}" in kernels else (),
         "projected": model.layer_numbers(MAMBA.letter) if any(inputs in name for name in kernels) else (),
-        "gradient": f"{inputs} by {_BY_TRITON}" in kernels,
+        "gradient": f"{inputs} by {TRITON_FP8}" in kernels,
         "predicted": [name for name, is_fp8 in of_mtp.items() if is_fp8],
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),

@@ -64,7 +64,7 @@ def _record(
     op: str, layer: int | None, requested: str, have: str, is_kernel: bool, reason: str, *, slower: bool = False
 ) -> dict[str, Any]:
     speed = Speed.KERNEL if is_kernel else Speed.COMPILED
-    return Resolution(op, layer, requested, have, speed, slower, reason, fn=print).as_record()
+    return Resolution(op, layer, requested, have, speed, slower, reason).as_record()
 
 
 def _answers(module: Any) -> list[Resolution]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Resolution:
         speed: its class.
         slower_than_best: whether a candidate of a faster class, made for this device, was passed over.
         reason: why this one, with what was passed over.
-        fn: the callable.
+        fn: the callable; None in a record of what somebody else chose.
     """
 
     op: str
@@ -58,19 +58,13 @@ class Resolution:
     speed: Speed
     slower_than_best: bool
     reason: str
-    fn: Callable[..., Any]
+    fn: Any = None
 
     def as_record(self) -> dict[str, Any]:
         """JSON-ready, as in receipts."""
-        return {
-            "op": self.op,
-            "layer": self.layer,
-            "requested": self.requested,
-            "observed": self.observed,
-            "speed": self.speed.name.lower(),
-            "slower_than_best": self.slower_than_best,
-            "reason": self.reason,
-        }
+        record = vars(self) | {"speed": self.speed.name.lower()}
+        del record["fn"]
+        return record
 
 
 class Dispatcher:
@@ -228,19 +222,15 @@ class Dispatcher:
         return self._by_name(op, requested, layer, needs)
 
     def _by_name(self, op: str, name: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
-        candidate = self._candidates[op][name]
+        candidate, where = self._candidates[op][name], "" if layer is None else f" in layer {layer}"
         present = self._probe(candidate)
-        lacking = candidate.support.lacking(needs) if present.ok else present.reason
-        if not lacking:
-            try:
-                fn = candidate.load()
-                return Resolution(op, layer, name, name, candidate.speed, False, "requested by name", fn)
-            except Exception as error:
-                lacking = f"loading it failed: {error!r}"
-                cause: Exception | None = error
-        else:
-            cause = None
-        raise self._cannot_run(op, name, "" if layer is None else f" in layer {layer}", lacking) from cause
+        if lacking := candidate.support.lacking(needs) if present.ok else present.reason:
+            raise self._cannot_run(op, name, where, lacking)
+        try:
+            fn = candidate.load()
+        except Exception as error:
+            raise self._cannot_run(op, name, where, f"loading it failed: {error!r}") from error
+        return Resolution(op, layer, name, name, candidate.speed, False, "requested by name", fn)
 
     def _cannot_run(self, op: str, name: str, where: str, lacking: str) -> BackendError:
         others = [AUTO, *(other for other in self._candidates[op] if other != name)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megacpp_mcore.backends.candidate import Speed
-from megacpp_mcore.backends.dispatcher import AUTO
+from megacpp_mcore.backends.dispatcher import AUTO, Resolution
 
 _notes: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -27,15 +27,8 @@ def note(
     """Record that ``observed`` ran ``op``; fields as in :class:`megacpp_mcore.backends.dispatcher.Resolution`."""
     key = (op, layer, requested, observed, reason)
     if key not in _notes:
-        _notes[key] = {
-            "op": op,
-            "layer": layer,
-            "requested": requested,
-            "observed": observed,
-            "speed": speed.name.lower(),
-            "slower_than_best": slower_than_best,
-            "reason": reason,
-        }
+        made = Resolution(op, layer, requested, observed, speed, slower_than_best, reason)
+        _notes[key] = made.as_record()
 
 
 def notes() -> list[dict[str, Any]]:

@@ -4,8 +4,7 @@ Importing this module imports neither torch nor Transformer Engine. Of the packa
 ``mla-core-attention`` and benchmarks name Transformer Engine's; Megatron's own wrappers (``megatron.core.extensions``) import
 it on their own.
 
-Checked against Transformer Engine 2.17 to 2.20, which renamed none of the entry points below; an entry that is renamed gets its
-older path as an alternative.
+Checked against Transformer Engine 2.17 to 2.20, which renamed none of the entry points below.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megacpp_mcore.errors import BackendError
@@ -35,33 +33,20 @@ ALIGNMENT = 16
 _PYTORCH, _RECIPE = "transformer_engine.pytorch", "transformer_engine.common.recipe"
 _MEGATRON = "megatron.core.extensions.transformer_engine"
 
-ENTRIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "Linear": (f"{_PYTORCH}:Linear",),
-        "LayerNormLinear": (f"{_PYTORCH}:LayerNormLinear",),
-        "LayerNormMLP": (f"{_PYTORCH}:LayerNormMLP",),
-        "GroupedLinear": (f"{_PYTORCH}:GroupedLinear",),
-        "DotProductAttention": (f"{_PYTORCH}:DotProductAttention",),
-        "moe_permute_with_probs": (f"{_PYTORCH}:moe_permute_with_probs",),
-        "moe_permute_and_pad_with_probs": (f"{_PYTORCH}:moe_permute_and_pad_with_probs",),
-        "moe_unpermute": (f"{_PYTORCH}:moe_unpermute",),
-        "FP8GlobalStateManager": (f"{_PYTORCH}.quantization:FP8GlobalStateManager",),
-        "autocast": (f"{_PYTORCH}:autocast",),
-        "is_fp8_available": (f"{_PYTORCH}:is_fp8_available",),
-        "is_fp8_block_scaling_available": (f"{_PYTORCH}:is_fp8_block_scaling_available",),
-        "is_mxfp8_available": (f"{_PYTORCH}:is_mxfp8_available",),
-        "TransformerEngineBaseModule": (f"{_PYTORCH}.module.base:TransformerEngineBaseModule",),
-        "QuantizedTensorStorage": (f"{_PYTORCH}:QuantizedTensorStorage",),
-        "TELayerNormColumnParallelLinear": (f"{_MEGATRON}:TELayerNormColumnParallelLinear",),
-        "DelayedScaling": (f"{_RECIPE}:DelayedScaling",),
-        "Float8CurrentScaling": (f"{_RECIPE}:Float8CurrentScaling",),
-        "Float8BlockScaling": (f"{_RECIPE}:Float8BlockScaling",),
-        "MXFP8BlockScaling": (f"{_RECIPE}:MXFP8BlockScaling",),
-        "TEColumnParallelLinear": (f"{_MEGATRON}:TEColumnParallelLinear",),
-        "TERowParallelLinear": (f"{_MEGATRON}:TERowParallelLinear",),
-    }
-)
-"""Every entry point by our name for it: ``module:attribute``, the first that exists. Megatron's are its wrappers."""
+ENTRIES: Mapping[str, str] = {
+    name: module
+    for module, names in {
+        _PYTORCH: "Linear LayerNormLinear LayerNormMLP GroupedLinear DotProductAttention moe_permute_with_probs "
+        "moe_permute_and_pad_with_probs moe_unpermute autocast is_fp8_available is_fp8_block_scaling_available "
+        "is_mxfp8_available QuantizedTensorStorage",
+        f"{_PYTORCH}.quantization": "FP8GlobalStateManager",
+        f"{_PYTORCH}.module.base": "TransformerEngineBaseModule",
+        _RECIPE: "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling",
+        _MEGATRON: "TELayerNormColumnParallelLinear TEColumnParallelLinear TERowParallelLinear",
+    }.items()
+    for name in names.split()
+}
+"""Every entry point, with its module; Megatron's are its wrappers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +145,10 @@ def entry(name: str) -> Any:
 
 @functools.cache
 def _entry(name: str) -> Any:
-    for path in ENTRIES[name]:
-        module, _, attribute = path.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError):
-            continue
-    raise BackendError(f"Transformer Engine {version()} has no {name} at {' or '.join(ENTRIES[name])}; 2.17 to 2.20 do")
+    try:
+        return getattr(importlib.import_module(ENTRIES[name]), name)
+    except (ImportError, AttributeError) as error:
+        raise BackendError(f"Transformer Engine {version()} has no {ENTRIES[name]}:{name}; 2.17 to 2.20 do") from error
 
 
 def version() -> str | None:

@@ -26,19 +26,13 @@ COLUMNS = (
     "parity", "worst_row", "against", "speed_up", "less_memory", "note", "repeats", "device", *PACKAGES, "cudnn", "commit",
 )  # fmt: skip
 
-GREEN, IS_REFERENCE = "green", "is the reference"
-"""Verdicts that are not failures; the second is for a program that also made the truth, so that agreement proves nothing."""
+GREEN = "green"
+"""The verdict under which figures may be claimed."""
 
-IS_STOCK = "stock"
-"""The verdict of stock where it is the truth that the others are compared with."""
+IS_REFERENCE, A_BOUND = "is the reference", "no parity: a bound"
+"""Verdicts of a program that also made the truth, so that agreement proves nothing, and of a part of the work, unchecked."""
 
-A_BOUND, NO_STOCK = "no parity: a bound", "no stock to compare with"
-"""Verdicts of what is timed without a check: a part of the work, and ours where stock ran out of memory."""
-
-RIGHT = (GREEN, IS_STOCK)
-"""Verdicts under which figures may be claimed."""
-
-TIMED = (*RIGHT, IS_REFERENCE, A_BOUND, NO_STOCK)
+TIMED = (GREEN, IS_REFERENCE, A_BOUND)
 """All verdicts that a row with a time may have."""
 
 CONDITIONS = ("shape", "dtype", "device", *PACKAGES, "cudnn")

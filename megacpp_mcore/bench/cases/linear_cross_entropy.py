@@ -13,10 +13,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
-from megacpp_mcore.bench import problem as parts
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, PRECISIONS, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import BOTH, PRECISIONS, Call, Draw, Floor, Inputs, Problem, Tensors, Variant, obstacle
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
 from megacpp_mcore.ops.main_grad import MainGrad
@@ -42,8 +41,8 @@ def problem(options: Options) -> Problem:
     variants = [
         *_stock(hidden, vocab),
         *_reduced(options, inputs),
-        _variant("reference", OURS, _called(reference.linear_cross_entropy)),
-        _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
+        Variant.of("reference", OURS, _called(reference.linear_cross_entropy)),
+        Variant.of("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
         _into("chunked, main_grad", weight_VH, are_weights_known=False),
         _into("known weights, main_grad", weight_VH),
         Variant(name="three dense products", side=BOUND, runs={BOTH: partial(_products, logit_NV)}),
@@ -53,14 +52,10 @@ def problem(options: Options) -> Problem:
     return Problem(
         inputs=inputs,
         variants=variants,
+        # No forward pass by itself: some variants compute gradients in it.
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
         check=AgainstTruth(in_double(_called(_dense), inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
-
-
-def _variant(name: str, side: str, losses: Call) -> Variant:
-    """Make a loss without a separate forward pass: some variants compute gradients in it."""
-    return Variant(name=name, side=side, runs={BOTH: partial(parts.with_gradients, losses)})
 
 
 def _called(fn: Callable[..., torch.Tensor]) -> Call:
@@ -91,8 +86,8 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
         logits, _ = head(inputs.leaves["hidden"][:, None], weight=inputs.leaves["weight"])
         return loss_of(logits, inputs.fixed["label"][:, None], tp_group=group)[:, 0]
 
-    yield _variant(STOCK, PEER, partial(losses, vocab_parallel_cross_entropy))
-    yield _variant("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
+    yield Variant.of(STOCK, PEER, partial(losses, vocab_parallel_cross_entropy))
+    yield Variant.of("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
 
 
 def _into(name: str, weight_VH: torch.Tensor, *, are_weights_known: bool = True) -> Variant:
@@ -135,7 +130,7 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
     limit = max(LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
     for candidate in linear_cross_entropy_candidates():
         name, side = f"{candidate.name}, mean", OURS if candidate.name == "chunked" else PEER
-        if reason := parts.obstacle(candidate, options, **sizes):
+        if reason := obstacle(candidate, options, **sizes):
             yield Variant.missing(name, reason, side)
         else:
             yield Variant(name=name, side=side, runs={BOTH: partial(mean, candidate.load())}, truth=truth, limit=limit)

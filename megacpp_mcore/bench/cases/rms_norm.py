@@ -70,13 +70,12 @@ def _engine(inputs: Inputs) -> list[Variant]:
         module = kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             module.weight.copy_(weight)
+
+        def call(inputs: Inputs, module: Any = module) -> tuple[torch.Tensor, torch.Tensor]:
+            found = module(x := inputs.leaves["x"])
+            normed, residual = found if isinstance(found, tuple) else (found, x)
+            return normed, residual.view_as(residual)
+
         leaves = partial(lambda module, inputs: [inputs.leaves["x"], module.weight], module)
-        made.append(Variant.of(name, PEER, partial(_module, module), leaves))
+        made.append(Variant.of(name, PEER, call, leaves))
     return made
-
-
-def _module(module: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    x = inputs.leaves["x"]
-    found = module(x)
-    normed, residual = found if isinstance(found, tuple) else (found, x)
-    return normed, residual.view_as(residual)

@@ -325,4 +325,4 @@ def test_the_peaks_of_the_flops_page_are_those_that_are_used() -> None:
     ]
     assert [name for name, *_ in rows] == list(peaks.DEVICES)
     for name, *rates in rows:
-        assert dict(zip(peaks.PRECISIONS, map(float, rates), strict=True)) == dict(peaks.DEVICES[name].tflops)
+        assert dict(zip(peaks.PRECISIONS, map(float, rates), strict=True)) == dict(peaks.DEVICES[name][1])

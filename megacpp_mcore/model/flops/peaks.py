@@ -7,27 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from megacpp_mcore.errors import ModelError
 
 PRECISIONS = ("fp8", "bf16", "tf32", "fp32")
 """Precisions of matrix products, fastest first. ``fp32`` is without tensor cores, ``tf32`` is fp32 operands on them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """A device as its datasheet describes it.
-
-    Attributes:
-        name: common name.
-        source: where the rates are from.
-        tflops: dense TFLOP/s by precision, without structured sparsity.
-    """
-
-    name: str
-    source: str
-    tflops: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +31,16 @@ class Peak:
 
 # Both datasheets give tensor-core rates "with sparsity" (fp8 3,958, bf16 1,979, tf32 989 TFLOP/s); dense is half of that.
 # H100: NVIDIA H100 Tensor Core GPU datasheet, column H100 SXM. H200: NVIDIA H200 Tensor Core GPU datasheet, column H200 SXM.
-_HOPPER_SXM = MappingProxyType({"fp8": 1979.0, "bf16": 989.5, "tf32": 494.5, "fp32": 67.0})
+_HOPPER_SXM = {"fp8": 1979.0, "bf16": 989.5, "tf32": 494.5, "fp32": 67.0}
 
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        "NVIDIA H100 80GB HBM3": Device(
-            name="H100 SXM", source="NVIDIA H100 Tensor Core GPU datasheet", tflops=_HOPPER_SXM
-        ),
-        "NVIDIA H200": Device(name="H200 SXM", source="NVIDIA H200 Tensor Core GPU datasheet", tflops=_HOPPER_SXM),
-    }
-)
-"""Devices by their full ``torch.cuda.get_device_name``: PCIe and NVL boards, and MIG slices, are different devices."""
+DEVICES: Mapping[str, tuple[str, Mapping[str, float]]] = {
+    "NVIDIA H100 80GB HBM3": ("H100 SXM", _HOPPER_SXM),
+    "NVIDIA H200": ("H200 SXM", _HOPPER_SXM),
+}
+"""Common name and dense TFLOP/s by precision, by the full ``torch.cuda.get_device_name``.
+
+PCIe and NVL boards, and MIG slices, are different devices.
+"""
 
 
 def peak(device: str, precision: str) -> Peak:
@@ -71,5 +54,5 @@ def peak(device: str, precision: str) -> Peak:
     if device not in DEVICES:
         known = ", ".join(map(repr, DEVICES))
         return Peak(name=f"{device}, {precision}", reason=f"no datasheet peak is known of {device!r}; known: {known}")
-    found = DEVICES[device]
-    return Peak(name=f"{found.name}, {precision} dense", flops_per_s=found.tflops[precision] * 1e12)
+    name, tflops = DEVICES[device]
+    return Peak(name=f"{name}, {precision} dense", flops_per_s=tflops[precision] * 1e12)

@@ -132,17 +132,10 @@ class Checkpoints:
     load_newest_whole: bool = False
 
 
-_GROUPS: Mapping[str, type] = MappingProxyType(
-    {
-        "speed_defaults": SpeedDefaults,
-        "experimental_taxes": ExperimentalTaxes,
-        "observability": Observability,
-        "transformer_engine": Features,
-        "vendors": Vendors,
-        "checkpoints": Checkpoints,
-        "fp8": FP8,
-    }
-)
+_GROUPS: Mapping[str, type] = {
+    "speed_defaults": SpeedDefaults, "experimental_taxes": ExperimentalTaxes, "observability": Observability,
+    "transformer_engine": Features, "vendors": Vendors, "checkpoints": Checkpoints, "fp8": FP8,
+}  # fmt: skip
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "cache_root": (lambda path: path is None or os.path.isabs(path), "the full path of a folder, or null"),
     "heartbeat_s": (lambda seconds: bool(seconds <= LONGEST_BEAT_S), f"at most {LONGEST_BEAT_S:g} seconds"),

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 from megatron.bridge.training.config import (
@@ -44,23 +43,14 @@ from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.nemo_recipes.read_bridge import DTYPES
 from megacpp_mcore.util.nearest import nearest
 
-_OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "dataset": ("tokenizer",),
-        "model": (
-            "timers",
-            "finalize_model_grads_func",
-            "grad_scale_func",
-            "moe_grad_scale_func",
-            "mtp_grad_scale_func",
-            "no_sync_func",
-            "grad_sync_func",
-            "param_sync_func",
-            "experimental_attention_variant_loss_scale_func",
-        ),
-        "optimizer": ("timers",),
-    }
-)
+_OF_THE_PROCESS = {
+    "dataset": ("tokenizer",),
+    "model": (
+        "timers", "finalize_model_grads_func", "grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func", "no_sync_func",
+        "grad_sync_func", "param_sync_func", "experimental_attention_variant_loss_scale_func",
+    ),
+    "optimizer": ("timers",),
+}  # fmt: skip
 """Section to the fields in which a run stores objects of its process; saved as None, as they are in a recipe."""
 
 

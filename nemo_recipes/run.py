@@ -13,7 +13,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from megacpp_mcore import policy
@@ -44,26 +43,22 @@ PATCHES = ("dataset-helpers", "sample-indices")
 _COUNTS = ("train.train_iters", "train.micro_batch_size", "train.global_batch_size")
 """Counts that a recipe must set: the schedule is derived from them."""
 
-_LAYOUT: Mapping[str, str] = MappingProxyType(
-    {
-        "model.tensor_model_parallel_size": "tensor",
-        "model.pipeline_model_parallel_size": "pipeline",
-        "model.virtual_pipeline_model_parallel_size": "virtual",
-        "model.expert_model_parallel_size": "expert",
-        "model.sequence_parallel": "sequence_parallel",
-    }
-)
+_LAYOUT = {
+    "model.tensor_model_parallel_size": "tensor",
+    "model.pipeline_model_parallel_size": "pipeline",
+    "model.virtual_pipeline_model_parallel_size": "virtual",
+    "model.expert_model_parallel_size": "expert",
+    "model.sequence_parallel": "sequence_parallel",
+}
 """Override key to the layout field that it changes."""
 
 _STAGES = ("model.pipeline_model_parallel_layout=", "model.hybrid_layer_pattern=")
 
-_PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "recompute": ("model.recompute_",),
-        "CUDA graphs": ("model.cuda_graph_",),
-        "precision": ("mixed_precision", "model.bf16", "model.fp16", "model.fp8", "model.te_precision"),
-    }
-)
+_PLANNED = {
+    "recompute": ("model.recompute_",),
+    "CUDA graphs": ("model.cuda_graph_",),
+    "precision": ("mixed_precision", "model.bf16", "model.fp16", "model.fp8", "model.te_precision"),
+}
 """Launch-policy value to the key prefixes of overrides that mark it as set by the user."""
 
 

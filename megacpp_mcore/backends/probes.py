@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from megacpp_mcore.backends import vendor_switches
 from megacpp_mcore.util import te_imports
@@ -116,11 +114,5 @@ def hopper() -> ProbeResult:
     )
 
 
-REQUIREMENTS: Mapping[str, Callable[[], ProbeResult]] = MappingProxyType(
-    {
-        TRANSFORMER_ENGINE: te_imports.available,
-        TRITON: _triton,
-        CUDA: _cuda,
-    }
-)
+REQUIREMENTS = {TRANSFORMER_ENGINE: te_imports.available, TRITON: _triton, CUDA: _cuda}
 """The requirements that a candidate may have, by name."""

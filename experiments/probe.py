@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from megacpp_mcore.commands import cli
+from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.observe.loop import Loop
 
 FILE = "layers.json"
 SETTLED, BALANCED = 50, 100
@@ -15,69 +19,57 @@ SETTLED, BALANCED = 50, 100
 
 
 def train(folder: Path, words: list[str]) -> int:
-    """Run our command line with a probe around Megatron's ``train_step``; results go into ``folder``."""
-    from megacpp_mcore.commands import cli
+    """Run our command line with a probe among the listeners of its recording; results go into ``folder``."""
+    observing, probe = Loop.observing, Probe()
 
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    status = int(cli.main(words) or 0)
-    (folder / FILE).write_text(json.dumps(finder.steps))
-    return status
+    def with_probe(loop: Loop, clock: Any, listeners: Sequence[Listener]) -> Any:
+        return observing(loop, clock, [*listeners, probe])
+
+    with mock.patch.object(Loop, "observing", with_probe):
+        status = cli.main(words)
+    (folder / FILE).write_text(json.dumps(probe.steps))
+    return status or int(probe.error is not None)
 
 
-class _Finder:
-    """Wraps ``train_step`` when its module is imported."""
-
-    module = "megatron.training.training"
+class Probe(Listener):
+    """Measures the gradients that a step has left in the model, and counts what its routers chose."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        self.chosen: dict[int, list[Any]] = defaultdict(list)
+        self.error: BaseException | None = None
+        self._layers: Sequence[Any] = ()
+        self._chosen: dict[int, list[Any]] = {}
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Let the other finders find the module, and wrap its function once the module has been executed."""
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            module.train_step = self.around(module.train_step)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-    def around(self, train_step: Any) -> Any:
-        """``train_step``, followed by measuring the gradients that it left in the model."""
-        import torch
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Hook the routers, whose second output says which token goes to which expert."""
         from megatron.core.utils import unwrap_model
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            layers = unwrap_model(args[2])[0].decoder.layers
-            if not self.steps:
-                self._watch(layers)
-            for counts in self.chosen.values():
-                counts.clear()
-            result = train_step(*args, **kwargs)
-            gradients, chosen = {}, {number: torch.stack(counts).sum(0) for number, counts in self.chosen.items()}
-            for layer in layers:  # all scaled by the same clipping
-                norms = [one.main_grad.float().norm() for one in layer.parameters()]
-                gradients[layer.layer_number] = float(torch.stack(norms).norm())
-            step = {"grad_norm": float(result[5]), "gradients": gradients}
-            self.steps.append(step | {"chosen": {number: counts.tolist() for number, counts in chosen.items()}})
-            return result
-
-        return measured
-
-    def _watch(self, layers: Any) -> None:
-        """Hook the routers, whose second output says which token goes to which expert."""
-        for layer in layers:
+        self._layers = unwrap_model(chunks[0]).decoder.layers
+        for layer in self._layers:
             router = getattr(getattr(layer, "mlp", None), "router", None)
             if router is not None:
-                chosen = self.chosen[layer.layer_number]
+                chosen = self._chosen[layer.layer_number] = []
                 router.register_forward_hook(lambda _, __, output, chosen=chosen: chosen.append(output[1].sum(0)))
+
+    def on_step_begin(self, number: int) -> None:
+        """Forget the step before, and what was evaluated since."""
+        for counts in self._chosen.values():
+            counts.clear()
+
+    def on_step(self, step: Step) -> None:
+        """Note the norm of each layer's gradients, all scaled by the same clipping."""
+        import torch
+
+        gradients, chosen = {}, {number: torch.stack(counts).sum(0) for number, counts in self._chosen.items()}
+        for layer in self._layers:
+            norms = [one.main_grad.float().norm() for one in layer.parameters()]
+            gradients[layer.layer_number] = float(torch.stack(norms).norm())
+        found = {"grad_norm": step.grad_norm, "gradients": gradients}
+        self.steps.append(found | {"chosen": {number: counts.tolist() for number, counts in chosen.items()}})
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Note an error, of the run or the probe."""
+        self.error = error
 
 
 def summary(folder: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import traceback
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 from megacpp_mcore.bench import catalog, csv_table
 from megacpp_mcore.bench.catalog import FULL, KINDS, SIZES, Benchmark, Options
 from megacpp_mcore.errors import BenchmarkError, MegacppError
-
-FAILED = 1
+from megacpp_mcore.util import flags
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,11 +31,10 @@ def add_parser(subparsers: Any) -> None:
     runner.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on cuda, float32 on cpu")
     runner.add_argument("--output", type=Path, metavar="FILE", help="add the rows to this CSV file")
     runner.add_argument("--against", type=Path, metavar="FILE", help="fail where a row is slower than in this CSV file")
-    runner.add_argument(
-        "--tolerance", type=float, default=0.1, help="the slowdown that is not a regression (default: 0.1)"
-    )
+    slowdown = "the slowdown that is not a regression (default: 0.1)"
+    runner.add_argument("--tolerance", type=flags.not_negative, default=0.1, help=slowdown)
     runner.add_argument("--without", nargs="+", default=[], metavar="PEER", help="skip peers whose names contain this")
-    runner.add_argument("--seconds", type=float, default=1.0, help="for one figure (default: 1)")
+    runner.add_argument("--seconds", type=flags.not_negative, default=1.0, help="for one figure (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,46 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(listed(args.size))
         return 0
     chosen = catalog.select(args.names, all_of_them=args.all)
-    return _run(chosen, args, _options(chosen, args))
-
-
-def listed(size: str) -> str:
-    """Every benchmark: name, kind, what it covers, and sizes."""
-    rows = [
-        (one.name, one.kind, one.title, csv_table.shape_text(one.shapes[size])) for one in catalog.BENCHMARKS.values()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
-
-
-def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Options]:
-    """Make the options of each benchmark, all checked before the first one runs."""
-    if len(chosen) > 1 and args.set:
-        raise BenchmarkError(f"--set is for one benchmark; {len(chosen)} are named")
-    for name in ("tolerance", "seconds"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise BenchmarkError(f"--{name} is {getattr(args, name)}; expected a finite number, 0 or more")
-    changes = dict(_change(word) for word in args.set)
-    return {
-        one.name: Options(
-            device=args.device,
-            dtype=args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
-            shape=one.shape(args.size, changes),
-            seconds=args.seconds,
-            without=tuple(args.without),
-        )
-        for one in chosen
-    }
-
-
-def _change(word: str) -> tuple[str, int]:
-    name, _, value = word.partition("=")
-    if not value.isdecimal():
-        raise BenchmarkError(f"--set takes KEY=N with a whole number, found {word!r}")
-    return name, int(value)
-
-
-def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, Options]) -> int:
+    options = _options(chosen, args)
     import torch
 
     from megacpp_mcore.bench import measure
@@ -124,4 +82,37 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
         head = f"against {args.against}, {compared.compared} rows of {timed} that have a time:"
         say("\n".join(["", head, *compared.lines, *compared.slower]))
         failures += compared.slower
-    return FAILED if failures else 0
+    return int(bool(failures))
+
+
+def listed(size: str) -> str:
+    """Every benchmark: name, kind, what it covers, and sizes."""
+    rows = [
+        (one.name, one.kind, one.title, csv_table.shape_text(one.shapes[size])) for one in catalog.BENCHMARKS.values()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
+
+
+def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Options]:
+    """Make the options of each benchmark, all checked before the first one runs."""
+    if len(chosen) > 1 and args.set:
+        raise BenchmarkError(f"--set is for one benchmark; {len(chosen)} are named")
+    changes = dict(_change(word) for word in args.set)
+    return {
+        one.name: Options(
+            device=args.device,
+            dtype=args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
+            shape=one.shape(args.size, changes),
+            seconds=args.seconds,
+            without=tuple(args.without),
+        )
+        for one in chosen
+    }
+
+
+def _change(word: str) -> tuple[str, int]:
+    name, _, value = word.partition("=")
+    if not value.isdecimal():
+        raise BenchmarkError(f"--set takes KEY=N with a whole number, found {word!r}")
+    return name, int(value)

@@ -59,8 +59,6 @@ def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         ("mla --set width=3", "'width'; expected one of B, S, heads, qk, v"),
         ("mla --set heads=0 --set S=3", "heads is 0"),
         ("mla m2rnn --set S=3", "2 are named"),
-        ("mla --tolerance nan", "--tolerance is nan"),
-        ("mla --seconds -1", "--seconds is -1.0"),
         ("mla --device cpu --size tiny --output .", ". cannot be read"),
         ("mla --device cpu --against nowhere.csv", "nowhere.csv cannot be read"),
         (f"mla --device cpu --size tiny --output {OTHER}", "train_h200.csv begins with 'label"),
@@ -72,6 +70,14 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
 ) -> None:
     assert cli.main(["bench", "run", *words.split()]) == cli.USER_ERROR
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--tolerance nan", "--seconds -1"])
+def test_what_is_no_number_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option, value = words.split()
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "run", "mla", *words.split()])
+    assert f"{option}: found {value!r}" in capsys.readouterr().err
 
 
 Row = dict[str, str]

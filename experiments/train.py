@@ -99,13 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in content["arms"]:
             sys.exit(f"{args.file} has no arm {name!r}; {nearest(name, content['arms'])}")
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
+    for option in ("rates", "heldout"):
+        if getattr(args, option) and any(arm.via == "bridge" for arm in arms):
+            sys.exit(f"--{option} is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
     if args.rates:
-        if any(arm.via == "bridge" for arm in arms):
-            sys.exit("--rates is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
         arms = [_with_rate(arm, rate) for arm in arms for rate in args.rates]
     asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
-    if args.heldout and any(arm.via == "bridge" for arm in arms):
-        sys.exit("--heldout is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
     if max(asked) > args.gpus or (max(asked) > 1 and args.per_gpu > 1):
         sys.exit(f"an arm takes {max(asked)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
     table, curves, slots = Table(args.output, COLUMNS), args.curves and Table(args.curves, CURVE), Slots()
@@ -156,13 +155,9 @@ def _with_rate(arm: Arm, rate: float) -> Arm:
 
 
 def _on_gpus(
-    content: Mapping[str, Any],
-    job: tuple[Arm, int],
-    number: int,
-    args: argparse.Namespace,
-    slots: Slots,
+    content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, slots: Slots,
     turns: Sequence[threading.Event],
-) -> tuple[Path, int, int]:
+) -> tuple[Path, int, int]:  # fmt: skip
     """:func:`_train` on as many GPUs as the arm takes, which it gets in its turn."""
     turns[number].wait()
     asked = job[0].training.get("processes", args.nproc) if args.device == "cuda" else 1
@@ -299,12 +294,8 @@ def _memory(folder: Path, receipt: Mapping[str, Any]) -> str:
     held, words = receipt["memory"] or {}, folder / "arguments.json"
     if held.get("kind") in (None, RESIDENT) or not words.exists():
         return ""
-    run = read(
-        json.loads(words.read_text()),
-        device="cuda",
-        processes=receipt["parallelism"]["world_size"],
-        settings=load_settings(folder / "megacpp.json"),
-    )
+    processes, settings = receipt["parallelism"]["world_size"], load_settings(folder / "megacpp.json")
+    run = read(json.loads(words.read_text()), device="cuda", processes=processes, settings=settings)
     estimated = memory.estimate(run, round(H200_GB * 1e9))
     sizes = {"reserved_gb": held["reserved_peak_bytes"], "estimated_gb": estimated}
     return " ".join(f"{name}:{size / 1e9:.1f}" for name, size in sizes.items() if size is not None)
@@ -336,18 +327,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     parser.add_argument("--steps", type=int, help="instead of the file's")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates, instead of the file's")
-    parser.add_argument("--window", type=int, default=20, help="last steps that a loss is the mean of")
+    parser.add_argument("--window", type=flags.positive, default=20, help="last steps that a loss is the mean of")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpus", type=int, help="of this machine, that runs share (default: --nproc)")
-    parser.add_argument("--per-gpu", type=int, default=1, help="runs side by side on each, or on the CPU")
-    parser.add_argument("--nproc", type=int, default=1, help="processes of a run that does not say how many")
+    parser.add_argument("--gpus", type=flags.positive, help="of this machine, that runs share (default: --nproc)")
+    parser.add_argument("--per-gpu", type=flags.positive, default=1, help="runs side by side on each, or on the CPU")
+    parser.add_argument("--nproc", type=flags.positive, default=1, help="processes of a run that does not say how many")
     parser.add_argument("--folder", type=Path, default=Path("build/experiment"), help="for what the runs leave")
     parser.add_argument("--output", type=Path, default=Path("build/experiment.csv"))
     args = parser.parse_args(argv)
     args.gpus = (args.nproc if args.device == "cuda" else 1) if args.gpus is None else args.gpus
-    for name in ("gpus", "per_gpu", "window", "nproc"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected 1 or more")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if args.device == "cuda" and visible is not None and len(visible.split(",")) < args.gpus:
         parser.error(f"--gpus is {args.gpus}; expected at most those of CUDA_VISIBLE_DEVICES={visible}")

@@ -52,17 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         train_iters=STEPS,
     )
     words = lower(dataclasses.replace(chosen.run, training=training))
-    launch = [
-        "launch",
-        "--device",
-        training.device,
-        "--nproc",
-        str(training.processes),
-        "--observe",
-        str(run),
-        "--",
-        *words,
-    ]
+    machine = ["--device", training.device, "--nproc", str(training.processes)]
+    launch = ["launch", *machine, "--observe", str(run), "--", *words]
     args.folder.mkdir(parents=True)
     environment = os.environ | ({VARIABLE: str(chosen.settings)} if chosen.settings else {})
     for number, start in enumerate(STARTS):

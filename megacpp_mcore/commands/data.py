@@ -62,12 +62,8 @@ def run(args: argparse.Namespace) -> int:
         DataError: it cannot be done; the message says why.
     """
     actions = {
-        "prepare": _prepare,
-        "verify": _verify,
-        "tokenizer": _tokenizer,
-        "corpus": _corpus,
-        "score-unigram": _score_unigram,
-    }
+        "prepare": _prepare, "verify": _verify, "tokenizer": _tokenizer, "corpus": _corpus, "score-unigram": _score_unigram,
+    }  # fmt: skip
     return actions[args.data_action](args)
 
 

@@ -280,10 +280,8 @@ def _find(module: str) -> list[Path] | None:
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        return None
-    if spec is None:
-        return None
-    return [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
+        spec = None
+    return None if spec is None else [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
 
 
 def _in_range(version: str | None, supported: str) -> bool:
@@ -393,15 +391,8 @@ def _step(findings: Sequence[Finding], time_limit_s: float | None) -> Finding:
     limit = STEP_LIMIT_S[device] if time_limit_s is None else time_limit_s
     first = "; its kernels are compiled first, if they are not cached" if device == "cuda" else ""
     print(f"training a step of nam56r_tiny (at most {limit:g} s){first}", file=sys.stderr, flush=True)
-    steps, problems = trial.train(
-        1,
-        timeout_s=limit,
-        device=device,
-        engine=engine,
-        script=script,
-        switches=switches,
-        report_every_s=REPORT_EVERY_S,
-    )
+    how: dict[str, Any] = {"device": device, "engine": engine, "script": script, "switches": switches}
+    steps, problems = trial.train(1, timeout_s=limit, report_every_s=REPORT_EVERY_S, **how)
     loss = steps[0].get("lm loss", math.nan) if steps else math.nan
     if not problems and not math.isfinite(loss):
         problems = [f"lm loss is {loss} of {len(steps)} recorded steps"]

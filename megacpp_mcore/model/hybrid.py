@@ -61,8 +61,9 @@ class Plan:
         """One line per symbol: how many layers, native or ours, and why."""
         counts = {slot.symbol: self.symbols.count(slot.symbol) for slot in self.slots}
         counts[MTP_BLOCK] = self.model.mtp.depth
+        letters = {slot: family.letter for family in FAMILIES.values() for slot in family.slots}
         return tuple(
-            f"{slot.symbol} ×{counts[slot.symbol]} ({slot.letter}, Megatron's {slot.stock}): "
+            f"{slot.symbol} ×{counts[slot.symbol]} ({letters[slot]}, Megatron's {slot.stock}): "
             f"{'native' if slot.native else 'ours'}: {slot.why}"
             for slot in self.slots
         )

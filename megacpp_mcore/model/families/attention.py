@@ -335,6 +335,18 @@ def _no_context(shape: Shape, tensor: int, context: int, *_: object) -> str:
     return not_shared("attention heads", shape.heads, tensor, context)
 
 
+_SLOTS = (
+    Slot(FULL_MLA, "mla_layer", "multi-head latent attention", True,
+         "stock MLASelfAttention; the core attention is ours, as stock's takes no unequal head widths without Transformer "
+         "Engine"),
+    Slot(SPARSE_MLA, "dsa_layer", "DeepSeek sparse attention", True,
+         "stock AbsorbedMLASelfAttention and DSAIndexer; the core attention is ours, with the index cache between Full and "
+         "Shared layers, which one spec a slot cannot tell apart: they are told apart by layer number"),
+    Slot(MTP_BLOCK, None, "multi-head latent attention, then a dense feed-forward layer", True,
+         "the shared MTP block, one TransformerLayer of stock MLA and stock MLP: the same computation as two layers, under the "
+         "names that the GPT host has"),
+)  # fmt: skip
+
 ATTENTION = Family(
     letter="A",
     name="attention (MLA, full or with DeepSeek sparse attention)",
@@ -342,35 +354,7 @@ ATTENTION = Family(
     group="attention",
     fields=("mla", "dsa"),
     no_context=_no_context,
-    slots=(
-        Slot(
-            FULL_MLA,
-            "A",
-            "mla_layer",
-            "multi-head latent attention",
-            True,
-            "stock MLASelfAttention; the core attention is ours, as stock's takes no unequal head widths without "
-            "Transformer Engine",
-        ),
-        Slot(
-            SPARSE_MLA,
-            "A",
-            "dsa_layer",
-            "DeepSeek sparse attention",
-            True,
-            "stock AbsorbedMLASelfAttention and DSAIndexer; the core attention is ours, with the index cache between Full and "
-            "Shared layers, which one spec a slot cannot tell apart: they are told apart by layer number",
-        ),
-        Slot(
-            MTP_BLOCK,
-            "A",
-            None,
-            "multi-head latent attention, then a dense feed-forward layer",
-            True,
-            "the shared MTP block, one TransformerLayer of stock MLA and stock MLP: the same computation as two layers, under "
-            "the names that the GPT host has",
-        ),
-    ),
+    slots=_SLOTS,
     parameters=_parameters,
     works=("attention_projections", "attention_core", "indexer"),
     kept=_kept,

@@ -187,7 +187,6 @@ class Slot:
 
     Attributes:
         symbol: the symbol.
-        letter: the block it hosts.
         attribute: the field of Megatron's ``HybridStackSubmodules``; None if the block is built without one.
         stock: Megatron's meaning of the symbol.
         native: True if the layer is what Megatron means by the symbol, with whichever kernels; False if our mixer occupies
@@ -196,31 +195,14 @@ class Slot:
     """
 
     symbol: str
-    letter: str
     attribute: str | None
     stock: str
     native: bool
     why: str
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 def _no_context(_: Shape, __: int, context: int, *___: Any) -> str:
     return "a family of its layers cannot share a sequence" if context > 1 else ""
-
-
-def _no_arguments(*_: Any) -> Sequence[Argument]:
-    return ()
-
-
-def _usual_kept(shape: Shape, *_: Any) -> tuple[int, int]:
-    return 16 * shape.hidden_size, 0
-
-
-def _no_rows(*_: Any) -> Mapping[str, str]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,18 +249,18 @@ class Family:
     parameters: Callable[..., Count]
     works: tuple[str, ...]
     work: Callable[..., dict[str, Work]]
-    check: Callable[..., None] = _nothing
-    check_layout: Callable[..., None] = _nothing
+    check: Callable[..., None] = lambda *_: None
+    check_layout: Callable[..., None] = lambda *_: None
     no_context: Callable[..., str] = _no_context
-    arguments: Callable[..., Sequence[Argument]] = _no_arguments
+    arguments: Callable[..., Sequence[Argument]] = lambda *_: ()
     without: Sequence[Argument] = ()
     in_fp32: str = ""
     without_tf32: str = ""
-    kept: Callable[..., tuple[int, int]] = _usual_kept
+    kept: Callable[..., tuple[int, int]] = lambda shape, *_: (16 * shape.hidden_size, 0)
     recompute: str = ""
     recomputed: tuple[str, ...] = ()
     repeated_by: frozenset[str] = frozenset()
     fp8: str = ""
     scoped: Callable[..., tuple[str, Work]] | None = None
-    card: Callable[..., Mapping[str, str]] = _no_rows
+    card: Callable[..., Mapping[str, str]] = lambda *_: {}
     papers: tuple[tuple[str, str, str, str], ...] = ()

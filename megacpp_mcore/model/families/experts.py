@@ -120,6 +120,7 @@ def _card(_: Shape, moe: MoE) -> dict[str, str]:
     }
 
 
+_WHY = "stock MoELayer; its router and its routed experts are ours"
 EXPERTS = Family(
     letter="E",
     name="mixture of experts",
@@ -127,16 +128,7 @@ EXPERTS = Family(
     group="expert",
     fields=("moe",),
     is_mixer=False,
-    slots=(
-        Slot(
-            "E",
-            "E",
-            "moe_layer",
-            "mixture of experts",
-            True,
-            "stock MoELayer; its router and its routed experts are ours",
-        ),
-    ),
+    slots=(Slot("E", "moe_layer", "mixture of experts", True, _WHY),),
     parameters=_parameters,
     works=("router", "routed_experts", "shared_experts"),
     work=_work,

@@ -161,22 +161,14 @@ def _card(shape: Shape, ssm: Mamba3) -> dict[str, str]:
     }
 
 
+_WHY = "Mamba-3 takes the slot of Mamba-2, as a TransformerLayer: stock has no Mamba-3 mixer"
 MAMBA = Family(
     letter="M",
     name="Mamba-3",
     part="M Mamba-3",
     group="mamba",
     fields=("mamba3",),
-    slots=(
-        Slot(
-            "M",
-            "M",
-            "mamba_layer",
-            "Mamba-2",
-            False,
-            "Mamba-3 takes the slot of Mamba-2, as a TransformerLayer: stock has no Mamba-3 mixer",
-        ),
-    ),
+    slots=(Slot("M", "mamba_layer", "Mamba-2", False, _WHY),),
     parameters=_parameters,
     works=("mamba_projections", "mamba_scan"),
     kept=_kept,

@@ -106,22 +106,14 @@ def _card(shape: Shape, rnn: M2RNN) -> dict[str, str]:
     return {"M²RNN heads, keys, values": f"{heads_of(shape.hidden_size, rnn)}, {rnn.key_dim}, {rnn.value_dim}"}
 
 
+_WHY = "M²RNN takes the slot of the gated delta net, as a TransformerLayer: stock has no M²RNN, and no symbol is free"
 RECURRENT = Family(
     letter="R",
     name="M²RNN recurrent tail",
     part="R M²RNN",
     group="recurrent",
     fields=("m2rnn",),
-    slots=(
-        Slot(
-            "G",
-            "R",
-            "gdn_layer",
-            "gated delta net",
-            False,
-            "M²RNN takes the slot of the gated delta net, as a TransformerLayer: stock has no M²RNN, and no symbol is free",
-        ),
-    ),
+    slots=(Slot("G", "gdn_layer", "gated delta net", False, _WHY),),
     parameters=_parameters,
     works=("recurrent_projections", "convolution", "recurrence"),
     work=_work,

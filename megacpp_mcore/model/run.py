@@ -298,18 +298,14 @@ _every_gradient = _first(
     ),
 )
 
-FUSED_GRADIENTS = "gradient accumulation fusion"
-DISTRIBUTED_OPTIMIZER = "distributed optimizer"
-MOE_PERMUTE = "MoE permute fusion"
-MANUAL_GC = "manual garbage collection"
 FEATURES = (
     Feature(
-        FUSED_GRADIENTS, "gradient_accumulation_fusion",
+        "gradient accumulation fusion", "gradient_accumulation_fusion",
         "Transformer Engine's products add to the fp32 gradients themselves: no 16-bit copy, no pass to add it",
         _first(_engine, _no_fsdp),
     ),
     Feature(
-        DISTRIBUTED_OPTIMIZER, "distributed_optimizer",
+        "distributed optimizer", "distributed_optimizer",
         "fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
         lambda run: "" if run._chosen.precision_aware else _replicas(run),
     ),
@@ -324,12 +320,12 @@ FEATURES = (
         _every_gradient,
     ),
     Feature(
-        MOE_PERMUTE, "moe_permute_fusion",
+        "MoE permute fusion", "moe_permute_fusion",
         "one kernel sorts tokens by expert, and one sorts them back, in place of an index, a gather and a scatter",
         _first(_engine, _unless(operator.attrgetter("has_moe"), "there are no experts")),
     ),
     Feature(
-        MANUAL_GC, "manual_gc",
+        "manual garbage collection", "manual_gc",
         f"Python collects cycles on all ranks in the same step, every {GC_INTERVAL}; else each stops all by itself",
         _gpus,
     ),

@@ -452,13 +452,13 @@ def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
         if not flag.name.startswith("overlapped"):  # the overlaps have a contract
             assert (found[flag.name].value, found[flag.name].note) == ("on", flag.reason)
     assert (found["log interval"].value, found["log interval"].source) == ("10", USER)
-    assert found[runs.DISTRIBUTED_OPTIMIZER].source == USER
-    assert found[runs.FUSED_GRADIENTS].source == DEFAULT  # on unless it is switched off
+    assert found["distributed optimizer"].source == USER
+    assert found["gradient accumulation fusion"].source == DEFAULT  # on unless it is switched off
     one = flag_lines(*lower(Run(model, Layout(), Training())), world_size=1)
-    assert (one[runs.DISTRIBUTED_OPTIMIZER].value, one["log interval"].value) == ("off", "1")
-    assert one[runs.DISTRIBUTED_OPTIMIZER].note == "there is one data-parallel replica"
+    assert (one["distributed optimizer"].value, one["log interval"].value) == ("off", "1")
+    assert one["distributed optimizer"].note == "there is one data-parallel replica"
     bare = flag_lines("--log-interval", "1", "--no-gradient-accumulation-fusion")
-    assert (bare[runs.FUSED_GRADIENTS].value, bare[runs.MANUAL_GC].value) == ("off", "off")
+    assert (bare["gradient accumulation fusion"].value, bare["manual garbage collection"].value) == ("off", "off")
     assert bare["log interval"].note.endswith("10 is usual on several GPUs")
 
 

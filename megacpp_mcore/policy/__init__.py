@@ -10,17 +10,17 @@ launcher, its spec prints the policy as it really is (:func:`announce`): with no
 """
 
 from megacpp_mcore.policy.gpu_memory import check_memory, mamba_keeps
-from megacpp_mcore.policy.launch import CompilePolicy, LaunchPolicy, active, announce, announced, resolve
+from megacpp_mcore.policy.launch import COMPILED, LaunchPolicy, active, announce, announced, resolve
 from megacpp_mcore.policy.overlap import CONNECTIONS, overlap_contract
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, RECIPE, USER, Value, tf32_products
 
 __all__ = [
     "ALLOCATOR",
+    "COMPILED",
     "CONNECTIONS",
     "DEFAULT",
     "RECIPE",
     "USER",
-    "CompilePolicy",
     "LaunchPolicy",
     "Value",
     "active",

@@ -16,19 +16,12 @@ from megacpp_mcore.policy.values import RECIPE, USER, Value
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfig, SpeedDefaults
 from megacpp_mcore.util.host import compile_disabled_by
 
+COMPILED = {"mode": "off", "warm_up": "skipped", "reason": "kernels replace what was compiled", "precompile": False}
+"""What is compiled before step 1, as receipts record it: nothing.
 
-@dataclass(frozen=True, kw_only=True)
-class CompilePolicy:
-    """What is compiled before step 1, as receipts record it: nothing.
-
-    What a GPU run computes is Triton's or a vendor's kernels, which a graph of Inductor does not replace; so a file that asks
-    for ``regional`` is refused (:mod:`megacpp_mcore.settings`).
-    """
-
-    mode: str = "off"
-    warm_up: str = "skipped"
-    reason: str = "kernels replace what was compiled"
-    precompile: bool = False
+What a GPU run computes is Triton's or a vendor's kernels, which a graph of Inductor does not replace; so a file that asks for
+``regional`` is refused (:mod:`megacpp_mcore.settings`).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +30,6 @@ class LaunchPolicy:
 
     Attributes:
         values: what is set or planned.
-        compile: the compile policy.
         overlaps: which communication can be hidden.
         taxes: the experimental taxes that the file requests.
         launched: whether the launcher has started the script; otherwise nothing was set, and only the environment's taxes
@@ -48,7 +40,6 @@ class LaunchPolicy:
     overlaps: tuple[Overlap, ...]
     taxes: tuple[str, ...]
     launched: bool = True
-    compile: CompilePolicy = CompilePolicy()
 
     def environment(self) -> dict[str, str]:
         """Return the variables to set before torch and NCCL start: those with a value that the user has not set."""
@@ -69,7 +60,7 @@ class LaunchPolicy:
 
     def as_json(self) -> str:
         """One line of JSON, with all fields."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        return json.dumps(dataclasses.asdict(self) | {"compile": COMPILED}, ensure_ascii=False)
 
     def describe(self) -> str:
         """Lines of text: values with their sources, overlaps, compile policy, warnings last."""
@@ -80,7 +71,7 @@ class LaunchPolicy:
             lines.append(f"  {each.name} = {'(unset)' if each.value is None else each.value} ({each.source}{note})")
         for one in self.overlaps:
             lines.append(f"  {'overlap' if one.possible else 'no overlap'} of {one.name}: {one.reason}")
-        lines.append(f"  compile = {self.compile.mode}: {self.compile.reason}")
+        lines.append(f"  compile = {COMPILED['mode']}: {COMPILED['reason']}")
         unpaid = "" if self.launched or not self.taxes else " (asked for; only `megacpp-mcore launch` brings them)"
         lines.append(f"  experimental taxes = {', '.join(self.taxes) or 'none'}{unpaid}")
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])

@@ -30,7 +30,7 @@ from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.fields import RESIDENT, Facts
-from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, LaunchPolicy
+from megacpp_mcore.policy import ALLOCATOR, COMPILED, CONNECTIONS, LaunchPolicy
 from megacpp_mcore.policy.values import triton_cache
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.te.fp8_scopes import FP8
@@ -89,8 +89,8 @@ def at_start(launched: LaunchPolicy) -> Facts:
     facts.attempt("versions", lambda found: found.put("versions", host.versions()))
     facts.attempt("commit", _commit)
     facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
-    facts.put("compile_warmup", launched.compile.warm_up)
-    facts.put_all("compile", {name: getattr(launched.compile, name) for name in ("mode", "reason", "precompile")})
+    facts.put("compile_warmup", COMPILED["warm_up"])
+    facts.put_all("compile", {name: COMPILED[name] for name in ("mode", "reason", "precompile")})
     facts.put("experimental_taxes", list(launched.taxes))
     facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
     return facts

@@ -81,7 +81,13 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         path = _check_folder(self.folder)
-        self._tokenizer = _load(path)
+        tokenizers = _tokenizers(f"reading {path}")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))  # which contacts no hub
+        except Exception as error:  # the package raises bare Exception for every malformed file
+            raise DataError(
+                f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
+            ) from error
         # A saved truncation or padding is of the texts that it was saved with; transformers ignores both, too.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -210,17 +216,6 @@ def _check_folder(folder: Path) -> Path:
             "save_pretrained(). Nothing is fetched from a hub: download or convert it first"
         )
     return path
-
-
-def _load(path: Path) -> Any:
-    """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and contacts no hub."""
-    tokenizers = _tokenizers(f"reading {path}")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for every malformed file
-        raise DataError(
-            f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
-        ) from error
 
 
 def _tokenizers(what: str) -> Any:

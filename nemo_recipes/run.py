@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
@@ -113,16 +115,20 @@ def run(
         stack.enter_context(stand_in.environment(launched.environment()))
         policy.check_memory(described)  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
-        stack.enter_context(process.restore_autograd_threading())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(True))  # as in the launcher
         say(verify_data(config))
         from megatron.bridge.training.callbacks import CallbackManager
+        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training.pretrain import pretrain
+
+        from megacpp_mcore.layer_specs import training_step
 
         callbacks = CallbackManager()
         asked = _observation(config, recording or launcher.Recording(), settings)
         for line in asked.describe():
             say(line)
         stack.enter_context(observation.observed(asked, launched, BridgeLoop(config, callbacks)))
-        _train(config, callbacks)
+        pretrain(config, training_step.count_from(forward_step), callbacks=callbacks)
         process.leave_process_group()
 
 
@@ -133,23 +139,14 @@ def _observation(config: Any, recording: launcher.Recording, settings: PluginCon
         LaunchError: the run cannot be recorded.
     """
     saved = config.checkpoint.save
-    chosen = recording.choose([] if saved is None else ["--save", str(saved)], settings)
+    words = [] if saved is None else ["--save", str(saved)]
+    chosen = observation.choose(words, settings=settings, **vars(recording))
     if config.logger.skip_train_metrics_log and chosen.folder is not None:
         raise LaunchError(
             "logger.skip_train_metrics_log is true, and a run that logs no step cannot be recorded; leave it out, or switch "
             "recording off with --no-observe"
         )
     return chosen
-
-
-def _train(config: Any, callbacks: Any) -> None:
-    """Bridge's ``pretrain``."""
-    from megatron.bridge.training.gpt_step import forward_step
-    from megatron.bridge.training.pretrain import pretrain
-
-    from megacpp_mcore.layer_specs import training_step
-
-    pretrain(config, training_step.count_from(forward_step), callbacks=callbacks)
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:
@@ -189,8 +186,6 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
             "data-parallel replicas"
         )
     if chosen.run.training.device == "cuda":
-        import torch
-
         here, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
         if here < wanted:
             raise LaunchError(

@@ -26,7 +26,6 @@ from types import ModuleType
 from unittest import mock
 
 from megacpp_mcore import policy
-from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.read import read
 from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.backends.probes import known_triton, triton_release
@@ -72,14 +71,6 @@ class Recording:
         words += ["--no-observe"] if self.no_observe else []
         return words if self.profile is None else [*words, "--profile", self.profile]
 
-    def choose(
-        self, arguments: Sequence[str], settings: plugin_config.PluginConfig | None = None
-    ) -> observation.Observation:
-        """Choose the observation of a run with Megatron's ``arguments``; LaunchError if it is not possible as requested."""
-        return observation.choose(
-            arguments, observe=self.observe, off=self.no_observe, profile=self.profile, settings=settings
-        )
-
 
 def launch(
     command: Sequence[str],
@@ -111,7 +102,9 @@ def launch(
             process that failed.
     """
     recording = recording or Recording()
-    recording.choose(command)  # refuses what the words alone show to be wrong, before torch is imported
+    observation.choose(
+        command, **vars(recording)
+    )  # refuses what the words alone show to be wrong, before torch is imported
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         host.end_with_the_parent()
@@ -176,7 +169,9 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
 
 def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
     """Run the script in this process; its exit passes through the recording, which thereby learns of a failure."""
-    from megacpp_mcore.checkpoints.folder import release as release_folder  # imports torch
+    import torch
+
+    from megacpp_mcore.checkpoints.folder import release as release_folder
 
     entry = str(chosen.script) if chosen.script else STOCK_LOOP
     with contextlib.ExitStack() as stack:
@@ -202,7 +197,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         policy.check_memory(run)  # starts CUDA, which reads the environment once
         if chosen.has_own_spec:
             sys.argv += _verified_data(chosen.arguments)
-        observed = recording.choose(chosen.arguments, settings)
+        observed = observation.choose(chosen.arguments, settings=settings, **vars(recording))
         for line in observed.describe():
             say(line)
         if on_gpus and observed.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -229,7 +224,8 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         applied = registry.default().apply([*names, *chosen.patches])
         say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
-        stack.enter_context(process.restore_autograd_threading())
+        # At its end it restores which threads run backward passes: for those of this thread, a model's build changes that.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(True))
         stack.enter_context(observation.observed(observed, launched))
         if quiet and observed.folder is None:
             stack.enter_context(process.logged_steps())

@@ -43,13 +43,6 @@ def revert_patches_on_exit() -> Iterator[None]:
         known.revert(name for name in applied if name not in before)
 
 
-def restore_autograd_threading() -> contextlib.AbstractContextManager[Any]:
-    """At the end, restore which threads run backward passes: for those of the calling thread, a model's build changes that."""
-    import torch
-
-    return torch.autograd.set_multithreading_enabled(True)
-
-
 @contextlib.contextmanager
 def first_on_path(folder: Path) -> Iterator[None]:
     """Put a script's folder first on ``sys.path``, as Python does, after checking that this can still take effect."""

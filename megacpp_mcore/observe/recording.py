@@ -54,26 +54,26 @@ def choose(
     arguments: Sequence[str],
     *,
     observe: str | None = None,
-    off: bool = False,
+    no_observe: bool = False,
     profile: str | None = None,
     settings: PluginConfig | None = None,
 ) -> Observation:
     """Choose where a run with Megatron's ``arguments`` is recorded: in ``observe``, or else with the checkpoints that it saves.
 
     Raises:
-        LaunchError: a folder was named together with ``off``; its path is empty; or a profile was requested without a
+        LaunchError: a folder was named together with ``no_observe``; its path is empty; or a profile was requested without a
             folder, of no steps, or of steps that the run does not have.
     """
     details = settings.observability if settings is not None else Observability()
     profile = details.profile if profile is None else profile
     details = dataclasses.replace(details, profile=profile)
-    if off and observe is not None:
+    if no_observe and observe is not None:
         raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
     if observe == "":
         raise LaunchError("--observe was given an empty path; expected one, or leave the option out")
     words = flags.read(arguments)
     saved = flags.first(words, "--save")
-    if off:
+    if no_observe:
         folder, why = None, "--no-observe"
     elif observe is not None:
         folder, why = Path(observe), "--observe"

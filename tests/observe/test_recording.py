@@ -36,7 +36,7 @@ PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
         (["--save", "ck"], {}, "ck/observe", "beside its checkpoints"),
         (["--save=a", "--save", "ck", "--lr", "1"], {}, "ck/observe", "beside its checkpoints"),
         (["--save", "ck"], {"observe": "here"}, "here", "--observe"),
-        (["--save", "ck"], {"off": True}, None, "--no-observe"),
+        (["--save", "ck"], {"no_observe": True}, None, "--no-observe"),
         (["--save", ""], {}, None, "it saves no checkpoint"),
         (["--save", "ck"], {"settings": OFF}, None, "observability.enabled is false"),
         ([], {"settings": OFF, "observe": "here"}, "here", "--observe"),
@@ -51,7 +51,7 @@ def test_the_folder_of_a_run(words: list[str], options: dict[str, Any], folder: 
 @pytest.mark.parametrize(
     ("words", "options", "named"),
     [
-        ([], {"observe": "here", "off": True}, "--observe here and --no-observe"),
+        ([], {"observe": "here", "no_observe": True}, "--observe here and --no-observe"),
         ([], {"observe": ""}, "--observe "),
         (["--train-iters", "99"], {"observe": "here", "profile": "100-200"}, "100-200 .* 99"),
         ([], {"profile": "1-2"}, "1-2 .*--observe DIR"),

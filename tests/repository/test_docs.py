@@ -240,3 +240,12 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
             assert linked.exists(), (name, target)
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
             assert not anchor or anchor in {re.sub(r"[^\w]+", "-", one.lower()).strip("-") for one in headings}, target
+
+
+def test_every_module_in_the_table_of_a_package_exists() -> None:
+    tables = {
+        file: re.findall(r":mod:`~?\.(\w+)`", file.read_text()) for file in ROOT.glob("megacpp_mcore/*/__init__.py")
+    }
+    assert sum(map(bool, tables.values())) > 3
+    named = [file.with_name(name) for file, names in tables.items() for name in names]
+    assert [str(one) for one in named if not (one.with_suffix(".py").exists() or one.is_dir())] == []

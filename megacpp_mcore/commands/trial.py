@@ -69,18 +69,8 @@ def train(
     paths = [*first_on_path, str(Path(megacpp_mcore.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-trial-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "megacpp_mcore",
-            "launch",
-            "--device",
-            device,
-            "--verbose",
-            "--observe",
-            folder,
-        ]
-        command += ["--", *script, *lower(Run(model, Layout(), training, host))]
+        command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", device, "--verbose"]
+        command += ["--observe", folder, "--", *script, *lower(Run(model, Layout(), training, host))]
         if switches is not None:
             environment[settings.VARIABLE] = str(Path(folder, "switches.json"))
             Path(folder, "switches.json").write_text(json.dumps({"model": model.name, **switches}))

@@ -29,33 +29,31 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "
 _IN_MODULES = ("megacpp_mcore.layer_specs.nam56r.nam56r", "megacpp_mcore.layer_specs.hybrid_host.nam56r_hybrid")
 """Specs of one host, by the modules that have them."""
 
-_UNUSED: Mapping[tuple[str, ...], str] = MappingProxyType(
-    {
-        (
-            "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-groups", "--mamba-num-heads",
-            "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype",
-        ): "is of stock's Mamba-2; Mamba-3's sizes are the model's, `overrides: {mamba3: …}` in the file of MEGACPP_CONFIG",
-        (
-            "--linear-conv-kernel-dim", "--linear-key-head-dim", "--linear-value-head-dim", "--linear-num-key-heads",
-            "--linear-num-value-heads", "--linear-attention-freq",
-        ): "is of the gated delta net, which the model does not have",
-        (
-            "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--mrope-section",
-            "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
-        ): "scales positions otherwise than MLA does; its YaRN is the model's, `overrides: {mla: {yarn: …}}`",
-        (
-            "--apply-query-key-layer-scaling", "--add-qkv-bias", "--num-query-groups",
-        ): "is of an attention that the model does not have",
-        (
-            "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
-        ): "is of a router that the model does not have",
-        ("--openai-gelu",): "is another GELU than the model's",
-        ("--sft",): "reads conversations, where the model has texts of `megacpp-mcore data prepare`",
-        (
-            "--attention-backend", "--use-flash-attn", "--flash-attention-version",
-        ): "chooses kernels of stock's attention; the model's are `backends: {mla: …}` in the file of MEGACPP_CONFIG",
-    }
-)  # fmt: skip
+_UNUSED: Mapping[tuple[str, ...], str] = {
+    (
+        "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-groups", "--mamba-num-heads",
+        "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype",
+    ): "is of stock's Mamba-2; Mamba-3's sizes are the model's, `overrides: {mamba3: …}` in the file of MEGACPP_CONFIG",
+    (
+        "--linear-conv-kernel-dim", "--linear-key-head-dim", "--linear-value-head-dim", "--linear-num-key-heads",
+        "--linear-num-value-heads", "--linear-attention-freq",
+    ): "is of the gated delta net, which the model does not have",
+    (
+        "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--mrope-section",
+        "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
+    ): "scales positions otherwise than MLA does; its YaRN is the model's, `overrides: {mla: {yarn: …}}`",
+    (
+        "--apply-query-key-layer-scaling", "--add-qkv-bias", "--num-query-groups",
+    ): "is of an attention that the model does not have",
+    (
+        "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
+    ): "is of a router that the model does not have",
+    ("--openai-gelu",): "is another GELU than the model's",
+    ("--sft",): "reads conversations, where the model has texts of `megacpp-mcore data prepare`",
+    (
+        "--attention-backend", "--use-flash-attn", "--flash-attention-version",
+    ): "chooses kernels of stock's attention; the model's are `backends: {mla: …}` in the file of MEGACPP_CONFIG",
+}  # fmt: skip
 """Flags of Megatron that the layers of this package would take without a word and without effect, and why."""
 
 
@@ -295,25 +293,18 @@ def _training_words(run: Run) -> list[str]:
 
 
 TORCH_FSDP_FORMAT = "torch_dcp"
-_UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
-    {
-        "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
-        "expert parallelism": (
-            1,
-            "replicas with other experts would pass for parts of one; Megatron asserts it, and has it in Megatron-FSDP",
-        ),
-        "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
-        "context parallelism": (1, "no run has shown what it does to gradients"),
-        "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
-        "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
-        "MTP depths under --recompute-granularity full": (
-            1,
-            "recomputing the shared MTP block again would drop gradients",
-        ),
-        "use_distributed_optimizer": (False, "optimizer state is sharded already"),
-        "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are sharded"),
-    }
-)
+_UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = {
+    "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
+    "expert parallelism":
+        (1, "replicas with other experts would pass for parts of one; Megatron asserts it, and has it in Megatron-FSDP"),
+    "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
+    "context parallelism": (1, "no run has shown what it does to gradients"),
+    "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
+    "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
+    "MTP depths under --recompute-granularity full": (1, "recomputing the shared MTP block again would drop gradients"),
+    "use_distributed_optimizer": (False, "optimizer state is sharded already"),
+    "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are sharded"),
+}  # fmt: skip
 """Values required of a run under FSDP2, and why."""
 
 
@@ -429,18 +420,14 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
     """Mismatch of the vocabulary size, which is padded or not in Megatron's configuration, depending on the run."""
     found = _first(sources, "vocab_size", None)
-    padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), vocabulary_divisor(sources))
+    divisor = int(_first(sources, "make_vocab_size_divisible_by", _PADDING))  # to be multiplied by tensor parallelism
+    padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), divisor)
     if found in (model.vocab_size, padded):
         return []
     return [
         f"vocab_size: found {found!r}, expected {model.vocab_size}, or {padded} with padding "
         "(choose a tokenizer of that size, or override vocab_size in the file MEGACPP_CONFIG names)"
     ]
-
-
-def vocabulary_divisor(sources: Sequence[object]) -> int:
-    """Return the run's vocabulary divisor, to be multiplied by tensor parallelism."""
-    return int(_first(sources, "make_vocab_size_divisible_by", _PADDING))
 
 
 def _first(sources: Sequence[object], field: str, default: Any) -> Any:

@@ -40,15 +40,13 @@ _OWN_STATES = (
 )  # fmt: skip
 """Arguments under which a rank's states differ from :func:`megacpp_mcore.model.memory.states`, or others determine them."""
 
-_DATA = ("--data-path", "--split", "--mock-data", "--train-data-path", "--valid-data-path", "--test-data-path",
-         "--data-args-path",         "--per-split-data-args-path")  # fmt: skip
+_DATA = (
+    "--data-path", "--split", "--mock-data", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
+    "--per-split-data-args-path",
+)  # fmt: skip
 _TOKENIZER = (
-    "--tokenizer-type",
-    "--tokenizer-model",
-    "--vocab-size",
-    "--null-tokenizer-eod-id",
-    "--null-tokenizer-pad-id",
-)
+    "--tokenizer-type", "--tokenizer-model", "--vocab-size", "--null-tokenizer-eod-id", "--null-tokenizer-pad-id",
+)  # fmt: skip
 _NUMBERS: Mapping[str, tuple[str, Any]] = {
     "micro_batch_size": ("--micro-batch-size", 1),
     "global_batch_size": ("--global-batch-size", None),

@@ -7,8 +7,6 @@ V value width. Rotary embedding is applied before the call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,15 +14,13 @@ import torch
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.util import te_imports
 
-CANNOT: Mapping[str, str] = MappingProxyType(
-    {
-        "attention_mask": "a mask of its own shape: only its unfused kernel takes one",
-        "seq_idx": "documents as a number of each row: it takes packed rows with cumulative lengths",
-        "window": "the local window of sparse layers, a mask that depends on the selection",
-        "selected": "keys that a router or an indexer has selected",
-        "softcap": "a soft cap of the scores, before 2.20",
-    }
-)
+CANNOT = {
+    "attention_mask": "a mask of its own shape: only its unfused kernel takes one",
+    "seq_idx": "documents as a number of each row: it takes packed rows with cumulative lengths",
+    "window": "the local window of sparse layers, a mask that depends on the selection",
+    "selected": "keys that a router or an indexer has selected",
+    "softcap": "a soft cap of the scores, before 2.20",
+}
 """Features that a layer may need and this wrapper lacks, each with the reason; they require another backend."""
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from megacpp_mcore.util import te_imports
 
-CLASSES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "attention": ("attention", "DotProductAttention"),
-        "block_qkv": ("block", "LayerNormLinear"),
-        "block_attention": ("block", "DotProductAttention"),
-        "block_output": ("block", "Linear"),
-        "block_feed_forward": ("block", "LayerNormMLP"),
-        "linear": ("linear", "Linear"),
-        "experts": ("experts", "GroupedLinear"),
-    }
-)
+CLASSES = {
+    "attention": ("attention", "DotProductAttention"),
+    "block_qkv": ("block", "LayerNormLinear"),
+    "block_attention": ("block", "DotProductAttention"),
+    "block_output": ("block", "Linear"),
+    "block_feed_forward": ("block", "LayerNormMLP"),
+    "linear": ("linear", "Linear"),
+    "experts": ("experts", "GroupedLinear"),
+}
 """Each slot with its feature and entry point (:data:`megacpp_mcore.util.te_imports.ENTRIES`)."""
 
 

@@ -86,10 +86,7 @@ class Built:
 
     def take_weights(self, other: Built) -> None:
         """Copy every parameter from another layer of the same kind."""
-        weights = dict(other.module.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                parameter.copy_(weights[name])
+        self.module.load_state_dict(dict(other.module.named_parameters()), strict=False)
 
     def variant(self, name: str, side: str) -> Variant:
         """Return the layer as a variant, with the gradients of its input and of every parameter."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures.process
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ from megacpp_mcore.data.sources import (
 )
 from megacpp_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.util.host import end_with_the_parent
 
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -304,14 +306,14 @@ def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[
     context = multiprocessing.get_context("spawn")
     light = dataclasses.replace(plan, sources=())
     others = set(multiprocessing.active_children())
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (light,)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, end_with_the_parent) as pool:
         running: deque[tuple[Piece, concurrent.futures.Future[Encoded]]] = deque()
         try:
             while True:
                 # Enough results are queued to keep the workers busy, and no more, as they are held in memory.
                 with _without_interrupts():
                     for piece in itertools.islice(pieces, 2 * workers - len(running)):
-                        running.append((piece, pool.submit(_encode_in_worker, piece)))
+                        running.append((piece, pool.submit(_encode_in_worker, light, piece)))
                 if not running:
                     return
                 piece, future = running.popleft()
@@ -345,23 +347,11 @@ def _ignored_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-_worker: dict[str, Any] = {}
+_tokenizer = functools.cache(load_tokenizer)  # once in each worker
 
 
-def _start_worker(plan: Plan) -> None:
-    """Prepare a worker: store the plan, load its tokenizer, and end when the parent does."""
-    _worker.update(plan=plan, tokenizer=load_tokenizer(plan.tokenizer_name))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(piece: Piece) -> Encoded:
-    return _encode_piece(_worker["plan"], piece, _worker["tokenizer"])
+def _encode_in_worker(plan: Plan, piece: Piece) -> Encoded:
+    return _encode_piece(plan, piece, _tokenizer(plan.tokenizer_name))
 
 
 def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:

@@ -152,16 +152,8 @@ def _experts(model: Model, _: str | None) -> Iterator[Tensor]:
 def _mamba(model: Model, _: str | None) -> Iterator[Tensor]:
     ssm, heads, inner = model.mamba3, model.mamba_heads, model.mamba_inner
     columns = ssm.groups * ssm.mimo_rank * ssm.state
-    rows = {
-        "z": inner,
-        "x": inner,
-        "B": columns,
-        "C": columns,
-        "dt": heads,
-        "A": heads,
-        "trap": heads,
-        "angles": ssm.angles,
-    }
+    rows = dict.fromkeys("zx", inner) | dict.fromkeys("BC", columns)
+    rows |= dict.fromkeys(("dt", "A", "trap"), heads) | {"angles": ssm.angles}
     sizes = dict.fromkeys(("b_norm_weight", "c_norm_weight"), ssm.state) | dict.fromkeys(("dt_bias", "D"), heads)
     sizes |= dict.fromkeys(("b_bias", "c_bias"), heads * ssm.mimo_rank * ssm.state)
     if ssm.out_norm:

@@ -407,10 +407,8 @@ class SparseCoreAttention(MegatronModule):
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
         factor = self._factor(scale)
-        if self.config.calculate_per_token_loss:
-            factor = (
-                factor * index_BSN.shape[0] * index_BSN.shape[1]
-            )  # gradients are divided by the number of tokens later
+        if self.config.calculate_per_token_loss:  # gradients are divided by the number of tokens later
+            factor = factor * index_BSN.shape[0] * index_BSN.shape[1]
         loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
         self._log(loss)
         return dq, dk, dw

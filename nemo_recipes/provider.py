@@ -42,9 +42,8 @@ class _Provider(MLATransformerConfig):
     """
 
     heterogeneous_block_specs: bool = False  # compared with the model, and no field of Bridge's
-    megacpp_preset: str | None = (
-        None  # the model's name, by which its definition is found if no file of MEGACPP_CONFIG has it
-    )
+    # The model's name, by which its definition is found if no file of MEGACPP_CONFIG has it.
+    megacpp_preset: str | None = None
     megacpp_optimizer: str = "adam"  # of the run, which the layers' choice of experts asks for
     # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
     te_precision_config_file: str | None = None

@@ -217,13 +217,8 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
     elif layout.virtual > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)]
     words += _training_words(run)
-    placed = {
-        *(feature.field for feature in FEATURES),
-        "moe_dispatcher",
-        "bucket_elements",
-        "log_interval",
-        "cpu_initialization",
-    }
+    placed = {"moe_dispatcher", "bucket_elements", "log_interval", "cpu_initialization"}
+    placed |= {feature.field for feature in FEATURES}
     for name in FIELDS:
         if name not in placed and (name == "cuda_graph_impl" or name in run.asked):
             words += field_words(name, getattr(how, name))

@@ -124,7 +124,9 @@ def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
     if place is None and not path.exists():
         return {}
     try:
-        content = path.read_bytes() if place is None else _slice(path, place.offset, place.length)
+        with open(path, "rb") as stream:
+            stream.seek(0 if place is None else place.offset)
+            content = stream.read(-1 if place is None else place.length)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             (name,) = (one for one in archive.namelist() if one.endswith("data.pkl"))
             state = _PlainUnpickler(io.BytesIO(archive.read(name))).load()
@@ -134,12 +136,6 @@ def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
         ) from error
     state = state[0] if isinstance(state, list) and state else state
     return state if isinstance(state, dict) else {}
-
-
-def _slice(path: Path, offset: int, length: int) -> bytes:
-    with open(path, "rb") as stream:
-        stream.seek(offset)
-        return stream.read(length)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megacpp_mcore.util.flags import positive
+
 if TYPE_CHECKING:
     from megacpp_mcore.model import Model
 
@@ -31,9 +33,8 @@ def add_parser(subparsers: Any) -> None:
     export.add_argument("old", metavar="CHECKPOINT", help=old)
     export.add_argument("new", metavar="FOLDER", help="a folder that does not exist yet")
     export.add_argument("--tokenizer", metavar="FOLDER", help="a Hugging Face tokenizer; without it, that of bytes")
-    export.add_argument(
-        "--shard-bytes", type=int, default=4 * 10**9, metavar="N", help="of a file at most (default: 4000000000)"
-    )
+    most = "of a file at most (default: 4000000000)"
+    export.add_argument("--shard-bytes", type=positive, default=4 * 10**9, metavar="N", help=most)
     words = (
         "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer begins anew"
     )

@@ -238,10 +238,7 @@ def _svg(
     from matplotlib.ticker import MaxNLocator
 
     rules: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "page", "font.size": 10.5}
-    rules |= {
-        "axes.unicode_minus": False,
-        "path.simplify_threshold": 1.0,
-    }  # a pixel: of many points only what can be seen
+    rules |= {"axes.unicode_minus": False, "path.simplify_threshold": 1.0}  # a pixel: of many points what can be seen
     note: Any = {"textcoords": "offset points", "fontsize": 9.5}
     steps, values = (sorted(point[axis] for one in curves for point in one.points) for axis in (0, 1))
     low, high = (0.0, end) if end is not None else (steps[0], steps[-1])

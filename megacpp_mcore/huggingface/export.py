@@ -41,7 +41,7 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
         folder: must not exist.
         model: the trained model.
         tokenizer: a Hugging Face tokenizer's folder; None: that of bytes, where the model's vocabulary is.
-        shard_bytes: at most so many in a file, if a tensor is not larger.
+        shard_bytes: at most so many in a file, 1 or more, if a tensor is not larger.
 
     Returns:
         The checkpoint's folder of one iteration.
@@ -56,8 +56,6 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
         raise CheckpointError(
             f"{source} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
         )
-    if shard_bytes < 1:
-        raise CheckpointError(f"a shard of {shard_bytes} bytes is asked for; expected 1 or more")
     reader = _Reader(source)
     wanted = list(tensors(model))
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
@@ -138,9 +136,8 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
     found = dict(common.get("content_metadata", {}).get(layout.MODEL_KEY, {}))
     expected = layout.recorded(model)
     arguments = common.get("args")
-    unset = (
-        set() if getattr(arguments, "group_query_attention", False) else {"num_query_groups"}
-    )  # until the first step
+    # Until the first step.
+    unset = set() if getattr(arguments, "group_query_attention", False) else {"num_query_groups"}
     text, of_gpt = getattr(arguments, "hybrid_layer_pattern", None), lowering.model_arguments(model)
     for argument in lowering.model_arguments(model, lowering.host_of(arguments)):
         if argument not in of_gpt:  # HybridModel's pattern sets it, in no argument

@@ -93,7 +93,13 @@ def plan(
     if chosen.has_own_spec:
         chosen = dataclasses.replace(chosen, settings=plugin_config.from_environment())
     if chosen.device == "cpu":
-        _check_cpu_arguments(arguments)
+        from megacpp_mcore import cpu
+
+        if missing := cpu.missing_arguments(arguments):
+            raise LaunchError(
+                f"a run on --device cpu also needs: {'; '.join(missing)}; add them, or let "
+                "`megacpp-mcore recipe emit … --device cpu` write the whole command"
+            )
     return chosen
 
 
@@ -345,14 +351,3 @@ def _resolve_device(device: str, nproc: int, environment: Mapping[str, str]) -> 
             "(tensor, pipeline, expert), more hosts, or open CUDA_VISIBLE_DEVICES"
         )
     return "cuda" if there else "cpu"
-
-
-def _check_cpu_arguments(arguments: Sequence[str]) -> None:
-    from megacpp_mcore import cpu
-
-    missing = cpu.missing_arguments(arguments)
-    if missing:
-        raise LaunchError(
-            f"a run on --device cpu also needs: {'; '.join(missing)}; add them, or let "
-            "`megacpp-mcore recipe emit … --device cpu` write the whole command"
-        )

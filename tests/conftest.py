@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pytest
 
 # Before anything imports torch: several workers share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Else argparse has gettext look for a catalogue of translations in the file system for every text of a parser.
-os.environ["LANGUAGE"] = "C"
+# Else all that is imported to collect the tests is gone through again and again.
+gc.set_threshold(50_000)
+# Else argparse has gettext look for a catalogue of translations for every text of a parser, and asks for the terminal's size.
+os.environ |= {"LANGUAGE": "C", "COLUMNS": "80", "LINES": "24"}
 
 # A shell's background jobs start with Ctrl-C ignored, and so would all that they start; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -91,6 +94,14 @@ def _python_of(environment: str) -> Path:
     return Path(named)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process that forks, whose imports take as long as it does to collect the tests."""
+    if hasattr(config, "workerinput") and "not slow" not in config.option.markexpr:
+        from tests import forks
+
+        forks.server(sys.executable, os.environ.get("TRITON_INTERPRET"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a GPU by its folder and what needs a checkout by its fixture; without a GPU, say so and skip."""
     gpu_files = {path for path in {item.path for item in items} if _GPU_TESTS in path.parents}
@@ -111,10 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of the garbage collector's way, and have it collect more seldom."""
-    gc.collect()
+    """Keep what was imported and collected out of the garbage collector's way."""
     gc.freeze()
-    gc.set_threshold(50_000)
 
 
 def _has_gpu() -> bool:

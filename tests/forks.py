@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -28,6 +29,7 @@ import os
 import re
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -132,16 +134,17 @@ def start(
                 [python, "-W", "ignore", *words],
                 cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
-    folder, server = _server(python, env.get("TRITON_INTERPRET"))
-    status = folder / f"{next(_numbers)}.status"
-    files = {"cwd": str(cwd), "output": str(output), "error": str(error), "status": str(status)}
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps({"words": words, "env": env, "megatron": megatron, **files}) + "\n")
-    server.stdin.flush()
-    if not (pid := server.stdout.readline()):
-        raise AssertionError(f"the process that forks has ended: {(folder / 'error').read_text()[-2000:]}")
-    return Program(int(pid), status)
+    folder, requests = server(python, env.get("TRITON_INTERPRET"))
+    asked = _folder() / f"{next(_numbers)}.json"
+    begun, status = asked.with_suffix(".pid"), asked.with_suffix(".status")
+    files = {"cwd": str(cwd), "output": str(output), "error": str(error), "begun": str(begun), "status": str(status)}
+    asked.write_text(json.dumps({"words": words, "env": env, "megatron": megatron, **files}))
+    os.write(requests, f"{asked}\n".encode())
+    (unread := select.poll()).register(requests, 0)
+    while not begun.exists():
+        if unread.poll(1):
+            raise AssertionError(f"the process that forks has ended: {(folder / 'error').read_text()[-2000:]}")
+    return Program(int(begun.read_text()), status)
 
 
 def run(
@@ -203,23 +206,36 @@ _numbers = itertools.count()
 
 
 @functools.cache
-def _server(python: str, interpret: str | None) -> tuple[Path, subprocess.Popen[str]]:
+def _folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="forks-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def server(python: str, interpret: str | None) -> tuple[Path, int]:
+    """Start the process that forks, one for all of pytest's workers, until the last ends; its folder, and the pipe it reads."""
+    what = __file__, python, interpret, os.environ.get("PYTEST_XDIST_TESTRUNUID", str(_folder()))
+    folder = _folder().with_name(f"forks-{hashlib.sha256(repr(what).encode()).hexdigest()}")
+    folder.mkdir(exist_ok=True)
+    pipe, lock = folder / "requests", os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if interpret is not None:  # Triton reads it as it is imported
         env["TRITON_INTERPRET"] = interpret
-    with Path(folder.name, "error").open("wb") as error:
-        server = subprocess.Popen(
-            [python, "-P", "-W", "ignore", __file__, *_LIBRARIES, *(_BRIDGES if python != sys.executable else ())],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=error, text=True,
-        )  # fmt: skip
-
-    def end() -> None:
-        server.communicate()  # after the last request it ends
-        folder.cleanup()
-
-    atexit.register(end)
-    return Path(folder.name), server
+    if not pipe.exists():
+        os.mkfifo(pipe)
+        asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # else it waits here for who writes
+        requests = os.open(pipe, os.O_WRONLY)
+        os.set_blocking(asked, True)
+        libraries = (*_LIBRARIES, *(_BRIDGES if python != sys.executable else ()))
+        with open(asked) as requested, (folder / "error").open("wb") as error:
+            command = [python, "-P", "-W", "ignore", __file__, str(folder), *libraries]
+            subprocess.Popen(command, env=env, stdin=requested, stdout=error, stderr=error)
+    else:
+        requests = os.open(pipe, os.O_WRONLY)
+    os.close(lock)
+    return folder, requests
 
 
 # --- The process that forks ---------------------------------------------------------------------------------------------
@@ -230,16 +246,19 @@ def _serve() -> dict[str, Any] | None:
 
     What is to have Megatron, a fork of this process does so, which imports it.
     """
-    for library in sys.argv[1:]:
+    gc.set_threshold(50_000)  # of every program, too
+    folder, *libraries = sys.argv[1:]
+    for library in libraries:
         __import__(library)
     assert "megatron" not in sys.modules
     requests, other = sys.stdin, None
     while True:
         gc.freeze()  # else a program goes through all of it when it ends
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
-        if not (line := requests.readline()):
+        if not (line := requests.readline()):  # all that could ask have ended
+            shutil.rmtree(folder, ignore_errors=True)
             return None
-        request: dict[str, Any] = json.loads(line)
+        request: dict[str, Any] = json.loads(Path(line.strip()).read_text())
         if request["megatron"] and "megatron" not in sys.modules:
             if other is None:
                 ours, its = os.pipe()
@@ -271,12 +290,16 @@ def _serve() -> dict[str, Any] | None:
         pid = os.fork()
         if not pid:
             return request
-        os.write(1, f"{pid}\n".encode())
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        written = Path(request["status"]).with_suffix(".new")
-        written.write_text(str(status))
-        written.rename(request["status"])
+        _tell(request["begun"], pid)
+        _tell(request["status"], os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
+
+
+def _tell(file: str, number: int) -> None:
+    """Write a file, which is whole as soon as it is there."""
+    written = Path(f"{file}.new")
+    written.write_text(str(number))
+    written.rename(file)
 
 
 def _lend_a_fork() -> None:

@@ -6,11 +6,12 @@ Nothing here imports torch or Megatron before it is called.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,18 +49,26 @@ def words(
 
 def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
     """Parsed and validated by stock Megatron; its global variables stay unset."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training import arguments as stock
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     listing = contextlib.redirect_stdout(io.StringIO())  # Megatron prints every argument
     argv = mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words])
-    # The texts of --help, for which it parses the source of every class of its configuration, each time.
-    helpless = mock.patch.object(ArgumentGroupFactory, "_get_field_docstrings", return_value={})
-    with listing, argv, helpless, mock.patch.dict("os.environ", environment):
-        arguments = parse_args()
-        validate_args(arguments)
+    made = mock.patch.object(stock, "add_megatron_arguments", return_value=_parser())
+    with listing, argv, made, mock.patch.dict("os.environ", environment):
+        arguments = stock.parse_args()
+        stock.validate_args(arguments)
     return arguments
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    # The texts of --help, for which it parses the source of every class of its configuration.
+    with mock.patch.object(ArgumentGroupFactory, "_get_field_docstrings", return_value={}):
+        return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
 
 
 @contextlib.contextmanager
@@ -160,10 +169,12 @@ def build(
     precision: str = "fp32",
     seed: int = 1234,
     host: str = GPT,
+    layout: Layout | None = None,
     changed: Callable[[list[str]], None] = lambda _: None,
     **settings: Any,
 ) -> Any:
-    """The model that stock builds for ``preset`` with ``overrides`` and ``settings``, in :func:`one_process`."""
+    """The model that stock builds for ``preset`` with ``overrides`` and ``settings``, in :func:`one_process`, or in each of
+    those of ``layout``."""
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -175,11 +186,14 @@ def build(
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
     file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides), **settings}))
-    command = words(with_overrides(preset, overrides), *extra, precision=precision, host=host)
+    ranks = layout.processes if layout else 1
+    command = words(
+        with_overrides(preset, overrides), *extra, precision=precision, host=host, layout=layout, processes=ranks
+    )
     changed(command)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        groups, args = ProcessGroupCollection.use_mpu_process_groups(), parse(command)
+        groups, args = ProcessGroupCollection.use_mpu_process_groups(), parse(command, ranks)
         if host == GPT:
             return GPTModelBuilder(argument_utils.gpt_config_from_args(args)).build_model(groups)
         with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):

@@ -15,9 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import yaml
 
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model import Layout, preset
 from tests import micro_batch, stock
 
 S, B = 64, 2
@@ -58,22 +57,6 @@ REACHING = [name for name, (_, words) in CASES.items() if not words and not {"pa
 """The cases in which tokens are changed."""
 LENGTHS = dict.fromkeys(("whole, packed", "MTP, packed, by token"), (5, 1, 25, 20, 13))
 """The documents of the row of a case, each in several chunks, or several in one; the last token of each is not counted."""
-
-
-def build(model: Model, overrides: Mapping[str, Any], folder: Path, ranks: int, words: tuple[str, ...]) -> Any:
-    """The GPTModel of one of the ranks, with weights that do not depend on how many there are."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
-    file = folder / f"{os.environ['RANK']} of {ranks}.yaml"
-    file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}))
-    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        config = stock.model_config(stock.words(model, *words, layout=Layout(context=ranks), processes=ranks), ranks)
-        return stock.stirred(GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()))
 
 
 def set_scales(ranks: int) -> None:
@@ -148,10 +131,12 @@ def main(folder: Path) -> None:
     from megacpp_mcore.layer_specs import training_step
 
     ranks, results = int(os.environ["WORLD_SIZE"]), {}
+    (own := folder / f"{os.environ['RANK']} of {ranks}").mkdir()
     training_step._of_bridge = 0  # the step of the dense warm-up, which no loop counts here
     with stock.one_process(folder / f"store{ranks}", tensor_model_parallel_size=1, context_parallel_size=ranks):
         for name, (overrides, words) in CASES.items():
-            model = build(with_overrides(preset("nam56r_tiny"), overrides), overrides, folder, ranks, words)
+            layout = Layout(context=ranks)
+            model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), own, *words, layout=layout))
             results[name] = trained(model, ranks, LENGTHS.get(name, ()))
             if name in REACHING and ranks > 1:
                 results[name]["reached"] = reached(model, ranks)

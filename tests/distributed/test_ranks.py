@@ -105,7 +105,7 @@ import datetime, os, sys
 if os.environ["RANK"] == "2":
     os.environ["MASTER_PORT"] = "9"
 from megacpp_mcore.policy import ranks
-ranks.MINUTE = datetime.timedelta(seconds=4)
+ranks.MINUTE = datetime.timedelta(seconds=2)
 from megacpp_mcore.commands.cli import main
 sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]))"""
 

@@ -46,7 +46,8 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
 def quiet(run: Path | None, *data: str, extra: tuple[str, ...]) -> tuple[list[str], str]:
     """The lines on the console of a launch recorded in ``run``, or of nothing, and the file that has Megatron's."""
     recording = ["--no-observe"] if run is None else ["--observe", str(run)]
-    done = python("-m", "megacpp_mcore", "launch", "--device", "cpu", *recording, "--", *words(*data, extra=extra))
+    command = ["-m", "megacpp_mcore", "launch", "--device", "cpu", *recording, "--", *words(*data, extra=extra)]
+    done = forks.run(command, megatron=True, MEGACPP_CONFIG="", WHOLE_END="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (named,) = re.findall(r"Megatron's output is in (\S+);", done.stdout)
     log = Path(named).read_text()

@@ -80,7 +80,7 @@ def test_one_of_several_ranks_gets_it(lock: Path, monkeypatch: pytest.MonkeyPatc
     """Also where a rank is slow between seeing that the lock is a dead process's and removing it: it is another's by then."""
     lock.write_bytes(extensions._MARK)
     same = os.path.samestat
-    monkeypatch.setattr(os.path, "samestat", lambda one, other: (same(one, other), time.sleep(1))[0])
+    monkeypatch.setattr(os.path, "samestat", lambda one, other: (same(one, other), time.sleep(0.2))[0])
     batons = [FileBaton(str(lock)) for _ in range(2)]
     got: list[bool] = []
     with extensions.stale_locks_removed():

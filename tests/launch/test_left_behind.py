@@ -29,7 +29,7 @@ def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Sign
     os.mkfifo(output)
     ours = os.open(output, os.O_RDWR)  # without one that could write, it would end before the training opens it
     said = b""
-    with output.open("rb", buffering=0) as pipe, forks.start(launch, output, **options) as training:
+    with output.open("rb", buffering=0) as pipe, forks.start(launch, output, megatron=True, **options) as training:
         while b"successfully saved checkpoint" not in said:
             assert select.select([pipe], [], [], tiny_run.PATIENCE_S)[0], said[-3000:]
             said += pipe.read(1 << 16)

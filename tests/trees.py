@@ -61,7 +61,7 @@ def _completed(source: Path, target: Path) -> Path:
             shutil.copy(source / name, target / name)
     if not (target / ".gitignore").exists():
         (target / ".gitignore").write_text("__pycache__\n*~\n")
-    git(target, "init", "-q")
+    git(target, "init", "-q", "--template=")
     commit(target)
     return target
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -73,17 +74,24 @@ PACKAGE = """
 Seed = Callable[[str, str, str], None]
 
 
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Megatron of three files, tagged; a package that uses it; and no installed Megatron to compare with."""
-    root, package = tmp_path / "lm", tmp_path / "package"
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Megatron of three files, tagged."""
+    root = tmp_path_factory.mktemp("tagged")
     for name, text in FILES.items():
         file = root / "megatron" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text).lstrip())
-    git(root, "init", "-q")
+    git(root, "init", "-q", "--template=")
     commit(root)
     git(root, "tag", TAG)
+    return root
+
+
+@pytest.fixture
+def tree(tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it; a package that uses it; and no installed Megatron to compare with."""
+    root, package = shutil.copytree(tagged, tmp_path / "lm"), tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text(textwrap.dedent(PACKAGE))
     monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(package / "__init__.py"))

@@ -414,25 +414,25 @@ def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
         return list(config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage, pp_rank))
 
 
-def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "of_run", "of_model", "says"),
+    [
+        # Other stages than the pattern marks, and those that cannot hold the model.
+        (2, PIPELINED, {"pattern": "AEMEA|EMEAEMR", **PIPELINED}, r".* 1–6, 7–12; .*'Et\*5\|t\*7mL'"),
+        (3, {}, {}, r"layer 9\b.*'-FF'"),
+    ],
+)
+def test_a_run_that_cuts_stages_in_which_the_model_is_not_is_refused(
+    process: Path, stages: int, of_run: dict[str, Any], of_model: dict[str, Any], says: str
+) -> None:
     from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
-    staged = with_overrides(preset("nam56r_tiny"), {"pattern": "AEMEA|EMEAEMR", **PIPELINED})
-    uniform = with_overrides(preset("nam56r_tiny"), PIPELINED)
-    config = stock.model_config(stock.words(uniform, layout=Layout(pipeline=2)), 2).transformer
-    with pytest.raises(ModelError, match=r".* 1–6, 7–12; .*'Et\*5\|t\*7mL'"):
-        nam56r.check_layout(staged, config, model_chunks(config))
-
-
-def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> None:
-    from megacpp_mcore.arguments.chunks import model_chunks
-    from megacpp_mcore.layer_specs import nam56r
-
-    words = [*stock.words(preset("nam56r_tiny")), "--pipeline-model-parallel-size", "3"]
-    config = stock.model_config(words, 3).transformer
-    with pytest.raises(ModelError, match=r"layer 9\b.*'-FF'"):
-        nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
+    run, model = (with_overrides(preset("nam56r_tiny"), overrides) for overrides in (of_run, of_model))
+    words = [*stock.words(run), "--pipeline-model-parallel-size", str(stages)]
+    config = stock.model_config(words, stages).transformer
+    with pytest.raises(ModelError, match=says):
+        nam56r.check_layout(model, config, model_chunks(config))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -178,30 +178,18 @@ def test_patterns_of_other_models(process: Path, pattern: str, error: type[Excep
         build(process, changed=put("--hybrid-layer-pattern", pattern))
 
 
-def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> None:
-    """A HybridModel built by hand, with neither a stock script's arguments nor a provider's fields."""
-    from megacpp_mcore.layer_specs.hybrid_host import NAM56RStack
+def test_layers_built_by_hand_that_are_of_no_model_are_refused(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With neither a stock script's arguments nor a provider's fields; with a configuration for each layer instead of
+    symbols, as newer Megatron gives it, that is of none; of another MTP block."""
+    from megacpp_mcore.layer_specs.hybrid_host import NAM56RStack, SharedMTPLayer, hybrid_layer_allocation
 
     config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ArgumentMismatchError, match="hybrid_layer_pattern: found None, expected"):
         NAM56RStack(config, None, list("+EM"), pg_collection=None)
-
-
-def test_a_configuration_of_no_symbol_is_named(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer Megatron gives a configuration for each layer instead of symbols."""
-    from megacpp_mcore.layer_specs.hybrid_host import NAM56RStack, hybrid_layer_allocation
-
     known = {"M": type("MambaConfig", (), {})}
     monkeypatch.setattr(hybrid_layer_allocation, "LAYER_SYMBOL_TO_CONFIG_CLASS", known, raising=False)
-    config = stock.model_config(stock.words(SMALL)).transformer
     with raises(ModelError, type(config).__name__, "MambaConfig"):
         NAM56RStack(config, None, layer_config_list=[config], pg_collection=None)
-
-
-def test_another_mtp_block_is_refused(process: Path) -> None:
-    from megacpp_mcore.layer_specs.hybrid_host import SharedMTPLayer
-
-    config = stock.model_config(stock.words(SMALL)).transformer
     with pytest.raises(ModelError, match=r"'D-'.*'\+-'"):
         SharedMTPLayer(config, mtp_layer_pattern="D-")
 

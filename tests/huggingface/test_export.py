@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megacpp_mcore.checkpoints import layout
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface import export
 from megacpp_mcore.model import hybrid, preset
+from megacpp_mcore.model.training import GPT, HYBRID
 from tests import stock
 from tests.errors import raises
 
-
-def test_arguments_before_the_first_step() -> None:
-    """Which writes the number of key heads into them; a converted checkpoint has them as they were."""
-    model = preset("nam56r_tiny")
-    found = stock.parse(stock.words(model))
-    saved = {"args": found, "content_metadata": {layout.MODEL_KEY: layout.recorded(model)}}
-    assert found.num_query_groups != model.heads
-    export._check_trained(Path("saved"), model, saved)
-    found.group_query_attention = True
-    with raises(CheckpointError, f"num_query_groups is {found.num_query_groups}, expected {model.heads}"):
-        export._check_trained(Path("saved"), model, saved)
+MODEL = preset("nam56r_tiny")
 
 
-def test_the_pattern_of_a_run_on_hybrid_model_is_the_models() -> None:
-    """What it sets is in Megatron's configuration, not in the arguments that a checkpoint has."""
-    model = preset("nam56r_tiny")
-    found = stock.parse(stock.words(model, host="hybrid"))
-    saved = {"args": found, "content_metadata": {layout.MODEL_KEY: layout.recorded(model)}}
-    export._check_trained(Path("saved"), model, saved)
-    found.hybrid_layer_pattern = found.hybrid_layer_pattern.replace("G", "+", 1)
-    with raises(CheckpointError, "hybrid_layer_pattern", hybrid.plan(model).text):
-        export._check_trained(Path("saved"), model, saved)
+@pytest.mark.parametrize(
+    ("host", "name", "wrong", "says"),
+    [
+        # The first step writes the number of key heads into them; a converted checkpoint has them as they were.
+        (GPT, "group_query_attention", lambda _: True, f"num_query_groups is 1, expected {MODEL.heads}"),
+        # What a run on HybridModel sets is in Megatron's configuration, not in the arguments that a checkpoint has.
+        (HYBRID, "hybrid_layer_pattern", lambda was: was.replace("G", "+", 1), hybrid.plan(MODEL).text),
+    ],
+)
+def test_arguments_of_another_model(host: str, name: str, wrong: Callable[[Any], Any], says: str) -> None:
+    found = stock.parse(stock.words(MODEL, host=host))
+    saved = {"args": found, "content_metadata": {layout.MODEL_KEY: layout.recorded(MODEL)}}
+    export._check_trained(Path("saved"), MODEL, saved)
+    setattr(found, name, wrong(getattr(found, name)))
+    with raises(CheckpointError, says):
+        export._check_trained(Path("saved"), MODEL, saved)

@@ -129,10 +129,14 @@ def printed(code: str, *words: str, first: Path | None = None, timeout: float = 
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def on_ranks(module: str, count: int, *words: str) -> None:
-    """Run a module of the tests in ``count`` processes, as torchrun does; each is to be :func:`one_process` of them."""
-    status, output = forks.run_ranks(["-m", module, *words], count, megatron=True)
+def on_ranks(module: str, count: int, folder: Path, *words: str) -> list[Any]:
+    """Run a module of the tests in ``count`` processes, as torchrun does; each is to be :func:`one_process` of them. What
+    they saved as ``folder``/RANK.pt."""
+    import torch
+
+    status, output = forks.run_ranks(["-m", module, str(folder), *words], count, megatron=True)
     assert status == 0, output[-6000:]
+    return [torch.load(file, weights_only=True) for file in sorted(folder.glob("[0-9].pt"))]
 
 
 @contextlib.contextmanager

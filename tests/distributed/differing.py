@@ -1,9 +1,8 @@
-"""One of two processes, the second differs in one way after the other; errors go to FOLDER/RANK.json: ``differing FOLDER``."""
+"""One of two processes, the second differs in one way after the other; errors go to FOLDER/RANK.pt: ``differing FOLDER``."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import yaml
 
 import megacpp_mcore
@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
                     ranks.compare(content)
                 except LaunchError as error:
                     found[way] = str(error)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.save(found, folder / f"{rank}.pt")
 
 
 if __name__ == "__main__":

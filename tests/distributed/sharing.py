@@ -127,21 +127,20 @@ def reached(model: Any, ranks: int) -> dict[int, torch.Tensor]:
 
 
 def main(folder: Path) -> None:
-    """Be one rank; the first saves what all have found."""
+    """Be one rank, and save what it has found, as all have."""
     from megacpp_mcore.layer_specs import training_step
 
     ranks, results = int(os.environ["WORLD_SIZE"]), {}
-    (own := folder / f"{os.environ['RANK']} of {ranks}").mkdir()
+    (own := folder / os.environ["RANK"]).mkdir()
     training_step._of_bridge = 0  # the step of the dense warm-up, which no loop counts here
-    with stock.one_process(folder / f"store{ranks}", tensor_model_parallel_size=1, context_parallel_size=ranks):
+    with stock.one_process(folder / "store", tensor_model_parallel_size=1, context_parallel_size=ranks):
         for name, (overrides, words) in CASES.items():
             layout = Layout(context=ranks)
             model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), own, *words, layout=layout))
             results[name] = trained(model, ranks, LENGTHS.get(name, ()))
             if name in REACHING and ranks > 1:
                 results[name]["reached"] = reached(model, ranks)
-    if os.environ["RANK"] == "0":
-        torch.save(results, folder / f"{ranks}.pt")
+    torch.save(results, f"{own}.pt")
 
 
 if __name__ == "__main__":

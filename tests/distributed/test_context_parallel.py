@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from tests import stock
 from tests.distributed import sharing
@@ -25,12 +24,12 @@ Results = Callable[[int], dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What so many processes have found, by case."""
-    folder = tmp_path_factory.mktemp("sharing")
 
     @functools.cache
     def of(ranks: int) -> dict[str, Any]:
-        stock.on_ranks("tests.distributed.sharing", ranks, str(folder))
-        found: dict[str, Any] = torch.load(folder / f"{ranks}.pt", weights_only=True)
+        found: dict[str, Any] = stock.on_ranks("tests.distributed.sharing", ranks, tmp_path_factory.mktemp("sharing"))[
+            0
+        ]
         return found
 
     return of

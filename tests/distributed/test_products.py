@@ -28,9 +28,7 @@ CASES = [(pieces, fused) for pieces in (True, False) for fused in (True, False)]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("products")
-    stock.on_ranks("tests.distributed.test_products", RANKS, str(folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return stock.on_ranks("tests.distributed.test_products", RANKS, tmp_path_factory.mktemp("products"))
 
 
 @pytest.mark.parametrize(("pieces", "fused"), CASES)

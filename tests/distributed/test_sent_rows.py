@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, preset
 from tests import stock
-from tests.distributed.runs import write_config
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +24,8 @@ GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
     """The collectives of both passes, by family."""
-    folder = tmp_path_factory.mktemp("sent")
-    stock.on_ranks("tests.distributed.test_sent_rows", RANKS, str(folder))
-    sent: dict[str, list[list[str]]] = json.loads((folder / "sent.json").read_text())
+    sent: dict[str, list[list[str]]]
+    sent, _ = stock.on_ranks("tests.distributed.test_sent_rows", RANKS, tmp_path_factory.mktemp("sent"))
     return sent
 
 
@@ -69,25 +65,16 @@ def sent(run: Any, *rows: torch.Tensor) -> list[list[str]]:
 
 
 def main(folder: Path) -> None:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    config = write_config(folder / f"{os.environ['RANK']}.yaml", OVERRIDES)
-    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(config)}):
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        of_ranks = {"layout": Layout(tensor=RANKS, sequence_parallel=True), "processes": RANKS}
-        words = stock.words(with_overrides(preset("nam56r_tiny"), OVERRIDES), **of_ranks)
-        builder = GPTModelBuilder(stock.model_config(words, RANKS))
-        model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups()).train()
+    (own := folder / os.environ["RANK"]).mkdir()
+    layout = Layout(tensor=RANKS, sequence_parallel=True)
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), own, layout=layout).train()
     rows = [torch.randn(S // RANKS, B, D).requires_grad_() for _ in range(2)]
     made = {
         stock.family(layer): sent(lambda x, layer=layer: layer(x, attention_mask=None), rows[0])
         for layer in model.decoder.layers
     }
     made["MTP's projection"] = sent(model.mtp.layers[0]._concat_embeddings, *rows)
-    if os.environ["RANK"] == "0":
-        (folder / "sent.json").write_text(json.dumps(made))
+    torch.save(made, f"{own}.pt")
 
 
 if __name__ == "__main__":

@@ -183,12 +183,10 @@ def main(folder: Path, tensor: int, virtual: int, names: Sequence[str]) -> None:
 def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names: Sequence[str]) -> Any:
     """The gradients by case and parameter of a run with ``tensor × pipeline`` processes."""
     folder.mkdir()
-    world = tensor * pipeline
-    words = (str(folder), str(tensor), str(virtual), *names)
-    stock.on_ranks("tests.distributed.test_sp_norm_gradients", world, *words)
+    words = (str(tensor), str(virtual), *names)
     merged: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
-    for rank in range(world):
-        for name, found in torch.load(folder / f"{rank}.pt", weights_only=True).items():
+    for of_rank in stock.on_ranks("tests.distributed.test_sp_norm_gradients", tensor * pipeline, folder, *words):
+        for name, found in of_rank.items():
             merged[name].update(found)
     return merged
 

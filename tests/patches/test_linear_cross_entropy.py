@@ -317,14 +317,14 @@ TWO_RANKS: tuple[Mapping[str, Any], ...] = (
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    stock.on_ranks("tests.patches.test_linear_cross_entropy", 2, str(tmp_path / "store"))
+    stock.on_ranks("tests.patches.test_linear_cross_entropy", 2, tmp_path)
 
 
-def main(store: str) -> None:
+def main(folder: str) -> None:
     """Be one of two tensor-parallel ranks: losses and gradients are stock's in the same layout."""
     for name, size in SMALL.items():
         setattr(chunked, name, size)
-    with stock.one_process(Path(store), tensor_model_parallel_size=2):
+    with stock.one_process(Path(folder, "store"), tensor_model_parallel_size=2):
         for settings, build in itertools.product(TWO_RANKS, (gpt, hybrid)):
             check_same(build(tensor_model_parallel_size=2, **settings), heads=3)
         for build in (gpt, hybrid):

@@ -165,6 +165,13 @@ def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
+def restart_random(seed: int = 1) -> None:
+    """Start Megatron's generators of random numbers anew."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
 def build(
     overrides: Mapping[str, Any],
     preset: Model,
@@ -181,7 +188,6 @@ def build(
     those of ``layout``."""
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training import argument_utils, global_vars
     from megatron.training.models.gpt import GPTModelBuilder
@@ -196,7 +202,7 @@ def build(
     )
     changed(command)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        restart_random(seed)
         groups, args = ProcessGroupCollection.use_mpu_process_groups(), parse(command, ranks)
         if host == GPT:
             return GPTModelBuilder(argument_utils.gpt_config_from_args(args)).build_model(groups)

@@ -117,9 +117,7 @@ def main(folder: Path) -> None:
             stock.patched(unit.PATCH),
             mock.patch.dict(os.environ),
         ):
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            stock.restart_random()
             stock.loss_scale(1.0)
             if pipeline.text:
                 (folder / f"{rank}.yaml").write_text(pipeline.text)
@@ -139,9 +137,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def process(results: list[dict[Any, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Stock Megatron in this process, for the reference; after the workers, which are done by then."""
     with stock.one_process(tmp_path_factory.mktemp("reference") / "store"):
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        stock.restart_random()
         stock.loss_scale(1 / MICRO_BATCHES)
         yield
 

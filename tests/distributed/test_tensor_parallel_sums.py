@@ -128,11 +128,10 @@ def output_norm(right: list[float]) -> list[float]:
     from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads as reduce
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megacpp_mcore.layer_specs.parts import TorchNorm
 
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.restart_random()
     config = config_of(
         linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
         linear_num_value_heads=2, activation_func=torch.nn.functional.silu, deterministic_mode=True,

@@ -17,7 +17,6 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import build_module
 
@@ -95,7 +94,7 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
         recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
         parts = dataclasses.replace(parts_for(config), backend=Provider())
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        stock.restart_random()
 
         def build(number: int, quant_recipe: Any = recipe) -> Any:
             config.quant_recipe = quant_recipe

@@ -22,7 +22,6 @@ import torch
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
@@ -718,7 +717,7 @@ def test_families_start_alike_at_full_width(process: Path) -> None:
     quarter = preset("nam56r_quarter")
     config = stock.model_config(stock.words(quarter))
     specs, groups = nam56r_quarter(config).layer_specs, ProcessGroupCollection.use_mpu_process_groups()
-    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    stock.restart_random(1234)
     text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()[:192]), dtype=torch.uint8).long()
     table = torch.empty(256, quarter.hidden_size)
     config.transformer.embedding_init_method(table)

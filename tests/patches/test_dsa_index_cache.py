@@ -304,9 +304,7 @@ def empty_tracker() -> None:
 @pytest.fixture
 def patched(process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     """The patch, applied; no file."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.restart_random()
     stock.loss_scale(1.0)
     empty_tracker()
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
@@ -695,9 +693,7 @@ def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
 
 def shared_outside_of_gpt() -> list[torch.Tensor]:
     """Of a Full layer and of its Shared one, and the gradients of their queries."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.restart_random()
     config, found = dsa_config(num_layers=2, dsa_indexer_topk_freq=2), []
     for number in (1, 2):
         attention, inputs = dsa_attention(config, number), layer_inputs(24, 2, seed=number)

@@ -57,10 +57,9 @@ def patched() -> contextlib.AbstractContextManager[Registry]:
 
 
 def config_of(**settings: Any) -> Any:
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.restart_random()
     torch.manual_seed(1)
     off = ["gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"]
     off += ["persist_layer_norm", "apply_rope_fusion"]

@@ -89,10 +89,9 @@ def some_mask(*shape: int) -> torch.Tensor:
 def gpt(*extra: str, **changes: Any) -> Any:
     """The GPTModel that stock builds for WORDS."""
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.training.models.gpt import GPTModelBuilder
 
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.restart_random()
     torch.manual_seed(1)
     config = stock.model_config([*WORDS.split(), *extra])
     config.vocab_size = VOCABULARY
@@ -213,13 +212,11 @@ def test_a_mask_is_the_whole_mask_as_in_stock(
     ],
 )
 def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: tuple[str, ...], reason: str) -> None:
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     layer, inputs = attention(*extra).train(), draw(dtype=torch.float32)
     found = []
     with said() as lines:
         for compute in (run, run, lambda layer, inputs: layer.core_attention(*inputs, None)):
-            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            stock.restart_random()
             found.append(compute(layer, inputs))
         assert all(torch.equal(one, found[-1]) for one in found)
         if "dropout" in reason:

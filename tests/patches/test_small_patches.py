@@ -418,10 +418,9 @@ def left_behind(dispatcher: str) -> int:
     """How many inputs of a model's two layers are alive, of which one has experts, after a recomputed backward pass."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.restart_random()
     off = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     config = TransformerConfig(
         num_layers=2, moe_layer_freq=[0, 1], hidden_size=D, num_attention_heads=2, num_moe_experts=E, moe_router_topk=2,

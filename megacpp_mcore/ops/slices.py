@@ -123,14 +123,14 @@ def _make_a_whole(elements: int, *layouts: _Layout) -> bool:
 
 
 def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
-    """Return the tensor itself if its last ``inner`` axes are contiguous, its other strides are multiples of 8 elements and
-    it is 16-byte aligned; else a contiguous copy."""
+    """Return the tensor itself if its last ``inner`` axes are contiguous, its other strides are positive multiples of 8
+    elements and it is 16-byte aligned; else a contiguous copy."""
     outer, expected = tensor.dim() - inner, 1
     for size, stride in zip(reversed(tensor.shape[outer:]), reversed(tensor.stride()[outer:]), strict=True):
         if stride != expected:
             return tensor.contiguous()
         expected *= size
-    fits = tensor.data_ptr() % 16 == 0 and not any(stride % 8 for stride in tensor.stride()[:outer])
+    fits = tensor.data_ptr() % 16 == 0 and not any(stride % 8 or not stride for stride in tensor.stride()[:outer])
     return tensor if fits else tensor.contiguous()
 
 

@@ -431,6 +431,8 @@ def _chunks(names: list[str], plan: Plan, *, raw: bool) -> dict[str, str]:
     """The types of what is read or written a chunk at a time."""
     widths = {"k_desc": plan.N, "q_desc": plan.N, "dk_desc": plan.N, "dq_desc": plan.N, "do_desc": plan.P}
     given = {name: f"tensordesc<bf16[{ROWS}, {width}]>" for name, width in widths.items() if name in names}
+    if "x_desc" in names:
+        given["x_desc"] = f"tensordesc<bf16[{plan.chunk}, 1, 1, {plan.P}]>"
     return given | ({"o_desc": f"tensordesc<bf16[{ROWS}, {plan.P}]>"} if raw else {})
 
 

@@ -140,9 +140,9 @@ def _planes(value, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _rotated(ptr, bias_ptr, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
-    """Load B or C of a chunk, [M, N] float32, biased and rotated."""
-    first, second = _planes(tl.load(ptr) + tl.load(bias_ptr), R, L, N)
+def _rotated(value, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
+    """Rotate B or C of a chunk, biased, [M, N]: float32."""
+    first, second = _planes(value, R, L, N)
     return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (R * L, N))
 
 
@@ -421,7 +421,6 @@ def chunk_state_fwd(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_s
     bias = h * (R * N) + rank[:, None] * N + n[None, :]
     mix = mx_ptr + h * (R * P) + rank[:, None] * P + p[None, :]
     tile = m[:, None] * N + n[None, :]
-    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     cos_sin_ptr += (bh * SP + t0) * (2 * A)
     x_ptr += (t0.to(tl.int64) * sx_s + b.to(tl.int64) * sx_b + h.to(tl.int64) * sx_h) * 8
@@ -432,16 +431,18 @@ def chunk_state_fwd(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_s
     state = tl.zeros((P, N), tl.float32)
     segment_decay = 1.0
     for _ in tl.range(CHUNKS):
+        # Load before storing, where registers suffice: the compiler moves no load across a store.
         cos, sin = _cos_sin_of(cos_sin_ptr, 0, N, A, L)
-        q = _rotated(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
-        tl.store(q_ptr + tile, q.to(DT))
-        k = _rotated(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N).to(DT)
-        tl.store(k_ptr + tile, k)
+        x = _tokens(x_ptr, sx_s, t0, S, L, P, EVEN)
         from_start, to_end, chunk_decay = _decays(la_ptr, w_ptr, token, L)
-        v = _tile(x_ptr + x_rows, (t0 + token < S)[:, None], EVEN)
-        if MIMO:
-            v = v * tl.load(mix).to(tl.float32)
-        v = v * (from_start if BACKWARD else to_end)[:, None]
+        q = _rotated(tl.load(cn_ptr + bc + rows) + tl.load(c_bias_ptr + bias), cos, sin, R, L, N)
+        if N > 64:
+            tl.store(q_ptr + tile, q.to(DT))
+        k = _rotated(tl.load(bn_ptr + bc + rows) + tl.load(b_bias_ptr + bias), cos, sin, R, L, N).to(DT)
+        v = _values(x, mix, R, L, P, MIMO) * (from_start if BACKWARD else to_end)[:, None]
+        if N <= 64:
+            tl.store(q_ptr + tile, q.to(DT))
+        tl.store(k_ptr + tile, k)
         state = _dot(v.to(DT).T, k, state * chunk_decay)
         segment_decay = segment_decay * chunk_decay
         t0 += L
@@ -476,9 +477,9 @@ def rotate_fwd(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_sin_ptr, k_ptr, q_ptr
     table = bh * SP + t0
     for _ in tl.range(CHUNKS):
         cos, sin = _cos_sin_of(cos_sin_ptr + table * (2 * A), 0, N, A, L)
-        q = _rotated(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
+        q = _rotated(tl.load(cn_ptr + bc + rows) + tl.load(c_bias_ptr + bias), cos, sin, R, L, N)
         tl.store(q_ptr + table * (R * N) + tile, q.to(DT))
-        k = _rotated(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N)
+        k = _rotated(tl.load(bn_ptr + bc + rows) + tl.load(b_bias_ptr + bias), cos, sin, R, L, N)
         tl.store(k_ptr + table * (R * N) + tile, k.to(DT))
         bc += L * N
         table += L
@@ -616,6 +617,15 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
 
 
 @triton.jit
+def _values(x, mix_ptr, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr):
+    """Mix x of a chunk, [L, P] or loaded by its descriptor, to the values of every rank, [M, P] float32."""
+    v = _for_ranks(tl.reshape(x, (L, P)), R, L, P)
+    if MIMO:
+        v = v * tl.load(mix_ptr).to(tl.float32)
+    return v
+
+
+@triton.jit
 def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr):
     """Add to ``sums`` [ROWS, X], one row per rank, the sum over tokens of [M, X]: a tensor-core product with 0 and 1."""
     r, m = tl.arange(0, ROWS), tl.arange(0, R * L)
@@ -638,8 +648,8 @@ def _for_ranks(x, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def chunk_scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_ptr, la_ptr, w_ptr, gamma_ptr,
-                   state_ptr, y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B, eps,
+def chunk_scan_fwd(x_desc, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, norm_ptr, la_ptr, w_ptr, gamma_ptr,
+                   state_ptr, y_ptr, o_desc, sz_s, sz_b, S, SP, NSEG, B, eps,
                    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
                    CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
@@ -648,46 +658,36 @@ def chunk_scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, 
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ACROSS: tl.constexpr = L if N <= 64 else M
-    AHEAD: tl.constexpr = R > 1  # prefetch x and z a chunk ahead: with several ranks they are small
-    DT: tl.constexpr = x_ptr.dtype.element_ty
+    AHEAD: tl.constexpr = R > 1 and GATED  # prefetch z a chunk ahead: with several ranks it is small
+    DT: tl.constexpr = x_desc.dtype
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank, one = m % L, m // L, tl.arange(0, L)
     t0 = seg * (CHUNKS * L)
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
-    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     z_rows = token[:, None] * (sz_s * 8) + p[None, :]
     y_rows = one[:, None] * (B * H * P) + p[None, :]
     table = bh * SP + t0
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
     if GATED:
         y_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     if AHEAD:
-        x = _tokens(x_ptr, sx_s, t0, S, L, P, EVEN)
-        if GATED:
-            z = _tokens(z_ptr, sz_s, t0, S, L, P, EVEN)
+        z = _tokens(z_ptr, sz_s, t0, S, L, P, EVEN)
     for chunk in tl.range(CHUNKS):
         start = t0 + chunk * L
         if AHEAD:
             following = min(chunk + 1, CHUNKS - 1) * L
-            x_next = _tokens(x_ptr + following * (sx_s * 8), sx_s, t0 + following, S, L, P, EVEN)
-            if GATED:
-                z_next = _tokens(z_ptr + following * (sz_s * 8), sz_s, t0 + following, S, L, P, EVEN)
+            z_next = _tokens(z_ptr + following * (sz_s * 8), sz_s, t0 + following, S, L, P, EVEN)
         row = table + chunk * L
         first = (row * R).to(tl.int32)
         k, q = k_desc.load([first, 0]), q_desc.load([first, 0])
         inside = (start + token < S)[:, None]
-        v, from_start, to_end, chunk_decay, weights = _values_and_weights(
-            x_ptr + chunk * L * (sx_s * 8) + x_rows, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside,
-            SP, M, P, L, MIMO, EVEN, True, ACROSS, not AHEAD,
+        v = _values(x_desc.load([start, b, h, 0]), mx_ptr + mix, R, L, P, MIMO)
+        _, from_start, to_end, chunk_decay, weights = _values_and_weights(
+            None, None, la_ptr + row, w_ptr + row, gamma_ptr + row, token, None, SP, M, P, L, MIMO, True, True, ACROSS, False,
         )  # fmt: skip
-        if AHEAD:
-            v = _for_ranks(x, R, L, P)
-            if MIMO:
-                v = v * tl.load(mx_ptr + mix).to(tl.float32)
         rounded = state.to(DT)
         state = _dot((v * to_end[:, None]).to(DT).T, k, state * chunk_decay)
         v = v.to(DT)
@@ -719,9 +719,7 @@ def chunk_scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, 
                 tl.store(y_ptr + y_rows, mixed, mask=(start + one < S)[:, None])
             y_ptr += L * B * (H * P)
         if AHEAD:
-            x = x_next
-            if GATED:
-                z = z_next
+            z = z_next
 
 
 @triton.jit
@@ -858,32 +856,27 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
 
 
 @triton.jit
-def chunk_scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dq_desc, sx_s, sx_b, S,
-                           SP, NSEG,
+def chunk_scan_bwd_queries(x_desc, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dq_desc, SP, NSEG,
                            H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-                           CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+                           CHUNKS: tl.constexpr, MIMO: tl.constexpr):  # fmt: skip
     """Compute the gradients of the queries [B, H, SP / L, M, N]; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
-    DT: tl.constexpr = x_ptr.dtype.element_ty
+    DT: tl.constexpr = x_desc.dtype
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank = m % L, m // L
     t0 = seg * (CHUNKS * L)
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
-    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     table = bh * SP + t0
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     for chunk in tl.range(CHUNKS):
-        start = t0 + chunk * L
         row = table + chunk * L
         first = (row * R).to(tl.int32)
         k, do = k_desc.load([first, 0]), do_desc.load([first, 0])
-        inside = (start + token < S)[:, None]
-        x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
-        v, from_start, to_end, chunk_decay, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, M
+        v = _values(x_desc.load([t0 + chunk * L, b, h, 0]), mx_ptr + mix, R, L, P, MIMO)
+        _, from_start, to_end, chunk_decay, weights = _values_and_weights(
+            None, None, la_ptr + row, w_ptr + row, gamma_ptr + row, token, None, SP, M, P, L, MIMO, True, True, M, False,
         )  # fmt: skip
         rounded = state.to(DT)
         state = _dot((v * to_end[:, None]).to(DT).T, k, state * chunk_decay)
@@ -985,7 +978,7 @@ def boundary_gradients(state_ptr, dstate_ptr, value_ptr, angle_ptr, BOUNDARIES,
 
 
 @triton.jit
-def rotate_bwd(normed_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_ptr, dbias_ptr, value_ptr, drotation_ptr, SP, B,
+def rotate_bwd(bn_ptr, cn_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_ptr, dbias_ptr, value_ptr, drotation_ptr, SP, B,
                H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
                COLUMNS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
     """Turn the gradients of keys, then of queries, into those of normed B and C, summed over a program's share of a group's
@@ -999,9 +992,9 @@ def rotate_bwd(normed_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_ptr, d
     g, share = place // SHARES, place % SHARES
     M: tl.constexpr = L * R
     if table < B:
-        drow_ptr = dk_ptr
+        normed_ptr, drow_ptr = bn_ptr, dk_ptr
     else:
-        drow_ptr = dq_ptr
+        normed_ptr, drow_ptr = cn_ptr, dq_ptr
     b, which = table % B, (table // B).to(tl.int64)
     column = part * COLUMNS
     value_ptr += (which * PARTS + part) * (B * H * SP)
@@ -1011,7 +1004,9 @@ def rotate_bwd(normed_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_ptr, d
     one, r = tl.arange(0, L), tl.arange(0, R)
     token, rank = m % L, m // L
     tile = m[:, None] * N + n[None, :]
-    rows = (table * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
+    rows = (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
+    normed_ptr += (b * G + g).to(tl.int64) * (R * SP * N)
+    dnormed_ptr += (table * G + g).to(tl.int64) * (R * SP * N)
     shown = tl.broadcast_to((i < A)[None, :], (L, COLUMNS // 2))
     dnormed = tl.zeros((R, L, COLUMNS), tl.float32)
     for head in range(HEADS):

@@ -194,8 +194,9 @@ class Plan:
             tuned["num_warps"] = 1  # its sums stay in a warp
         elif kernel in ("angle_totals", "tables_fwd", "tables_bwd"):
             tuned["num_warps"] = max(1, self.segment // 32)  # one token per thread
-        elif kernel == "chunk_state_fwd" and self.N > 64 and self.R > 1:
-            tuned |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
+        elif kernel == "chunk_state_fwd" and self.R > 1:
+            # Three programs per multiprocessor, or two.
+            tuned |= {"maxnreg": 168} if self.N <= 64 else {"num_warps": 8, "maxnreg": 128}
         elif kernel == "gate_bwd" and self.R != 2:
             tuned["maxnreg"] = 96 if self.norm else 80  # five programs per multiprocessor, or six
         elif kernel in ("chunk_scan_fwd", "chunk_scan_bwd_queries", "chunk_scan_bwd_keys"):
@@ -575,6 +576,11 @@ def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
     return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [ROWS, width])
 
 
+def _tokens(plan: Plan, values_SBHP: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
+    """TMA descriptor for values, a chunk's tokens of a head at a time."""
+    return TensorDescriptor(values_SBHP, [*values_SBHP.shape], [*values_SBHP.stride()], [plan.chunk, 1, 1, plan.P])
+
+
 def _chunk_state(
     plan: Plan,
     x: torch.Tensor,
@@ -595,7 +601,8 @@ def _chunk_state(
         normed, biases, rows = normed[::-1], biases[::-1], rows[::-1]
     plan.launch(
         kernels.chunk_state_fwd, plan.grid, x, *normed, *biases, parameters.mimo_x, tables.cos_sin, tables.la, tables.w, *rows,
-        states, decays, *eighths(x, 3), plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACKWARD=back,
+        states, decays, *eighths(x, 3), plan.padded if back else plan.S, plan.padded, plan.segments,
+        MIMO=plan.mimo and not back, BACKWARD=back,
     )  # fmt: skip
 
 
@@ -613,10 +620,10 @@ def _chunk_scan(
 ) -> None:
     """Compute the scan's output after gate and norm, before them, or both: whichever has a tensor to write to."""
     plan.launch(
-        kernels.chunk_scan_fwd, plan.grid, x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z,
-        parameters.mimo_o, parameters.D, parameters.out_norm, tables.la, tables.w, tables.gamma, states, gated,
-        None if ungated is None else _chunks(ungated), *eighths(x), *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
-        plan.eps, RAW=ungated is not None, GATED=gated is not None, NORM=plan.norm and gated is not None,
+        kernels.chunk_scan_fwd, plan.grid, _tokens(plan, x), z, _chunks(keys), _chunks(queries), parameters.mimo_x,
+        parameters.mimo_z, parameters.mimo_o, parameters.D, parameters.out_norm, tables.la, tables.w, tables.gamma, states,
+        gated, None if ungated is None else _chunks(ungated), *eighths(z), plan.S, plan.padded, plan.segments, plan.B, plan.eps,
+        RAW=ungated is not None, GATED=gated is not None, NORM=plan.norm and gated is not None,
     )  # fmt: skip
 
 
@@ -637,9 +644,7 @@ def _backward(
         of_rows: list[Any] = [inputs, gradients, dout, saved_tables, seq_idx, theta0, states, dh, dtheta]
         if some is not plan:
             by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
-            of_tables = (
-                [saved_tables[0][:, rows].contiguous(), *(t[rows] for t in saved_tables[1:])] if saved_tables else []
-            )
+            of_tables = [saved_tables[0][:, rows], *(t[rows] for t in saved_tables[1:])] if saved_tables else []
             of_rows = [*by_token, of_tables, *(None if t is None else t[rows] for t in of_rows[4:])]
         found.append(_backward_of_rows(some, parameters, dt_bias, norms, *of_rows))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
@@ -725,8 +730,8 @@ def _backward_of_rows(
         )  # fmt: skip
     if plan.R > 1:
         plan.launch(
-            kernels.chunk_scan_bwd_queries, plan.grid, x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w,
-            tables.gamma, states, _chunks(dqueries), *eighths(x), S, SP, segments,
+            kernels.chunk_scan_bwd_queries, plan.grid, _tokens(plan, x), chunks_of[0], chunks_of[2], parameters.mimo_x,
+            tables.la, tables.w, tables.gamma, states, _chunks(dqueries), SP, segments,
         )  # fmt: skip
     plan.launch(
         kernels.boundary_gradients, (H, segments + 1, B), states, dstates, boundary_value, boundary_angle, segments + 1
@@ -737,7 +742,7 @@ def _backward_of_rows(
     dbiases = torch.empty(2, B * (SP // plan.chunk), H, R, N, device=device)
     values, drotations = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
     plan.launch(
-        kernels.rotate_bwd, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B), tables.normed, parameters.biases, dkeys,
+        kernels.rotate_bwd, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B), *tables.normed, parameters.biases, dkeys,
         dqueries, tables.cos_sin, dnormed, dbiases, values, drotations, SP, B,
     )  # fmt: skip
     del dkeys, dqueries

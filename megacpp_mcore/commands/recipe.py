@@ -190,7 +190,7 @@ def _recompute_words(how: Recomputation) -> str:
         words.append(
             f"--recompute-granularity full --recompute-method {how.method} --recompute-num-layers {how.num_layers}"
         )
-    return "; ".join(words) or "nothing"
+    return "; ".join(words) or "recompute nothing"
 
 
 def described(model: Model) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_the_command_names_the_quickest_that_fits(capsys: pytest.CaptureFixture[
     assert "recompute: [mtp]" in said.splitlines()[-1]
     assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in said.splitlines()[-1]
     assert cli.main([*words, "--gpus", "4", "--context", "4"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "the quickest that fits 150.1 GB: nothing"
+    assert capsys.readouterr().out.splitlines()[-1] == "the quickest that fits 150.1 GB: recompute nothing"
     assert cli.main([*words, "--gpu-gb", "80"]) == 0
     assert "no way fits 80.0 GB" in capsys.readouterr().out.splitlines()[-1]
     assert cli.main(["recipe", "memory", "nam56r_long", "--context", "3"]) == 2

@@ -427,7 +427,7 @@ def _write_settings(
     """Write the file of ``--settings`` for ``model``, with the other settings of ``loaded``; no other file is replaced."""
     if args.settings is None:
         raise LaunchError(
-            f"--set changes the model {name}, and a run is checked against its model, which has to be in a file that "
+            "--set changes the model, and a run is checked against its model, which has to be in a file that "
             f"{plugin_config.VARIABLE} names; add --settings FILE, which is written"
         )
     base = loaded.preset if loaded is not None else name

@@ -128,10 +128,13 @@ def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
     outer, expected = tensor.dim() - inner, 1
     for size, stride in zip(reversed(tensor.shape[outer:]), reversed(tensor.stride()[outer:]), strict=True):
         if stride != expected:
-            return tensor.contiguous()
+            break
         expected *= size
-    fits = tensor.data_ptr() % 16 == 0 and not any(stride % 8 or not stride for stride in tensor.stride()[:outer])
-    return tensor if fits else tensor.contiguous()
+    else:
+        if tensor.data_ptr() % 16 == 0 and not any(stride % 8 or not stride for stride in tensor.stride()[:outer]):
+            return tensor
+    # Not contiguous(): it copies neither for the address nor for the stride of an axis of one.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def eighths(tensor: torch.Tensor, axes: int = 2) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.slices import empty_gradients, split, split_rows
+from megacpp_mcore.ops.slices import aligned, empty_gradients, split, split_rows
 
 SIZES = (4, 6, 2)
 
@@ -87,3 +87,16 @@ def test_blocks_of_rows_lead_back_to_one_whole() -> None:
     expected[3:6, :, 4:] = expected[6:, :, :4] = expected[6:, :, 10:] = 0
     assert torch.equal(gradient, expected)
     assert storages == [gradient.untyped_storage().data_ptr()]
+
+
+def test_what_kernels_read_is_aligned() -> None:
+    """Also what torch takes to be contiguous already: at any address, and with any stride of an axis of one."""
+    fitting = torch.arange(48.0).view(3, 2, 8)
+    assert aligned(fitting) is fitting
+    moved = torch.empty(49)[1:].view_as(fitting).copy_(fitting)
+    of_one = torch.empty(24).as_strided((3, 1, 8), (8, 3, 1)).copy_(fitting[:, :1])
+    for given in (moved, of_one, fitting[:, :, :1].expand(-1, -1, 8), fitting[:, :1].expand(-1, 2, -1), fitting.mT):
+        found = aligned(given)
+        assert torch.equal(found, given)
+        assert found.data_ptr() % 16 == 0
+        assert found.stride() == torch.empty(given.shape).stride()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import functools
 import gc
@@ -37,7 +38,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,11 +140,12 @@ def start(
     begun, status = asked.with_suffix(".pid"), asked.with_suffix(".status")
     files = {"cwd": str(cwd), "output": str(output), "error": str(error), "begun": str(begun), "status": str(status)}
     asked.write_text(json.dumps({"words": words, "env": env, "megatron": megatron, **files}))
-    os.write(requests, f"{asked}\n".encode())
     (unread := select.poll()).register(requests, 0)
-    while not begun.exists():
-        if unread.poll(1):
-            raise AssertionError(f"the process that forks has ended: {(folder / 'error').read_text()[-2000:]}")
+    with _known_to_end(folder):
+        os.write(requests, f"{asked}\n".encode())
+        while not begun.exists():
+            if unread.poll(1):
+                raise BrokenPipeError
     return Program(int(begun.read_text()), status)
 
 
@@ -218,24 +220,35 @@ def server(python: str, interpret: str | None) -> tuple[Path, int]:
     what = __file__, python, interpret, os.environ.get("PYTEST_XDIST_TESTRUNUID", str(_folder()))
     folder = _folder().with_name(f"forks-{hashlib.sha256(repr(what).encode()).hexdigest()}")
     folder.mkdir(exist_ok=True)
-    pipe, lock = folder / "requests", os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    pipe = folder / "requests"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if interpret is not None:  # Triton reads it as it is imported
         env["TRITON_INTERPRET"] = interpret
-    if not pipe.exists():
-        os.mkfifo(pipe)
-        asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # else it waits here for who writes
-        requests = os.open(pipe, os.O_WRONLY)
-        os.set_blocking(asked, True)
-        libraries = (*_LIBRARIES, *(_BRIDGES if python != sys.executable else ()))
-        with open(asked) as requested, (folder / "error").open("wb") as error:
-            command = [python, "-P", "-W", "ignore", __file__, str(folder), *libraries]
-            subprocess.Popen(command, env=env, stdin=requested, stdout=error, stderr=error)
-    else:
-        requests = os.open(pipe, os.O_WRONLY)
-    os.close(lock)
+    with open(folder / "lock", "w") as lock, _known_to_end(folder):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_new := not pipe.exists():
+            os.mkfifo(pipe)
+            asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+            os.set_blocking(asked, True)
+        requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # else it waits here for who reads
+        os.set_blocking(requests, True)
+        if is_new:
+            libraries = (*_LIBRARIES, *(_BRIDGES if python != sys.executable else ()))
+            with open(asked) as requested, (folder / "error").open("wb") as error:
+                command = [python, "-P", "-W", "ignore", __file__, str(folder), *libraries]
+                subprocess.Popen(command, env=env, stdin=requested, stdout=error, stderr=error)
     return folder, requests
+
+
+@contextlib.contextmanager
+def _known_to_end(folder: Path) -> Iterator[None]:
+    """Say why the process that forks has ended, where nobody reads its pipe any more."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (None, errno.EPIPE, errno.ENXIO):
+            raise
+        raise AssertionError(f"the process that forks has ended: {(folder / 'error').read_text()[-2000:]}") from error
 
 
 # --- The process that forks ---------------------------------------------------------------------------------------------
@@ -247,6 +260,7 @@ def _serve() -> dict[str, Any] | None:
     What is to have Megatron, a fork of this process does so, which imports it.
     """
     gc.set_threshold(50_000)  # of every program, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, after whose end this here ends, too
     folder, *libraries = sys.argv[1:]
     for library in libraries:
         __import__(library)
@@ -256,7 +270,8 @@ def _serve() -> dict[str, Any] | None:
         gc.freeze()  # else a program goes through all of it when it ends
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
         if not (line := requests.readline()):  # all that could ask have ended
-            shutil.rmtree(folder, ignore_errors=True)
+            if requests is sys.stdin:
+                shutil.rmtree(folder, ignore_errors=True)
             return None
         request: dict[str, Any] = json.loads(Path(line.strip()).read_text())
         if request["megatron"] and "megatron" not in sys.modules:

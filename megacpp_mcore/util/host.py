@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import signal
@@ -78,7 +79,8 @@ def git(folder: Path, *words: str) -> str | None:
 
 def end_with_the_parent() -> None:
     """Have Linux end this process when its parent is gone; a parent that gets SIGKILL has no time to do so."""
-    parent = os.getppid()
+    started_by = multiprocessing.parent_process()  # None: not by multiprocessing
+    parent = os.getppid() if started_by is None else started_by.pid
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it was already gone

@@ -303,3 +303,11 @@ def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
     with (tmp_path / "rows.csv").open(newline="") as source:
         notes = {row["variant"].split("'")[0]: row["note"] for row in csv.DictReader(source)}
     assert (notes["xma"], notes["reference"]) == ("left out", "")
+
+
+def test_no_weight_of_a_layer_stays_its_own() -> None:
+    ours, theirs = (layers.Built(torch.nn.Linear(2, 2, bias), torch.relu, "", False) for bias in (False, True))
+    ours.take_weights(theirs)
+    assert torch.equal(ours.module.weight, theirs.module.weight)
+    with pytest.raises(KeyError, match="bias"):
+        theirs.take_weights(ours)

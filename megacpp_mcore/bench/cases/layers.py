@@ -86,7 +86,10 @@ class Built:
 
     def take_weights(self, other: Built) -> None:
         """Copy every parameter from another layer of the same kind."""
-        self.module.load_state_dict(dict(other.module.named_parameters()), strict=False)
+        weights = dict(other.module.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(weights[name])
 
     def variant(self, name: str, side: str) -> Variant:
         """Return the layer as a variant, with the gradients of its input and of every parameter."""

@@ -166,10 +166,8 @@ class NAM56RAttention(nn.Module):
     def __init__(self, config: NAM56RConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.heads = layer, config.num_attention_heads
-        roles = (
-            config.attention_roles + config.mtp_attention
-        )  # the block for multi-token prediction comes after the layers
-        self.role = roles[layer]
+        # The block for multi-token prediction comes after the layers.
+        self.role = (config.attention_roles + config.mtp_attention)[layer]
         self.content, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value, self.latent, eps = config.v_head_dim, config.kv_lora_rank, config.rms_norm_eps
         query = self.content + self.rotary

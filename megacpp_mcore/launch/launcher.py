@@ -102,9 +102,8 @@ def launch(
             process that failed.
     """
     recording = recording or Recording()
-    observation.choose(
-        command, **vars(recording)
-    )  # refuses what the words alone show to be wrong, before torch is imported
+    # Refuses what the words alone show to be wrong, before torch is imported.
+    observation.choose(command, **vars(recording))
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         host.end_with_the_parent()

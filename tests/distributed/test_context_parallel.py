@@ -27,9 +27,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
     @functools.cache
     def of(ranks: int) -> dict[str, Any]:
-        found: dict[str, Any] = stock.on_ranks("tests.distributed.sharing", ranks, tmp_path_factory.mktemp("sharing"))[
-            0
-        ]
+        found: dict[str, Any]
+        found, *_ = stock.on_ranks("tests.distributed.sharing", ranks, tmp_path_factory.mktemp("sharing"))
         return found
 
     return of

@@ -44,7 +44,7 @@ ROWS = 64
 """Rows of a chunk, tokens × ranks: those of one warp group's tensor-core product."""
 
 RANKS = (1, 2, 4)
-"""Those that are tested. At 2 some kernels spill registers, up to 48 bytes at state 64 and 88 at 128, where the reference
+"""Those that are tested. At 2 some kernels spill registers, up to 48 bytes at state 64 and 128 at 128, where the reference
 takes 40 times as long; at 8 and 16 others do."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

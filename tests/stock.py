@@ -136,7 +136,9 @@ def on_ranks(module: str, count: int, folder: Path, *words: str) -> list[Any]:
 
     status, output = forks.run_ranks(["-m", module, str(folder), *words], count, megatron=True)
     assert status == 0, output[-6000:]
-    return [torch.load(file, weights_only=True) for file in sorted(folder.glob("[0-9].pt"))]
+    files = sorted(folder.glob("[0-9].pt"))
+    assert len(files) in (0, count), files
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 @contextlib.contextmanager

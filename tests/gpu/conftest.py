@@ -44,16 +44,23 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _order_of_sums() -> Iterator[None]:
+    """Deterministic mode ends with the test that turned it on: PyTorch's fused attention is refused in it."""
+    import torch
+
+    before = torch.get_deterministic_debug_mode()
+    yield
+    torch.set_deterministic_debug_mode(before)
+
+
 @pytest.fixture
-def filled() -> Iterator[None]:
+def filled() -> None:
     """Memory that is not written first reads as NaN, in deterministic mode."""
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_65536_rows() -> None:
 
 
 @pytest.fixture(params=["any order", "deterministic"])
-def _order(request: pytest.FixtureRequest) -> None:
+def _order(request: pytest.FixtureRequest, filled: None) -> None:  # after it, which turns deterministic mode on
     """What queries add to a key's gradient: in float32, and in integers."""
     torch.use_deterministic_algorithms(request.param == "deterministic", warn_only=True)
 

@@ -92,7 +92,7 @@ def refused(code: str, script: str, data: Path) -> str:
 def test_the_launcher_refuses_before_process_groups_are_made(data: Path) -> None:
     """Groups of other sizes would wait for each other."""
     output = refused(LAUNCHED, "launch --device cpu --no-observe --", data)
-    assert output.count(DIFFERENCE) == 2, output[-3000:]
+    assert DIFFERENCE in output, output[-3000:]  # once or twice: the rank that ends first ends the other
     assert "initialized tensor model parallel" not in output
 
 

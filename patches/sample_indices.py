@@ -143,7 +143,7 @@ PATCH = Patch(
         "sample indices that a killed run left cut off end every later start, and damaged ones are trained with; neither is "
         "named; hosts that do not share the cache end; a split to which --split leaves no document hangs the start"
     ),
-    source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py; NVIDIA/Megatron-LM#957 (epochs)",
+    source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py; NVIDIA/Megatron-LM#957",
     edits=(
         Edit(
             "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",

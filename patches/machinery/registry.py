@@ -1,11 +1,11 @@
 """The patch registry: checks the named patches of the parent folder, then applies or reverts them as a whole.
 
 It does so at once (:meth:`Registry.apply`), or, behind a checkout's hook line, as the targets are imported
-(:meth:`Registry.install`). The line is the last one of ``megatron/core/__init__.py``. By then ``megatron.core`` is complete,
-but most of its submodules are not imported yet, and ``megatron.training`` may be half imported (if it is what imported
-``megatron.core``). So nothing of Megatron is imported there: every patch is checked against the *files*, and each edit is
-applied as soon as the module that defines its target has run. Not wrapt's import hooks: those fire at once for a module in
-``sys.modules``, half imported or not.
+(:meth:`Registry.install`). The line is the last one of ``megatron/core/__init__.py``: programs that import no
+``megatron.training`` are patched, too. By then ``megatron.core`` is complete, but most of its submodules are not imported yet,
+and ``megatron.training`` may be half imported (if it is what imported ``megatron.core``). So nothing of Megatron is imported
+there: every patch is checked against the *files*, and each edit is applied as soon as the module that defines its target has
+run. Not wrapt's import hooks: those fire at once for a module in ``sys.modules``, half imported or not.
 
 One patch lives in one file of that folder and is one module-level record::
 

@@ -67,12 +67,16 @@ def test_the_introduction_of_the_readme() -> None:
     assert f"of {depth} layers with {int(total.replace(',', '')) / 1e9:.1f} B parameters" in introduction
     assert f"{int(active.replace(',', '')) / 1e9:.1f} B of them active" in introduction
     first, *_ = list(figures.models())[1:]
+    shape = r"([\d,]+) to ([\d,]+) tokens/s \((\d+) to (\d+) % MFU\): a billion tokens take (\d+) to (\d+) GPU-hours"
+    speeds_mfu_hours = re.search(shape, introduction)
+    assert speeds_mfu_hours
     slowest, fastest = (float(cell.replace(",", "")) for cell in first[1:3])
-    (speed,) = (float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", introduction))
-    assert slowest <= speed <= fastest
-    hours, mfu = re.findall(r"take (\d+) GPU-hours", introduction), re.findall(r"(\d+) % MFU", introduction)
-    assert hours == [f"{1e9 / speed / 3600:.0f}"]
-    assert float(first[3]) - 0.5 <= float(mfu[0]) <= float(first[4]) + 0.5
+    mfu = [f"{float(cell):.0f}" for cell in first[3:5]]
+    assert [*speeds_mfu_hours.groups()] == [
+        *first[1:3],
+        *mfu,
+        *(f"{1e9 / one / 3600:.0f}" for one in (fastest, slowest)),
+    ]
 
 
 def test_a_figure_without_a_row_cannot_be_written() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ConfigFileError
 from megacpp_mcore.model import preset
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -148,9 +149,8 @@ def test_a_schedule_for_a_deeper_model(file: Path) -> None:
     schedule = plugin_config.load_index_schedule(file)
     assert schedule is not None
     assert schedule.roles(7)
-    with pytest.raises(ConfigFileError, match=r"\(FSSFSSF\) .* 7 .* 6") as raised:
+    with raises(ConfigFileError, file, "(FSSFSSF)", 7, 6):
         schedule.roles(6)
-    assert str(file) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +191,10 @@ def test_a_file_is_about_one_kind_of_model(file: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.yaml", tmp_path):
-        with pytest.raises(ConfigFileError) as raised:
+        with raises(ConfigFileError, path, plugin_config.VARIABLE):
             plugin_config.load(path)
-        assert str(path) in str(raised.value)
-        assert plugin_config.VARIABLE in str(raised.value)
     (tmp_path / "latin.yaml").write_bytes(b"model: \xff\n")
-    with pytest.raises(ConfigFileError, match=r"latin\.yaml: cannot be read"):
+    with raises(ConfigFileError, tmp_path / "latin.yaml"):
         plugin_config.load(tmp_path / "latin.yaml")
 
 

@@ -123,9 +123,9 @@ def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
     flags = {flag for unused in lowering._UNUSED for flag in unused}
     assert sorted(flags - known) == []
     for flag in flags:
-        with pytest.raises(ArgumentMismatchError, match=f"^{flag} .* leave it out"):
+        with raises(ArgumentMismatchError, flag):
             lowering.check_unused(["--seed", "1", f"{flag}=1"])
-    with pytest.raises(ArgumentMismatchError, match=r"^--mamba-state-dim is .*; --openai-gelu"):
+    with raises(ArgumentMismatchError, "--mamba-state-dim", "--openai-gelu"):
         lowering.check_unused(["--openai-gelu", "--mamba-state-dim", "128"])
     for name in PRESETS:
         lowering.check_unused(lower(Run(preset(name), Layout(), Training())))

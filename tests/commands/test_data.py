@@ -106,5 +106,5 @@ def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
 def test_workers_must_be_positive(tmp_path, prefix):
     with raises(DataError, "0 workers"):
         data("prepare", str(tmp_path), "--output", prefix, "--workers", "0")
-    with pytest.raises(DataError, match="names a folder"):
+    with raises(DataError, f"'{tmp_path}/'", f"{tmp_path}/corpus"):
         data("prepare", str(tmp_path), "--output", str(tmp_path) + "/")

@@ -150,14 +150,14 @@ def test_equal_is_said_only_when_it_is_so(plan: object) -> None:
     assert said == (
         "EQUAL: steps 11 to 11, run before the kill and again after it, agree bit for bit in grad norm, learning rate, lm loss."
     )
-    with pytest.raises(demo.DemoError, match=r"NOT EQUAL: step 11 .*lm loss") as failure:
+    with pytest.raises(demo.DemoError, match=r"step 11 .*lm loss") as failure:
         demo.check_resume(plan, first, leg(11, 20, 10, loss=2.0000000000000004))
     assert failure.value.status == 1
 
 
 @pytest.mark.parametrize("second", [[], leg(1, 20, 0), leg(12, 20, 11), leg(11, 19, 10)])
 def test_a_resume_at_another_step_is_refused(plan: object, second: list[Step]) -> None:
-    with pytest.raises(demo.DemoError, match="expected 11 to 20"):
+    with pytest.raises(demo.DemoError, match=r"\b11 to 20$"):
         demo.check_resume(plan, leg(1, 11, 0), second)
 
 
@@ -177,12 +177,12 @@ def test_on_a_gpu_the_difference_is_told_and_bounded(plan: object) -> None:
 
 
 def test_another_checkpoint_than_the_planned_one_is_refused(plan: object) -> None:
-    with pytest.raises(demo.DemoError, match="no checkpoint; expected 10"):
+    with pytest.raises(demo.DemoError, match=r"no checkpoint.* 10$"):
         demo.check_checkpoint(plan)
     plan.checkpoints.mkdir()
     tracker = plan.checkpoints / "latest_checkpointed_iteration.txt"
     tracker.write_text("20")
-    with pytest.raises(demo.DemoError, match="20; expected 10"):
+    with pytest.raises(demo.DemoError, match=r" 20.* 10$"):
         demo.check_checkpoint(plan)
     tracker.write_text("10")
     demo.check_checkpoint(plan)
@@ -196,7 +196,7 @@ def test_the_score_has_to_be_good_enough(reached: float, holds: bool, capsys: py
         said = "held-out bits per byte 3.000; unigram entropy of the same bytes 4.000; 25.0 % under"
         assert said in capsys.readouterr().out
     else:
-        with pytest.raises(demo.DemoError, match="expected at least 25 %"):
+        with pytest.raises(demo.DemoError, match=r" 25 %$"):
             demo.report(found)
 
 

@@ -112,10 +112,10 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     assert sorted(path.name for path in (tmp_path / "swept").iterdir())[1] == "01_one_at_0.002_1234"
     with pytest.raises(SystemExit, match="8 GPUs"):
         train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match=r"no arm 'fuor'.*four"):
+    with pytest.raises(SystemExit, match=r"'fuor'.*four"):
         train.main([*words, "--arms", "one", "fuor"])
     (tmp_path / "typo.yaml").write_text("model: nam56r\ntrainning: {}\narms: {one: {}}\n")
-    with pytest.raises(SystemExit, match=r"unknown key 'trainning'.*training"):
+    with pytest.raises(SystemExit, match=r"'trainning'.*training"):
         train.main([str(tmp_path / "typo.yaml"), "--data", "corpus"])
 
 

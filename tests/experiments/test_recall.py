@@ -36,9 +36,9 @@ def test_every_answer_stands_once_in_reach_and_was_last_at_its_distance(length: 
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"4096 tokens with 160 keys, of a vocabulary of 128 with 32"):
+    with pytest.raises(ValueError, match=r" 4096 .* 160 .* 128 .* 32;"):
         recall.row(4096, 128, 1, 0)
-    with pytest.raises(ValueError, match=r"256 to 32768 tokens"):
+    with pytest.raises(ValueError, match="256 to 32768 "):
         recall.row(128, 4096, 1, 0)
 
 

@@ -28,6 +28,7 @@ from megacpp_mcore.model.precision import PLANS
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from tests import stock
+from tests.errors import raises
 from tests.micro_batch import causal_mask, draw_tokens, losses_of
 
 
@@ -213,7 +214,7 @@ def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
 
 @pytest.mark.parametrize("size", [{"batch": 0}, {"seq_length": 0}, {"vocab_size": -1}])
 def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
-    with pytest.raises(ModelError, match=f"{next(iter(size))} is .*expected at least 1"):
+    with raises(ModelError, *size.keys(), *size.values(), 1):
         flops.step(SMALL, **size)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model import MTP, Layout, Model, preset, with_overrides
+from tests.errors import raises
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
         ({"mla": {"qk_pos_emb_head_dim": 15}}, "qk_pos_emb_head_dim .15.* 16"),
         ({"mla": {"kv_lora_rank": 0}}, "MLA.kv_lora_rank is 0"),
         ({"mla": {"window_size": 0}}, "MLA.window_size is 0"),
-        ({"mla": {"yarn": {"rotary_scaling_factor": 0.5}}}, "rotary_scaling_factor is 0.5; expected 1"),
+        ({"mla": {"yarn": {"rotary_scaling_factor": 0.5}}}, "rotary_scaling_factor is 0.5.* 1"),
         ({"mla": {"yarn": {"beta_fast": 1.0}}}, r"beta_fast is 1.0; .*beta_slow \(1.0\)"),
         ({"mla": {"yarn": {"mscale_all_dim": -1.0}}}, "mscale_all_dim is -1.0"),
         (
@@ -116,9 +117,9 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
                 "seq_length": 1000,
                 "mla": {"yarn": {"rotary_scaling_factor": 2.0, "original_max_position_embeddings": 250}},
             },
-            "seq_length is 1000, and YaRN reaches 500; the nearest mla.yarn.rotary_scaling_factor is 4",
+            "seq_length is 1000.* 500.*mla.yarn.rotary_scaling_factor is 4$",
         ),
-        ({"mtp": {"attention": "F"}}, "MTP.attention is 'F'; expected '-' .* or 'W'"),
+        ({"mtp": {"attention": "F"}}, "MTP.attention is 'F'.*'-'.*'W'"),
         ({"dsa": {"indexer_head_dim": 8}}, "indexer_head_dim is 8.*qk_pos_emb_head_dim .16"),
         ({"dsa": {"loss_coeff": -1e-3}}, "DSA.loss_coeff is -0.001"),
         ({"dsa": {"warmup_steps": -1}}, "DSA.warmup_steps is -1"),
@@ -130,14 +131,14 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
         ({"mamba3": {"decay_activation": "relu"}}, "decay_activation is 'relu'"),
         ({"mamba3": {"state": 18}}, ".18.* 20"),
         ({"m2rnn": {"heads": 0}}, "M2RNN.heads is 0"),
-        ({"m2rnn": {"heads": None}}, "gives no M²RNN head"),
+        ({"m2rnn": {"heads": None}}, r"hidden_size \d+ .*m2rnn\.heads"),
         ({"moe": {"topk": 5}}, "topk is 5 .*4"),
         ({"moe": {"z_loss_coeff": -1.0}}, "MoE.z_loss_coeff is -1.0"),
         ({"mtp": {"depth": -1}}, "MTP.depth is -1"),
         ({"mtp": {"loss_scale": math.nan}}, "MTP.loss_scale is nan"),
         ({"mtp": {"loss_decay": 0.0}}, "MTP.loss_decay is 0.0"),
         ({"mtp": {"loss_decay": math.nan}}, "MTP.loss_decay is nan"),
-        ({"pattern": "AEX"}, "character 'X' at position 3"),
+        ({"pattern": "AEX"}, "'X' at position 3"),
         ({"pattern": "AE|ME"}, "4 layers.* 12"),
         ({"pattern": "AEMEAEMEAEMR/A/A"}, "'/A'"),
         ({"pattern": "AEMEAEMEAEMR/M"}, "'/A'"),
@@ -151,7 +152,7 @@ def test_values_that_make_no_model(tiny: Model, overrides: dict[str, Any], says:
 
 
 def test_there_is_no_such_preset() -> None:
-    with pytest.raises(ModelError, match="did you mean 'nam56r_tiny'"):
+    with raises(ModelError, "'nam56r_tin'", "'nam56r_tiny'"):
         preset("nam56r_tin")
 
 
@@ -179,15 +180,15 @@ def test_layouts_that_make_no_sense(values: dict[str, Any], says: str) -> None:
         ({"moe": {"shared_ffn_hidden_size": 1023}}, {"tensor": 2, "sequence_parallel": True}, "shared expert width"),
         ({}, {"expert": 3}, r"experts \(16\) .* expert parallelism \(3\)"),
         ({"seq_length": 4098}, {"tensor": 4, "sequence_parallel": True}, "sequence length"),
-        ({}, {"context": 16}, "context parallelism is 16, and 56 attention heads .* every layer is 4"),
-        ({}, {"context": 7}, "context parallelism is 7, and 8 Mamba-3 groups .* every layer is 4"),
-        ({}, {"context": 8}, "context parallelism is 8, and 44 M²RNN heads .* every layer is 4"),
+        ({}, {"context": 16}, "context parallelism is 16.* 56 attention heads .* 4$"),
+        ({}, {"context": 7}, "context parallelism is 7.* 8 Mamba-3 groups .* 4$"),
+        ({}, {"context": 8}, "context parallelism is 8.* 44 M²RNN heads .* 4$"),
         (
             {"heads": 64},
             {"context": 8, "tensor": 2, "sequence_parallel": True},
-            "22 M²RNN heads of a tensor-parallel rank .* every layer is 2",
+            "context parallelism is 8.* 22 M²RNN heads .* 2$",
         ),
-        ({"seq_length": 4100}, {"context": 4}, r"sequence length \(4100\) .*\(8\); .* multiple is 4104"),
+        ({"seq_length": 4100}, {"context": 4}, r"sequence length \(4100\) .*\(8\).* 4104$"),
         ({}, {"tensor": 2}, "add --sequence-parallel"),
         ({}, {"pipeline": 3}, "52 layers.* 3"),
         ({}, {"pipeline": 2}, "layer 29"),

@@ -22,6 +22,7 @@ from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests import stock
+from tests.errors import raises
 
 FILE = ("--te-precision-config-file", str(precision.EXPERTS_FILE))
 EXPERT_NAMES = [f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 3, 17, 51) for half in (1, 2)]
@@ -58,17 +59,17 @@ def test_where_there_is_no_transformer_engine(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "values"),
     [
-        ({"pattern": "AAMA", "depth": 4}, "has no E layer between its first and last"),
-        ({"pattern": "AAME", "depth": 4}, "has no E layer between its first and last"),
-        ({"moe": {"ffn_hidden_size": 120}}, "moe.ffn_hidden_size of nam56r_tiny is 120.*multiple of 16"),
+        ({"pattern": "AAMA", "depth": 4}, ("nam56r_tiny", "E layer")),
+        ({"pattern": "AAME", "depth": 4}, ("nam56r_tiny", "E layer")),
+        ({"moe": {"ffn_hidden_size": 120}}, ("moe.ffn_hidden_size of nam56r_tiny is 120", 16)),
     ],
 )
-def test_models_that_cannot(overrides: dict[str, Any], says: str) -> None:
+def test_models_that_cannot(overrides: dict[str, Any], values: tuple[object, ...]) -> None:
     schedule = {"dsa": {"schedule": "-"}} if "pattern" in overrides else {}
     model = with_overrides(preset("nam56r_tiny"), {**overrides, **schedule})
-    with pytest.raises(ModelError, match=says):
+    with raises(ModelError, *values):
         words_of(model, "bf16_te_fp8_experts")
     assert "--te-precision-config-file" not in words_of(model, "bf16")
 
@@ -152,8 +153,7 @@ def test_a_file_that_says_something_else(
     model = preset("nam56r_quarter")
     words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_te_fp8_experts")]
     config = config_of(words)
-    expected = f"expected what {re.escape(str(precision.EXPERTS_FILE))} says, FP8 in the experts alone"
-    with pytest.raises(ArgumentMismatchError, match=f"in 1 place:\n  quant_recipe: found .*{expected}"):
+    with raises(ArgumentMismatchError, "in 1 place", "quant_recipe", precision.EXPERTS_FILE):
         check_arguments(model, [config.transformer, config])
 
 

@@ -10,6 +10,7 @@ import pytest
 from megacpp_mcore.data.arguments import dataset_prefixes, verify_arguments
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.nemo_recipes.run import data_words
+from tests.errors import raises
 
 
 def config(**dataset: Any) -> Any:
@@ -45,7 +46,7 @@ def test_each_way_to_name_them(dataset: dict[str, Any], words: str, prefixes: st
 
 def test_two_ways_at_once_are_refused() -> None:
     words = data_words(config(data_path="one", blend_per_split=[(["two"], None), None, None]))
-    with pytest.raises(DataError, match="by --data-path and by --train-data-path"):
+    with raises(DataError, "--data-path", "--train-data-path"):
         verify_arguments(words)
 
 

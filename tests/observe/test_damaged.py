@@ -14,6 +14,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
+from tests.errors import raises
 from tests.lanes import exhaustive_but
 from tests.observe.recorded import at, file_of, stepped, with_loss, write_start
 from tests.observe.test_receipt_folder import facts
@@ -108,7 +109,7 @@ def test_a_value_of_another_kind_is_named_with_its_line(run: Path, tmp_path: Pat
 def test_a_link_to_nothing_or_to_itself_is_no_folder_to_record_in(tmp_path: Path, place: str, to_itself: bool) -> None:
     link = tmp_path / place
     link.symlink_to(link if to_itself else tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"link to nothing|Too many levels"):
+    with raises(DataError, link):
         events.Log(link if place == "run" else link / "run", 0, 1, Clock())
 
 

@@ -21,6 +21,7 @@ from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import fields as receipt_fields
 from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, together, tokens_of
+from tests.errors import raises
 from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
 from tests.tiny_run import ROOT
 
@@ -148,34 +149,29 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("schema", 2, "schema is 2 (int); expected 3: name the folder of its run"),
-        ("attention_share", 1.5, "attention_share is 1.5 (float); expected share"),
-        ("step_time.p50_s", math.nan, "step_time.p50_s is nan (float); expected positive"),
-        ("notes", None, "notes is None"),
-        ("parallelism.tensor", True, "parallelism.tensor is True (bool); expected size"),
-        ("goodput", {}, "goodput is {} (dict); expected {rank, goodput, wall_s"),
-        ("compile.mode", "hot", "compile.mode is 'hot' (str); expected one of `off`, `regional`"),
-        ("data.datasets", [{"name": "a", "weight": None, "sha256": 1}], "data.datasets is [{'name': 'a', 'weight'"),
-        (
-            "routing.layers",
-            {"2": {"asked": 1}},
-            "routing.layers is {'2': {'asked': 1}} (dict); expected map of {tokens_",
-        ),
-        ("flops", {"families": {}}, "flops is {'families': {}} (dict); expected {families, by_precision, …}"),
-        ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers is [{'name': 'tired'"),
-        ("memory", 3, "memory is not a field of a receipt"),
-        ("speed", 3, "speed is not a field of a receipt"),
-        ("backends", [NAMED | {"layers": "4-"}], "backends is [{'op': 'mla', 'layers': '4-'"),
+        ("schema", 2, ("schema is 2", 3)),
+        ("attention_share", 1.5, ("attention_share is 1.5", "share")),
+        ("step_time.p50_s", math.nan, ("step_time.p50_s is nan", "positive")),
+        ("notes", None, ("notes is None",)),
+        ("parallelism.tensor", True, ("parallelism.tensor is True", "size")),
+        ("goodput", {}, ("goodput is {}", "rank, goodput, wall_s")),
+        ("compile.mode", "hot", ("compile.mode is 'hot'", "`off`, `regional`")),
+        ("data.datasets", [{"name": "a", "weight": None, "sha256": 1}], ("data.datasets is [{'name': 'a'", "'weight'")),
+        ("routing.layers", {"2": {"asked": 1}}, ("routing.layers is {'2': {'asked': 1}}", "map")),
+        ("flops", {"families": {}}, ("flops is {'families': {}}", "{families, by_precision, …}")),
+        ("disqualifiers", [{"name": "tired", "evidence": ""}], ("disqualifiers is [{'name': 'tired'",)),
+        ("memory", 3, ("memory is",)),
+        ("speed", 3, ("speed is",)),
+        ("backends", [NAMED | {"layers": "4-"}], ("backends is [{'op': 'mla', 'layers': '4-'",)),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: tuple[object, ...]) -> None:
     receipt = bare_receipt()
     receipt_fields.validate(receipt)
     file = tmp_path / "receipt.json"
     file.write_text(json.dumps(changed(receipt, path, value)))
-    with pytest.raises(DataError, match=re.escape(named)) as raised:
+    with raises(DataError, file, *named):
         receipts.read(file)
-    assert str(raised.value).startswith(f"{file} is no receipt")
 
 
 def test_what_a_terminal_obeys_is_read_as_its_escape(tmp_path: Path) -> None:
@@ -187,9 +183,9 @@ def test_what_a_terminal_obeys_is_read_as_its_escape(tmp_path: Path) -> None:
 def test_a_missing_field_and_what_is_no_object_are_wrong() -> None:
     receipt = bare_receipt()
     del receipt["cache"]["state"]
-    with pytest.raises(DataError, match=r"cache\.state is missing"):
+    with raises(DataError, "cache.state is missing"):
         receipt_fields.validate(receipt)
-    with pytest.raises(DataError, match="schema is None"):
+    with raises(DataError, "schema is None"):
         receipt_fields.validate([])
 
 

@@ -375,7 +375,7 @@ BAD_MASKS = {
     "one row for all": (torch.zeros(1, 1, 1, 6, dtype=torch.bool), r"expected \[B, 1, S, S\]"),
     "empty": (torch.zeros(1, 1, 0, 0, dtype=torch.bool), r"expected \[B, 1, S, S\]"),
     "additive": (torch.zeros(1, 1, 6, 6), "expected torch.bool"),
-    "a mask a head": (changed(0, 3).expand(1, 2, 6, 6), "differs by head"),
+    "a mask a head": (changed(0, 3).expand(1, 2, 6, 6), "by head"),
 }
 
 

@@ -23,6 +23,7 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops import linear_cross_entropy, mamba3, rms_norm
 from tests import forks
+from tests.errors import raises
 from tests.repository.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).parents[2]
@@ -126,11 +127,11 @@ def test_the_loss_is_pytorchs(reduction: str, ignored: dict[str, int]) -> None:
 def test_labels_that_are_none_are_refused() -> None:
     hidden, weight = torch.randn(4, 8), torch.randn(11, 8)
     for wrong in (11, -1):
-        with pytest.raises(ModelError, match=rf"label {wrong}, expected 0 to 10, or -100"):
+        with raises(ModelError, f"label {wrong}", "0 to 10", -100):
             linear_cross_entropy(hidden, weight, torch.tensor([1, wrong, 3, 4]))
-    with pytest.raises(ModelError, match="ignore_index is 3"):
+    with raises(ModelError, "ignore_index is 3"):
         linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3, 4]), ignore_index=3)
-    with pytest.raises(ModelError, match="reduction is 'average'"):
+    with raises(ModelError, "reduction is 'average'"):
         linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3, 4]), reduction="average")
     nothing = torch.full((4,), -100)
     assert linear_cross_entropy(hidden, weight, nothing).isnan()

@@ -122,8 +122,8 @@ def test_matches_megatron_experts() -> None:
 
 COUNTS = torch.tensor([2, 2])
 BAD_ROWS = {
-    "too few counted": ({"counts": torch.tensor([2, 1])}, "sum to T = 4"),
-    "too many counted": ({"counts": torch.tensor([2, 3])}, "sum to T = 4"),
+    "too few counted": ({"counts": torch.tensor([2, 1])}, r"sum 3\).*T = 4"),
+    "too many counted": ({"counts": torch.tensor([2, 3])}, r"sum 5\).*T = 4"),
     "negative": ({"counts": torch.tensor([5, -1])}, "non-negative"),
     "float counts": ({"counts": COUNTS.float()}, "expected integers"),
     "counts of another length": ({"counts": torch.tensor([4])}, r"\[E\] = \[2\]"),
@@ -131,7 +131,7 @@ BAD_ROWS = {
     "x of another width": ({"x": torch.zeros(4, 4)}, "same D"),
     "no expert": (
         {"counts": COUNTS[:0], "w1": torch.zeros(0, 6, 5), "w2": torch.zeros(0, 5, 6)},
-        "at least one expert",
+        r"\(0, 6, 5\)",
     ),
     "probs of rank 2": ({"probs": torch.zeros(4, 1)}, r"probs .*\(4, 1\).* \[4\]"),
     "integer weights": ({"w1": torch.zeros(2, 6, 5, dtype=torch.int64)}, "floating-point"),
@@ -152,10 +152,10 @@ BAD_TOKENS = {
     "integers": ({"routing": ROUTING.long()}, r"torch\.int64 .* expected torch\.bool"),
     "experts first": ({"routing": ROUTING.T}, r"\[T, E\] = \[4, 3\]"),
     "probabilities of rows": ({"probs": torch.zeros(4)}, "probs have shape"),
-    "no expert": ({"topk": 0}, "expected 1 to E = 3"),
+    "no expert": ({"topk": 0}, "topk is 0.*E = 3"),
     "another topk": ({"topk": 1}, "4 of 4 tokens"),
-    "dropped": ({"routing": ROUTING & (torch.arange(4) != 2)[:, None]}, "1 of 4 .* token 2 with 0"),
-    "too many": ({"routing": ROUTING | (torch.arange(4) == 1)[:, None]}, "token 1 with 3"),
+    "dropped": ({"routing": ROUTING & (torch.arange(4) != 2)[:, None]}, "1 of 4 .* 2 with 0"),
+    "too many": ({"routing": ROUTING | (torch.arange(4) == 1)[:, None]}, "1 with 3"),
     "more than all ranks": ({"topk": 1, "exact": False}, "4 of 4 tokens .* topk = 1"),
 }
 
@@ -198,7 +198,7 @@ def test_the_kernels_refuse(kernels: Any) -> None:
         (lambda: grouped(x, counts, w1.half(), w2, None), r"torch\.bfloat16, torch\.float16"),
         (lambda: routed(x, routing, probs, w1[:, :90], w2[..., :90], topk=3), r"\[90, 64\].* 8"),
         (lambda: grouped(x, none, w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None), "257 experts.* 256"),
-        (lambda: grouped(x, counts + 1, w1, w2, None), "sum to T = 200"),
+        (lambda: grouped(x, counts + 1, w1, w2, None), "T = 200"),
         (lambda: routed(x, routing.T, probs, w1, w2, topk=3), r"\[T, E\]"),
         (lambda: routed(x, routing, probs, w1, w2, topk=3, activation="relu"), "gelu_tanh"),
     ):

@@ -179,5 +179,5 @@ def test_a_compiled_function_has_the_kernel_in_its_graph(driver: Driver, monkeyp
 
 def test_arguments_in_the_wrong_place_are_refused(driver: Driver) -> None:
     for given, named in (((X, X, 3, 5), {"scale": 0.5, "BLOCK": 16}), ((X, X, 3, 5, 0.5, 16), {})):
-        with pytest.raises(TypeError, match=r"store was launched with \d arguments by position; expected those"):
+        with pytest.raises(TypeError, match=f"^store .* {len(given)} "):
             launch(store, (1,), *given, **named, WIDE=False)

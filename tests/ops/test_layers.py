@@ -17,6 +17,7 @@ from megacpp_mcore.huggingface.names import tensors
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops import layers
 from tests import stock
+from tests.errors import raises
 
 S, B, D = 24, 2, 128
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8, "distill": "own"}, "mtp": {"depth": 0}}
@@ -164,7 +165,7 @@ def test_what_has_to_stay_in_float32_does(model: Model) -> None:
 
 
 def test_sizes_and_backends_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"is 200; expected a multiple of head_dim 64"):
+    with raises(ModelError, "hidden_size is 200", "head_dim 64"):
         layers.Mamba3(100)
     with pytest.raises(BackendError, match="triton"):
         layers.M2RNN(32, heads=2, backend="triton")(torch.randn(1, 4, 32))

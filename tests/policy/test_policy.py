@@ -104,8 +104,8 @@ def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> N
     ("words", "processes", "message"),
     [
         ("--tensor-model-parallel-size 3", 1, "tensor 3 .* 1"),
-        ("--tensor-model-parallel-size 4", 1, "tensor 4 takes 4 processes"),
-        ("--expert-model-parallel-size 4", 1, "expert 4 takes 4 processes"),
+        ("--tensor-model-parallel-size 4", 1, "tensor 4 .*4 processes.* 1:"),
+        ("--expert-model-parallel-size 4", 1, "expert 4 .*4 processes.* 1:"),
         ("--tensor-model-parallel-size 4", 4, None),
         ("--expert-model-parallel-size 4", 4, None),
         ("--pipeline-model-parallel-size 2 --context-parallel-size 3", 8, "pipeline 2 × context 3 .*6 .* 8"),

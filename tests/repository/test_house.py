@@ -118,7 +118,7 @@ def test_megatrons_own_import_finds_the_spec_by_two_words() -> None:
 
 
 def test_an_unknown_attribute_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nam57'; it has __version__, nam56r, nam56r_hybrid"):
+    with pytest.raises(AttributeError, match=r"'nam57'.* __version__, nam56r, nam56r_hybrid"):
         megacpp_mcore.nam57  # noqa: B018
     assert "nam56r" in dir(megacpp_mcore)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -27,11 +26,11 @@ def test_a_value_is_read_as_its_kind_has_it(kind: Any, value: Any, as_read: Any)
 @pytest.mark.parametrize(
     ("kind", "value", "named"),
     [
-        (int, True, "it is True (bool); expected a whole number"),
-        (int | None, "3", "it is '3' (str); expected a whole number or none"),
-        (float, "3", "it is '3' (str); expected a number"),
+        (int, True, "a whole number"),
+        (int | None, "3", "a whole number or none"),
+        (float, "3", "a number"),
     ],
 )
 def test_what_is_of_another_kind_is_named_with_its_place(kind: Any, value: Any, named: str) -> None:
-    with pytest.raises(schema.SchemaError, match=f"^{re.escape(named)}"):
+    with pytest.raises(schema.SchemaError, match=rf"^it is {value!r} \({type(value).__name__}\); .*{named}$"):
         schema.check(value, kind)

@@ -58,13 +58,10 @@ def test_fp8_experts_are_split_off_and_nothing_is_lost(name: str) -> None:
     found = by_precision(model, step, PLANS[FP8_EXPERTS])
     assert list(found) == ["fp8", "bf16"]
     assert reduce(add, found.values()) == step.families
-    moved = model.layers[:-1].count("E")
-    assert found["fp8"] == Families(routed_experts=_times(step.layers[1].routed_experts, moved))
-    assert found["bf16"].routed_experts == _times(step.layers[1].routed_experts, model.layers.count("E") - moved)
-
-
-def _times(work: Work, count: int) -> Work:
-    return Work(count * work.forward, count * work.backward)
+    one, moved = step.layers[1].routed_experts, model.layers[:-1].count("E")
+    left = model.layers.count("E") - moved
+    assert found["fp8"] == Families(routed_experts=Work(moved * one.forward, moved * one.backward))
+    assert found["bf16"].routed_experts == Work(left * one.forward, left * one.backward)
 
 
 def utilisation(

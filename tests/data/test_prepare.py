@@ -143,16 +143,6 @@ def prepare_until_killed(texts: Path, output: Path, operation: int, overwrite: b
     run(texts, output, split=SPLIT, overwrite=overwrite)
 
 
-def kill_once(texts: Path, output: Path, operation: int, overwrite: bool = False) -> bool:
-    """Run :func:`prepare_until_killed` in a process of its own; return whether it was killed."""
-    arguments = (texts, output, operation, overwrite)
-    process = multiprocessing.get_context("fork").Process(target=prepare_until_killed, args=arguments)
-    process.start()
-    process.join(60)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
-
-
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("replaces", [False, True])
 def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_anew(texts, tmp_path, replaces):
@@ -167,7 +157,12 @@ def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_a
         prefixes = [f"{folder}/data_{name}" for name in ("train", "valid")]
         for prefix, suffix in itertools.product(prefixes if replaces else (), (".bin", ".idx", ".manifest.json")):
             shutil.copy(old + suffix, prefix + suffix)
-        killed = kill_once(texts, folder / "data", operation, overwrite=replaces)
+        arguments = (texts, folder / "data", operation, replaces)
+        process = multiprocessing.get_context("fork").Process(target=prepare_until_killed, args=arguments)
+        process.start()
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        killed = process.exitcode != 0
         whole = [prefix for prefix in prefixes if os.path.exists(f"{prefix}.manifest.json")]
         torn += len(whole) < 2 and os.path.exists(f"{prefixes[0]}.bin")
         for prefix in whole:

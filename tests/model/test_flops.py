@@ -87,16 +87,12 @@ def padding() -> flops.Work:
     return flops.product(BATCH * SMALL.seq_length * 4 * SMALL.hidden_size)
 
 
-def layer_work(number: int) -> flops.Families:
-    return flops.step(SMALL, BATCH).layers[number - 1]
-
-
 def test_each_layer_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:
     """E, and but for padding M and R; A layers after their dense pairs are put in the place of the visible ones."""
     sequence = SMALL.seq_length
     seen = Counter[str]()
-    for number in range(1, SMALL.depth + 1):
-        expected = layer_work(number).total.forward
+    for number, work in enumerate(flops.step(SMALL, BATCH).layers, 1):
+        expected = work.total.forward
         role = SMALL.roles[number - 1]
         if role == "-":
             dense = BATCH * (sequence**2 - flops.causal_pairs(sequence))
@@ -107,15 +103,11 @@ def test_each_layer_of_the_real_model_forward(measured: dict[str, dict[str, Coun
         if SMALL.layers[number - 1] in "MR":
             expected += padding().forward
         if role == "F":
-            expected += _score_pairs(BATCH * (sequence**2 - flops.causal_pairs(sequence)))
+            pairs = BATCH * (sequence**2 - flops.causal_pairs(sequence))
+            expected += 2 * pairs * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
         assert total(measured, f"GPTModel.decoder.layers.{number - 1}") == expected, f"layer {number}"
         seen[SMALL.layers[number - 1] + (role or "")] += 1
     assert seen == {"A-": 1, "AF": 1, "AS": 1, "E": 5, "M": 3, "R": 1}
-
-
-def _score_pairs(pairs: int) -> int:
-    """Forward work of the indexer for so many pairs more."""
-    return 2 * pairs * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
 
 
 def test_parts_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:

@@ -30,15 +30,9 @@ BACKEND = {
 }
 
 
-def write_run(run: Path, ranks: int, steps: int, layers: int = 52) -> None:
-    """The files of a run of ``ranks`` processes as they leave them: heartbeats, steps, backends by layer, counts of experts."""
-    backends = [{"op": f"op {op}", "layer": layer, **BACKEND} for layer in range(layers) for op in range(10)]
-    for rank in range(ranks):
-        write_start(run, 1, rank, *_lines(rank, ranks, steps, backends), world_size=ranks)
-
-
-def _lines(rank: int, ranks: int, steps: int, backends: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield facts(backends=backends)
+def lines_of(rank: int, ranks: int, steps: int) -> Iterator[dict[str, Any]]:
+    """What a rank of a run leaves: heartbeats, steps, backends by layer, counts of experts."""
+    yield facts(backends=[{"op": f"op {op}", "layer": layer, **BACKEND} for layer in range(52) for op in range(10)])
     written, second = 0.0, 0.0
     for number in range(1, steps + 1):
         end = number * (STEP_S + rank / 1e4)
@@ -67,7 +61,8 @@ def peak_of(read: Callable[[], object]) -> int:
 
 def test_memory_does_not_grow_with_the_steps_of_all_ranks(tmp_path: Path) -> None:
     for ranks in (2, 6):
-        write_run(tmp_path / str(ranks), ranks, 200)
+        for rank in range(ranks):
+            write_start(tmp_path / str(ranks), 1, rank, *lines_of(rank, ranks, 200), world_size=ranks)
     assert receipts.read(tmp_path / "6")["step_time"]["rank"] == 5
     a_rank = peak_of(lambda: events.read(tmp_path / "2")) // 2
     for read in (assemble, report_page.read, lambda run: events.read(run, lambda *_: None)):

@@ -113,8 +113,7 @@ def test_numbers_are_those_of_the_thread_that_made_the_node() -> None:
         run(NODE + "M", run("m back", thread=ENGINE), sequence=3, made_by=MAIN, thread=ENGINE),
         run(NODE + "A", run("a back", thread=ENGINE), sequence=3, made_by=ENGINE, thread=ENGINE),
     )
-    ops = [op._replace(end_ns=100) if op.name == "megacpp::step/2" else op for op in host.ops]
-    host.ops = ops
+    host.ops = [op._replace(end_ns=100) if op.name == "megacpp::step/2" else op for op in host.ops]
     found = places(host)
     assert found["m back"].label == "M/1"
     assert found["a back"].label == "A/9"

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.commands import report_page as page
 from megacpp_mcore.model import Layout, flops
 from megacpp_mcore.observe import events, goodput, live, receipts
-from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import metrics_of
 from megacpp_mcore.observe.receipts import claims, facts, fields
 from megacpp_mcore.observe.receipts.fields import layers
@@ -108,13 +106,6 @@ def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixtur
     assert found["dominant_flops"] == max(found["shares"]["groups"], key=found["shares"]["groups"].__getitem__)
     assert found["shares"]["source"].startswith("audited count")
 
-    _check_routing(found)
-    _check_live_objects(found)
-    assert cli.main(["report", "show", str(run)]) == 0
-    assert "mamba3 auto → reference" in capsys.readouterr().out
-
-
-def _check_routing(found: dict[str, Any]) -> None:
     layers = found["routing"]["layers"]
     assert [int(layer) for layer in layers] == list(model().layer_numbers("E"))
     for layer in layers.values():
@@ -123,6 +114,9 @@ def _check_routing(found: dict[str, Any]) -> None:
         assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
     first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
     assert 0 < found["indexer"]["overlap"][f"{first}-{second}"] < 1
+    _check_live_objects(found)
+    assert cli.main(["report", "show", str(run)]) == 0
+    assert "mamba3 auto → reference" in capsys.readouterr().out
 
 
 def _check_live_objects(found: dict[str, Any]) -> None:
@@ -153,33 +147,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
 def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
     run, said = finished
     recorded = {step.step: step for step in read_steps(run)}
-    _check_console(said, recorded)
-    metrics = metrics_of(events.read(run))
-    assert [one["step"] for one in metrics] == list(range(1, STEPS + 1))
-    assert [one["tokens_per_s"] is None for one in metrics] == [True] + [False] * (STEPS - 1)
-    assert all(one["mfu"] is None and one["mfu_reason"] for one in metrics)
-    assert "no datasheet peak is known" in metrics[-1]["mfu_reason"]
-    assert all(0 < one["goodput"] < 1 and one["memory_allocated_bytes"] > 2**20 for one in metrics)
-    assert metrics[0]["routing_entropy"] is None
-    assert 0 < (metrics[-1]["routing_entropy"] or 0) < 1
-    assert 0 < (metrics[-1]["index_overlap"] or 0) < 1
-    _check_scalars(run, recorded)
-    _check_rates(run, metrics, recorded)
-
-
-def _check_rates(run: Path, metrics: Sequence[dict[str, Any]], recorded: dict[int, Step]) -> None:
-    """Against what the last rank noted between two steps: their time without evaluation and checkpoints."""
-    spent = {span.step: span.phases for span in events.read(run)[0][0].spans if span.step is not None}
-    assert spent[4]["evaluation"] > 0  # after step 3
-    assert goodput.of_rank(events.read(run)[0]).nanoseconds["evaluation"] >= spent[4]["evaluation"]
-    for before, one in itertools.pairwise(metrics):
-        in_step = sum(spent[one["step"]].get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
-        tokens = recorded[one["step"]].tokens - recorded[before["step"]].tokens
-        assert one["tokens_per_s"] == pytest.approx(tokens / in_step * 1e9, rel=1e-9)
-
-
-def _check_console(said: str, recorded: dict[int, Step]) -> None:
-    """Ours stands below Megatron's own line of the same step."""
+    # Ours stands below Megatron's own line of the same step.
     lines = said.splitlines()
     ours = {number: line for number, line in enumerate(lines) if line.startswith("step ")}
     assert [line.split("/")[0] for line in ours.values()] == [f"step {number}" for number in recorded]
@@ -193,9 +161,15 @@ def _check_console(said: str, recorded: dict[int, Step]) -> None:
         if step.step != 2:  # whose line is the mean of two steps
             assert float(stock[1]) == pytest.approx(step.losses["lm loss"], rel=1e-6)
     assert "validation loss at iteration 3" in said
-
-
-def _check_scalars(run: Path, recorded: dict[int, Step]) -> None:
+    metrics = metrics_of(events.read(run))
+    assert [one["step"] for one in metrics] == list(range(1, STEPS + 1))
+    assert [one["tokens_per_s"] is None for one in metrics] == [True] + [False] * (STEPS - 1)
+    assert all(one["mfu"] is None and one["mfu_reason"] for one in metrics)
+    assert "no datasheet peak is known" in metrics[-1]["mfu_reason"]
+    assert all(0 < one["goodput"] < 1 and one["memory_allocated_bytes"] > 2**20 for one in metrics)
+    assert metrics[0]["routing_entropy"] is None
+    assert 0 < (metrics[-1]["routing_entropy"] or 0) < 1
+    assert 0 < (metrics[-1]["index_overlap"] or 0) < 1
     scalars = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
     ours = {f"{live.TAG}{name}" for name in live.SCALARS} - {f"{live.TAG}mfu"}
     for writer in ("tensorboard", "wandb"):
@@ -205,6 +179,14 @@ def _check_scalars(run: Path, recorded: dict[int, Step]) -> None:
         assert {step for tag, step in written if tag == f"{live.TAG}goodput"} == set(recorded)
         for tag in ("lm loss", "mtp_1 loss", "indexer loss", "grad-norm", "learning-rate"):
             assert {step for name, step in written if name == tag} == set(recorded), (writer, tag)
+    # Against what the last rank noted between two steps: their time without evaluation and checkpoints.
+    spent = {span.step: span.phases for span in events.read(run)[0][0].spans if span.step is not None}
+    assert spent[4]["evaluation"] > 0  # after step 3
+    assert goodput.of_rank(events.read(run)[0]).nanoseconds["evaluation"] >= spent[4]["evaluation"]
+    for before, one in itertools.pairwise(metrics):
+        in_step = sum(spent[one["step"]].get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
+        tokens = recorded[one["step"]].tokens - recorded[before["step"]].tokens
+        assert one["tokens_per_s"] == pytest.approx(tokens / in_step * 1e9, rel=1e-9)
 
 
 def of_op(receipt: dict[str, Any], op: str) -> list[dict[str, Any]]:

@@ -217,7 +217,6 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 REDUCED: dict[str, Any] = {"name": "gradient reduce", "asked": True, "possible": True, "reason": "it has a stream"}
 ONE_BUCKET = REDUCED | {"possible": False, "reason": "one bucket holds all"}
-UNKNOWN = REDUCED | {"possible": False, "reason": "how many buckets there are is not known"}
 EVEN, UNEVEN = [a_step(1, tokens=8), a_step(2, tokens=16)], [a_step(1, tokens=8), a_step(2, tokens=24)]
 
 
@@ -288,7 +287,8 @@ def test_overlap_that_hides_something_or_has_nothing_to_hide(change: dict[str, A
 def test_what_cannot_be_judged() -> None:
     found, unjudged = judged({}, [])
     assert (found, list(unjudged)) == ({}, list(receipt_fields.DISQUALIFIERS[:-1]))
-    found, unjudged = judged(GOOD | {"overlap": [UNKNOWN]})
+    unknown = REDUCED | {"possible": False, "reason": "how many buckets there are is not known"}
+    found, unjudged = judged(GOOD | {"overlap": [unknown]})
     assert (found, list(unjudged)) == ({}, ["overlap hid nothing"])
     assert "not known" in unjudged["overlap hid nothing"]
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}

@@ -122,10 +122,6 @@ def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launc
         raise AssertionError("it records there")
 
 
-GIVEN: dict[str, Any] = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
-"""What a step's ``training_log`` is given."""
-
-
 @pytest.mark.parametrize(("where", "step"), [("on_model", 0), ("on_step_begin", 1), ("on_step", 1), ("on_end", 2)])
 def test_what_fails_hears_of_nothing_more_but_its_end_and_training_goes_on(
     where: str, step: int, caplog: pytest.LogCaptureFixture
@@ -137,7 +133,8 @@ def test_what_fails_hears_of_nothing_more_but_its_end_and_training_goes_on(
         told.notify(lambda listener: listener.on_model([], None))
         for number in (1, 2):
             told.notify_begin(number)
-            told.notify_step(GIVEN, number, 512 * number)
+            logged = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
+            told.notify_step(logged, number, 512 * number)
     steps = ["on_step_begin", "on_step"]
     everything = ["on_model", *steps, *steps, "on_end"]
     names = [call[0] for call in failing.method_calls]
@@ -200,20 +197,14 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
     assert clock.phase is Phase.IDLE
 
 
-STOPS = (
-    "exiting program after receiving SIGTERM.",
-    "exiting program after 3.1 minutes",
-    "exiting program at iteration 3",
-)
-
-
 @pytest.mark.parametrize("where", [(loop.STOCK, "print_datetime"), (bridge_loop.SEAMS, "barrier_and_log")])
 def test_an_end_before_the_last_step_is_noted_in_the_words_of_the_loop(
     tmp_path: Path, where: tuple[Sequence[loop.Seam], str]
 ) -> None:
     seams, name = where
     (seam,) = (seam for seam in seams if seam.name == name)
-    for number, line in enumerate(["after training is done", *STOPS]):
+    stops = [f"exiting program {why}" for why in ("after receiving SIGTERM.", "after 3.1 minutes", "at iteration 3")]
+    for number, line in enumerate(["after training is done", *stops]):
         log = events.Log(tmp_path / str(number), 0, 1, Clock())
         notifier, printed = loop.Notifier(log.clock, [goodput.Recorder(log, with_losses=False)]), []
         seam.handler(notifier, printed.append, line)
@@ -254,9 +245,6 @@ def test_losses_are_noted_of_what_the_writer_is_given(monkeypatch: pytest.Monkey
     assert tap.values == {"z_loss": 3.0}
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
 def test_torch_compile_forward_and_deferred_backward_are_told() -> None:
     torch._dynamo.reset()
     clock = Clock()
@@ -278,7 +266,7 @@ def test_torch_compile_forward_and_deferred_backward_are_told() -> None:
     assert callback_handler.start_callbacks == callback_handler.end_callbacks == []
 
 
-@needs_triton
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_kernel_s_compilation_and_tuning_are_told_and_other_hooks_still_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -170,26 +169,20 @@ def test_routed_refuses(change: dict[str, object], message: str) -> None:
         )  # fmt: skip
 
 
-@pytest.fixture
-def kernels() -> Any:
-    """The modules of our kernels and of those in FP8."""
-    return pytest.importorskip("megacpp_mcore.ops.grouped_mlp.triton"), pytest.importorskip(
-        "megacpp_mcore.ops.grouped_mlp.fp8"
-    )
-
-
-def test_fp8_needs_a_gpu_that_has_it(kernels: Any) -> None:
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    fp8 = pytest.importorskip("megacpp_mcore.ops.grouped_mlp.fp8")
     x, w1, w2 = torch.zeros(4, 5), torch.zeros(3, 6, 5), torch.zeros(3, 5, 6)
     for call in (
-        lambda: kernels[1].routed_mlp(x, ROUTING, torch.zeros(4, 3), w1, w2, topk=2),
-        lambda: kernels[1].grouped_mlp(x, torch.tensor([1, 1, 2]), w1, w2, None),
+        lambda: fp8.routed_mlp(x, ROUTING, torch.zeros(4, 3), w1, w2, topk=2),
+        lambda: fp8.grouped_mlp(x, torch.tensor([1, 1, 2]), w1, w2, None),
     ):
         with raises(ModelError, (9, 0), "cpu", "no GPU"):
             call()
 
 
-def test_the_kernels_refuse(kernels: Any) -> None:
-    grouped, routed = kernels[0].grouped_mlp, kernels[0].routed_mlp
+def test_the_kernels_refuse() -> None:
+    kernels = pytest.importorskip("megacpp_mcore.ops.grouped_mlp.triton")
+    grouped, routed = kernels.grouped_mlp, kernels.routed_mlp
     inputs = draw(Case())
     x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
     counts, none = torch.tensor([25] * 8), torch.zeros(257, dtype=torch.int32)

@@ -190,27 +190,26 @@ def test_no_score_is_kept_for_backward():
     assert naive >= B * H * S * S * q.itemsize > kept
 
 
-def bad_calls():
-    q, k, v = (t.detach() for t in draw(4, 4))
-    mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
-    return {
-        "width of k": ((q, k[..., :3], v), {}, "same B, H"),
-        "rank of v": ((q, k, v[0]), {}, "same B, H"),
-        "integers": ((q.long(), k, v), {}, "floating-point"),
-        "no key": ((q, k[:0], v[:0]), {"causal": False}, r"\(0, "),
-        "no query": ((q[:0], k, v), {"causal": False}, "0 queries"),
-        "causal rectangle": ((q[:3], k, v), {}, "3 queries.* 4 keys"),
-        "additive mask": ((q, k, v), {"attention_mask": mask.float()}, "torch.bool"),
-        "mask of another size": ((q, k, v), {"attention_mask": mask[..., :3]}, "broadcasts"),
-        "mask by head": ((q, k, v), {"attention_mask": mask.expand(2, 3, 4, 4)}, "by head"),
-        "mask of rank 2": ((q, k, v), {"attention_mask": mask[0, 0]}, "broadcasts"),
-        "chunk": ((q, k, v), {"query_chunk": 0}, "positive"),
-    }
+Q, K, V = (t.detach() for t in draw(4, 4))
+MASK = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
+BAD = {
+    "width of k": ((Q, K[..., :3], V), {}, "same B, H"),
+    "rank of v": ((Q, K, V[0]), {}, "same B, H"),
+    "integers": ((Q.long(), K, V), {}, "floating-point"),
+    "no key": ((Q, K[:0], V[:0]), {"causal": False}, r"\(0, "),
+    "no query": ((Q[:0], K, V), {"causal": False}, "0 queries"),
+    "causal rectangle": ((Q[:3], K, V), {}, "3 queries.* 4 keys"),
+    "additive mask": ((Q, K, V), {"attention_mask": MASK.float()}, "torch.bool"),
+    "mask of another size": ((Q, K, V), {"attention_mask": MASK[..., :3]}, "broadcasts"),
+    "mask by head": ((Q, K, V), {"attention_mask": MASK.expand(2, 3, 4, 4)}, "by head"),
+    "mask of rank 2": ((Q, K, V), {"attention_mask": MASK[0, 0]}, "broadcasts"),
+    "chunk": ((Q, K, V), {"query_chunk": 0}, "positive"),
+}
 
 
-@pytest.mark.parametrize("case", bad_calls())
+@pytest.mark.parametrize("case", BAD)
 def test_refuses(case):
-    arguments, options, message = bad_calls()[case]
+    arguments, options, message = BAD[case]
     with pytest.raises(ModelError, match=message):
         mla_attention(*arguments, softmax_scale=SCALE, **options)
     if case not in ("chunk", "no query"):

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -228,10 +229,8 @@ def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
-    def fill_up(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(prepare_module, "write_manifest", fill_up)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(prepare_module, "write_manifest", mock.Mock(side_effect=full))
     with pytest.raises(DataError, match="No space left on device"):
         run(texts, tmp_path / "data")
     assert list(tmp_path.iterdir()) == [texts]

@@ -308,12 +308,10 @@ def test_a_failure_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access")
-
     training = Training(tmp_path, monkeypatch)
     training.step(1)
-    monkeypatch.setattr(receipt_facts, "memory", fail)
+    error = RuntimeError("CUDA error: an illegal memory access")
+    monkeypatch.setattr(receipt_facts, "memory", mock.Mock(side_effect=error))
     training.end(ArithmeticError())
     found = receipts.read(tmp_path)
     assert (found["status"], found["memory"]["allocated_peak_bytes"]) == ("ArithmeticError", 5)

@@ -62,10 +62,8 @@ NOT_TIMED = ("dense warm-up of the indexer",)
 def variants() -> Iterator[tuple[str, kernels.Variant]]:
     """Every variant that ``make kernels`` compiles, with its row."""
     every = [*kernels.VARIANTS]
-    for names, parities in ((kernels.DOTS, (True, False)), (kernels.OTHERS, (False,))):
-        for name, rank, state in kernels._cases(names):
-            for even in parities:
-                every += kernels.mamba3_variants(name, kernels._plan(rank, state, even))
+    for even, name, rank, state in kernels.MAMBA3:
+        every += kernels.mamba3_variants(name, kernels._plan(rank, state, even))
     for variant in every:
         kernel = f"{variant[1].__module__}.{variant[1].__name__}".removeprefix("megacpp_mcore.ops.")
         (row,) = (row for row, starts in ROWS.items() if kernel.startswith(starts))

@@ -450,33 +450,24 @@ def mamba3_variants(kernel: str, plan: Plan) -> Iterator[Variant]:
         if plan.R > 1:
             choices += [{"RAW": False, "GATED": True, "o_desc": None} | norm for norm in ({}, NO_NORM)]
             choices.append({"RAW": True, "GATED": False, "y_ptr": None, "NORM": False})
-    every = plan.sizes
+    run_time = {"S", "B"} | ({"NSEG"} if kernel not in ("angle_carries", "state_passing") else set())
+    taken = set(function.arg_names) - run_time
     for choice in choices:
-        constants = {name: value for name, value in every.items() if name in function.arg_names} | choice
-        constants = {name: value for name, value in constants.items() if name not in ("S", "B")}
-        run_time = {"NSEG"} if kernel not in ("angle_carries", "state_passing") else set()
-        constants = {name: value for name, value in constants.items() if name not in run_time}
+        constants = {name: value for name, value in plan.sizes.items() if name in taken} | choice
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
         options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
         yield f"{kernel}, {choice}", function, given, constants | options
 
 
-def _check(kernel: str, plan: Plan, folder: Path) -> None:
-    for name, function, given, constants in mamba3_variants(kernel, plan):
-        found = products(compiled(function, given, constants, folder))
+MAMBA3 = [(even, *case) for even, kernels in ((True, DOTS), (False, DOTS + OTHERS)) for case in _cases(kernels)]
+
+
+@pytest.mark.parametrize(("even", "kernel", "rank", "state"), MAMBA3)
+def test_mamba3(tmp_path: Path, even: bool, kernel: str, rank: int, state: int) -> None:
+    for name, function, given, constants in mamba3_variants(kernel, _plan(rank, state, even)):
+        found = products(compiled(function, given, constants, tmp_path))
         assert bool(found["wgmma.mma_async"]) == (kernel in DOTS), (name, found)
-
-
-@pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])
-@pytest.mark.parametrize(("kernel", "rank", "state"), _cases(DOTS))
-def test_mamba3_products(tmp_path: Path, kernel: str, rank: int, state: int, even: bool) -> None:
-    _check(kernel, _plan(rank, state, even), tmp_path)
-
-
-@pytest.mark.parametrize(("kernel", "rank", "state"), _cases(OTHERS))
-def test_mamba3_others(tmp_path: Path, kernel: str, rank: int, state: int) -> None:
-    _check(kernel, _plan(rank, state, False), tmp_path)
 
 
 GATE = next(mamba3_variants("gate_bwd", _plan(4, 64, False)))[1:]

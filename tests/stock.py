@@ -130,15 +130,15 @@ def printed(code: str, *words: str, first: Path | None = None, timeout: float = 
 
 
 def on_ranks(module: str, count: int, folder: Path, *words: str) -> list[Any]:
-    """Run a module of the tests in ``count`` processes, as torchrun does; each is to be :func:`one_process` of them. What
-    they saved as ``folder``/RANK.pt."""
+    """What ``main(folder, *words)`` of a module of the tests returns in each of ``count`` processes, which are started as
+    torchrun does and are to be :func:`one_process` of them."""
     import torch
 
-    status, output = forks.run_ranks(["-m", module, str(folder), *words], count, megatron=True)
+    code = f"import os, sys, torch; from pathlib import Path; from {module} import main; folder = Path(sys.argv[1]); "
+    code += "torch.save(main(folder, *sys.argv[2:]), folder / (os.environ['RANK'] + '.pt'))"
+    status, output = forks.run_ranks(["-c", code, str(folder), *words], count, megatron=True)
     assert status == 0, output[-6000:]
-    files = sorted(folder.glob("[0-9].pt"))
-    assert len(files) in (0, count), files
-    return [torch.load(file, weights_only=True) for file in files]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(count)]
 
 
 @contextlib.contextmanager
@@ -210,6 +210,31 @@ def build(
             return GPTModelBuilder(argument_utils.gpt_config_from_args(args)).build_model(groups)
         with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
             return HybridModelBuilder(argument_utils.hybrid_config_from_args(args)).build_model(groups)
+
+
+def small_config(kind: Any = None, **settings: Any) -> Any:
+    """A TransformerConfig of stock's, or one of another ``kind``: for a CPU, with a layer, no fused kernel and no dropout."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    off = ["gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"]
+    off += ["persist_layer_norm", "apply_rope_fusion"]
+    fixed = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "use_cpu_initialization": True}
+    fixed |= {**dict.fromkeys(off, False), "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return (kind or TransformerConfig)(**fixed | settings)
+
+
+def hybrid_stack(parts: Any, attention: str, **more: Any) -> Any:
+    """The spec of a HybridStack with the ``parts`` of a layer of GPT, whose attention is in layers of that name."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    names = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    attend, mlp = (TransformerLayerSubmodules(**{name: getattr(parts, name) for name in group}) for group in names)
+    layers = {attention: ModuleSpec(module=TransformerLayer, submodules=attend)}
+    layers |= {"mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp)}
+    return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers, **more))
 
 
 def stirred(model: Any, scale: float = 0.05) -> Any:

@@ -70,7 +70,8 @@ def assert_same_bytes(expected: dict[str, torch.Tensor], found: dict[str, torch.
     """Fail, with names, if two checkpoints hold other tensors, or one of them in other bytes."""
     assert found.keys() == expected.keys()
     assert expected, "nothing to compare"
-    assert [name for name, value in expected.items() if value.dtype != found[name].dtype] == []
+    kinds, theirs = ({name: (one.dtype, one.shape) for name, one in each.items()} for each in (found, expected))
+    assert kinds == theirs
     assert [name for name, value in expected.items() if _bytes(value) != _bytes(found[name])] == []
 
 

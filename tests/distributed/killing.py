@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacpp_mcore.observe.steps import read_steps
@@ -29,11 +29,18 @@ class Job:
         command = [*f"-m megacpp_mcore launch --verbose --device {device} --observe".split(), str(self.record), "--"]
         self._words = [*command, *words, *WORDS, "--save", str(self.saved), "--load", str(self.saved)]
         self._environment = {"NCCL_ALGO": "Ring"} | environment
-        self.ranks: Sequence[forks.Program | subprocess.Popen[bytes]] = ()
 
-    def start(self) -> None:
-        """Start the processes; the last checkpoint of before, if there is one, is gone on with."""
+    @contextlib.contextmanager
+    def started(self) -> Iterator[None]:
+        """Within, the processes go on with the last checkpoint of before, if there is one; none of them is left behind."""
         self.ranks = forks.start_ranks(self._words, [self._output] * PROCESSES, **self._environment)
+        try:
+            yield
+        finally:
+            for rank in self.ranks:
+                if rank.poll() is None:
+                    os.killpg(rank.pid, signal.SIGKILL)
+                    rank.wait()
 
     def wait(self, timeout: float) -> list[int]:
         """The status of each process."""
@@ -42,16 +49,12 @@ class Job:
 
     def finish(self) -> None:
         """Start the processes, and have them all end well."""
-        try:
-            self.start()
+        with self.started():
             assert self.wait(300) == [0] * PROCESSES, self.said()
-        finally:
-            self.end()
 
     def kill(self, victim: int, step: int, later_s: float, timeout: float) -> None:
         """Start the processes, kill one so long after ``step``, and have the others end with an error within ``timeout``."""
-        try:
-            self.start()
+        with self.started():
             until = time.monotonic() + 240
             while not (self.record.exists() and any(one.step >= step for one in read_steps(self.record))):
                 assert {rank.poll() for rank in self.ranks} == {None}, self.said()
@@ -62,19 +65,10 @@ class Job:
             statuses = self.wait(timeout)
             assert statuses[victim] == -signal.SIGKILL
             assert 0 not in statuses, self.said()
-        finally:
-            self.end()
 
     def said(self) -> str:
         """The end of what all processes printed."""
         return self._output.read_text(errors="replace")[-6000:]
-
-    def end(self) -> None:
-        """Leave no process behind, whatever has happened."""
-        for rank in self.ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
-                rank.wait()
 
 
 def check_a_killed_run(whole: Job, job: Job, seed: int, timeout: float) -> None:

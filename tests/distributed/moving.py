@@ -201,7 +201,6 @@ VOCABULARY = 260
 
 
 def same_bytes(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether both have the same dtype, shape and bytes."""
     if found.dtype != wanted.dtype or found.shape != wanted.shape:
         return False
     return torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))

@@ -73,7 +73,6 @@ def loads_wrong_main_parameters(folder: Path) -> None:
 
 
 def refusal(load: Callable[[Path], None], folder: Path) -> str:
-    """What a load is refused with."""
     try:
         load(folder)
     except CheckpointError as error:

@@ -74,7 +74,6 @@ class Run:
     model: Model
 
     def after(self, step: int) -> dict[str, dict[int, float]]:
-        """The scalars of the steps after ``step``."""
         return {name: {at: one for at, one in values.items() if at > step} for name, values in self.scalars.items()}
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:

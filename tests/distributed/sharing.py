@@ -1,4 +1,4 @@
-"""One of several processes that share sequences: losses, gradients and what a token reaches go to FOLDER: ``sharing FOLDER``.
+"""One of several processes that share sequences: losses, gradients and what a token reaches.
 
 Shape legend: S sequence, B batch, V vocabulary.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,15 +58,6 @@ LENGTHS = dict.fromkeys(("whole, packed", "MTP, packed, by token"), (5, 1, 25, 2
 """The documents of the row of a case, each in several chunks, or several in one; the last token of each is not counted."""
 
 
-def set_scales(ranks: int) -> None:
-    """As stock's schedules for one micro-batch: where a rank has a part of a mean, gradients are to be averaged later."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler):
-        scaler.main_loss_backward_scale = torch.full((1,), float(ranks))
-
-
 def shared(tokens: torch.Tensor, lengths: tuple[int, ...] = ()) -> dict[str, Any]:
     """This rank's part of the inputs that go with ``tokens`` [B, S + 1], in one row if it holds documents of ``lengths``."""
     from megatron.core import mpu
@@ -98,7 +88,12 @@ def whole(part: torch.Tensor) -> torch.Tensor:
 
 def trained(model: Any, ranks: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     """The loss of each token, and the gradient of every parameter, which is on every rank."""
-    set_scales(ranks)
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    # As stock's schedules for one micro-batch: where a rank has a part of a mean, gradients are to be averaged later.
+    for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler):
+        scaler.main_loss_backward_scale = torch.full((1,), float(ranks))
     inputs = shared(micro_batch.draw_tokens(1 if lengths else B, S), lengths)
     packs = SimpleNamespace(dataloader_inter_document_masking=True) if lengths else None
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", packs):
@@ -126,11 +121,11 @@ def reached(model: Any, ranks: int) -> dict[int, torch.Tensor]:
     return {place: (logits - before).abs().amax(-1) for place, logits in zip(places, after, strict=True)}
 
 
-def main(folder: Path) -> None:
-    """Be one rank, and save what it has found, as all have."""
+def main(folder: Path) -> dict[str, Any]:
+    """What one rank has found, as all have, by case."""
     from megacpp_mcore.layer_specs import training_step
 
-    ranks, results = int(os.environ["WORLD_SIZE"]), {}
+    ranks, results = int(os.environ["WORLD_SIZE"]), dict[str, Any]()
     (own := folder / os.environ["RANK"]).mkdir()
     training_step._of_bridge = 0  # the step of the dense warm-up, which no loop counts here
     with stock.one_process(folder / "store", tensor_model_parallel_size=1, context_parallel_size=ranks):
@@ -140,8 +135,4 @@ def main(folder: Path) -> None:
             results[name] = trained(model, ranks, LENGTHS.get(name, ()))
             if name in REACHING and ranks > 1:
                 results[name]["reached"] = reached(model, ranks)
-    torch.save(results, f"{own}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,6 @@ PIPELINES: Mapping[str, Pipeline] = {
 
 
 def chunks(config: Any) -> list[Any]:
-    """This rank's stock model chunks."""
     from megatron.core import parallel_state
 
     def ends(vp_stage: int | None) -> dict[str, bool]:
@@ -106,8 +104,8 @@ def run(config: Any, masked: bool) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    """Be one rank; saves what :func:`run` returned of each run."""
+def main(folder: Path) -> dict[Any, Any]:
+    """What :func:`run` returned of each run, on one rank."""
     rank = os.environ["RANK"]
     results: dict[Any, Any] = {}
     for number, (name, pipeline) in enumerate(PIPELINES.items()):
@@ -124,12 +122,11 @@ def main(folder: Path) -> None:
                 os.environ["MEGACPP_CONFIG"] = str(folder / f"{rank}.yaml")
             for recompute, masked in itertools.product(RECOMPUTE, (False, True)):
                 results[name, recompute, masked] = run(pipeline.config(recompute), masked)
-    torch.save(results, folder / f"{rank}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each of the two ranks saved."""
     return stock.on_ranks("tests.distributed.test_dsa_index_cache", 2, tmp_path_factory.mktemp("pipelines"))
 
 
@@ -174,7 +171,3 @@ def test_logged_loss_is_the_mean_over_the_full_layers_of_all_stages(results: lis
         assert values.nonzero().flatten().tolist() == [i for i, role in enumerate(pipeline.roles) if role == "F"]
         expected = values.sum().item() / (pipeline.roles.count("F") * MICRO_BATCHES)
         assert [rank["logged"].item() for rank in ranks] == pytest.approx([expected] * 2, rel=1e-6)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

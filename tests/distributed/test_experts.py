@@ -49,17 +49,11 @@ def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, 
     assert differing_tensors(whole.tensors(MAIN), resumed.tensors(MAIN), TOLERANCE) == []
 
 
-def test_state_in_the_order_of_the_others_experts_is_refused(laboratory: Experts) -> None:
+def test_state_in_the_order_of_the_others_experts_is_refused_and_weights_are_loaded(laboratory: Experts) -> None:
     """Megatron's default format of a distributed optimizer: flat buffers, which are as long, and in another order."""
     laboratory.choose(OWN_EXPERTS)
     laboratory.main()
     laboratory.choose(STOCK)
     with pytest.raises(AssertionError, match=r"backend megacpp_mcore.* stock \(backends"):
         laboratory.resumed()
-
-
-def test_without_its_state_a_run_of_the_others_experts_is_loaded(laboratory: Experts) -> None:
-    laboratory.choose(OWN_EXPERTS)
-    laboratory.main()
-    laboratory.choose(STOCK)
     assert laboratory.compared(ONE).scalars["lm loss"]  # --no-load-optim

@@ -44,7 +44,6 @@ class Run:
     precision: str
 
     def words(self) -> list[str]:
-        """Megatron's arguments."""
         layout, _ = LAYOUTS[self.layout]
         divisor = ("--make-vocab-size-divisible-by", str(128 // layout.tensor))
         words = stock.words(

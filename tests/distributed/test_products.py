@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import distributed
 from megacpp_mcore.layer_specs import exchange
 from megacpp_mcore.ops.main_grad import MainGrad
 from tests import stock
+from tests.distributed.test_tensor_parallel_sums import config_of, summed
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,6 @@ CASES = [(pieces, fused) for pieces in (True, False) for fused in (True, False)]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each rank found."""
     return stock.on_ranks("tests.distributed.test_products", RANKS, tmp_path_factory.mktemp("products"))
 
 
@@ -109,11 +108,6 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def summed(tensor: torch.Tensor) -> torch.Tensor:
-    distributed.all_reduce(total := tensor.detach().clone())
-    return total
-
-
 def run(compute: Any, rows: torch.Tensor, weights: list[torch.Tensor], *, fused: bool) -> dict[str, Any]:
     """Outputs and gradients of ``compute`` on leaves, and in what order it went; fused gradients are added to 1."""
     events: dict[str, list[str]] = {"forward": [], "backward": []}
@@ -168,39 +162,33 @@ def of_layer(worth: int, config: Any, kind: Any, x: torch.Tensor, weight: torch.
         return run(compute, x, [layer.weight], fused=False)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> dict[Any, Any]:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     from megacpp_mcore.layer_specs.parts import scattering
     from megacpp_mcore.te import fp8_scopes
-    from tests.distributed.test_tensor_parallel_sums import config_of
 
-    rank, group = distributed.get_rank(), distributed.group.WORLD
-    rows, x = drawn(rank, ROWS, BATCH, INNER), drawn(10 + rank, ROWS * RANKS, BATCH, INNER)
-    weights = [drawn(20 + rank, WIDTHS[0], INNER), drawn(30, WIDTHS[1], INNER)]  # of a rank each, and of all
-    found: dict[Any, Any] = {"gathered": whole_gathered(rows, weights), "scattered": whole_scattered(x, weights[0])}
+    with stock.one_process(folder / "store", tensor_model_parallel_size=RANKS):
+        rank, group = distributed.get_rank(), distributed.group.WORLD
+        rows, x = drawn(rank, ROWS, BATCH, INNER), drawn(10 + rank, ROWS * RANKS, BATCH, INNER)
+        weights = [drawn(20 + rank, WIDTHS[0], INNER), drawn(30, WIDTHS[1], INNER)]  # of a rank each, and of all
+        found: dict[Any, Any] = {"gathered": whole_gathered(rows, weights), "scattered": whole_scattered(x, weights[0])}
 
-    def scattered(x: torch.Tensor, weights: Any, main_grads: Any) -> list[torch.Tensor]:
-        return [exchange.scattered_product(x, weights[0], main_grads[0], group)]
+        def scattered(x: torch.Tensor, weights: Any, main_grads: Any) -> list[torch.Tensor]:
+            return [exchange.scattered_product(x, weights[0], main_grads[0], group)]
 
-    for pieces, fused in CASES:
-        with mock.patch.object(exchange, "WORTH_PIECES", 0 if pieces else 2**40):
-            found["gathered", pieces, fused] = run(
-                lambda *given: exchange.gathered_products(*given, group), rows, weights, fused=fused
-            )
-            found["scattered", pieces, fused] = run(scattered, x, weights[:1], fused=fused)
-    sizes = {"tensor_model_parallel_size": RANKS, "num_attention_heads": RANKS, "hidden_size": INNER * RANKS}
-    config = config_of(sequence_parallel=True, **sizes)
-    found["layer of stock"] = of_layer(0, config, RowParallelLinear, x, weights[0])["tensors"]
-    for worth in (0, 2**40):
-        found["layer", worth] = of_layer(worth, config, scattering(RowParallelLinear), x, weights[0])
-    with mock.patch.object(fp8_scopes, "_active", ["a layer"]):
-        found["layer in a scope"] = of_layer(0, config, scattering(RowParallelLinear), x, weights[0])["events"][
-            "forward"
-        ]
-    torch.save(found, folder / f"{rank}.pt")
-
-
-if __name__ == "__main__":
-    with stock.one_process(Path(sys.argv[1]) / "store", tensor_model_parallel_size=RANKS):
-        main(Path(sys.argv[1]))
+        for pieces, fused in CASES:
+            with mock.patch.object(exchange, "WORTH_PIECES", 0 if pieces else 2**40):
+                found["gathered", pieces, fused] = run(
+                    lambda *given: exchange.gathered_products(*given, group), rows, weights, fused=fused
+                )
+                found["scattered", pieces, fused] = run(scattered, x, weights[:1], fused=fused)
+        sizes = {"tensor_model_parallel_size": RANKS, "num_attention_heads": RANKS, "hidden_size": INNER * RANKS}
+        config = config_of(sequence_parallel=True, **sizes)
+        found["layer of stock"] = of_layer(0, config, RowParallelLinear, x, weights[0])["tensors"]
+        for worth in (0, 2**40):
+            found["layer", worth] = of_layer(worth, config, scattering(RowParallelLinear), x, weights[0])
+        with mock.patch.object(fp8_scopes, "_active", ["a layer"]):
+            of_scope = of_layer(0, config, scattering(RowParallelLinear), x, weights[0])
+        found["layer in a scope"] = of_scope["events"]["forward"]
+        return found

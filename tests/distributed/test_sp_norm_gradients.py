@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests import micro_batch, stock
 from tests.lanes import exhaustive_but
+from tests.patches.test_dsa_index_cache import named_parameters
 
 HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH, MICROBATCHES, LAYERS = 32, 4, 64, 16, 2, 2, 4
 TOLERANCE = 1e-5
@@ -71,18 +72,10 @@ def gpt_chunk(config: Any, vp_stage: int | None) -> Any:
     )  # fmt: skip
 
 
-def global_name(name: str, chunk: Any) -> str:
-    """``name`` with the layer's number in the whole model."""
-    words = name.split(".")
-    if words[:2] == ["decoder", "layers"]:
-        words[2] = str(chunk.decoder.layers[int(words[2])].layer_number - 1)
-    return ".".join(words)
-
-
 def fill(chunk: Any, rank: int, world: int) -> None:
     """Give every parameter values that depend on its name alone, cut over tensor parallelism."""
-    for name, parameter in chunk.named_parameters():
-        generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(global_name(name, chunk))))
+    for name, parameter in named_parameters(chunk):
+        generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(name)))
         shape, cut = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
         axis = parameter.partition_dim if cut else 0
         if cut:
@@ -131,25 +124,21 @@ def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
     bare = list(chunks)
     if case.wrapped:
         chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
-
-    def schedule(call: int) -> None:
+    config.finalize_model_grads_func = finalize_model_grads if case.configured else None
+    for call in range(case.calls):
         get_forward_backward_func()(
             forward_step_func=forward_step, model=chunks, num_microbatches=MICROBATCHES, seq_length=SEQUENCE,
             data_iterator=[batches(call) for _ in chunks] if virtual else batches(call),
             micro_batch_size=BATCH, forward_only=False,
         )  # fmt: skip
-
-    config.finalize_model_grads_func = finalize_model_grads if case.configured else None
-    for call in range(case.calls):
-        schedule(call)
     if case.afterwards:
         finalize_model_grads(chunks)
     found = {}
     for chunk in bare:
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in named_parameters(chunk):
             gradient = parameter.main_grad if case.wrapped else parameter.grad
             axis = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-            found[global_name(name, chunk)] = _whole(gradient, axis)
+            found[name] = _whole(gradient, axis)
     return found
 
 
@@ -163,29 +152,27 @@ def _whole(gradient: torch.Tensor, axis: int | None) -> torch.Tensor:
     return torch.stack(parts) if axis is None else torch.cat(parts, dim=axis)
 
 
-def main(folder: Path, tensor: int, virtual: int, names: Sequence[str]) -> None:
-    """Be one rank of a run; writes ``case → parameter → gradient`` of this rank's stages."""
+def main(folder: Path, tensor: str, virtual: str, *names: str) -> dict[str, dict[str, torch.Tensor]]:
+    """By case and parameter the gradients of the stages of one rank of a run."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megacpp_mcore.patches.sp_norm_gradients import PATCH
 
-    pipeline = int(os.environ["WORLD_SIZE"]) // tensor
-    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
-    with stock.one_process(folder / "store", **sizes, virtual_pipeline_model_parallel_size=virtual or None):
+    pipeline, stages, results = int(os.environ["WORLD_SIZE"]) // int(tensor), int(virtual) or None, {}
+    sizes = {"tensor_model_parallel_size": int(tensor), "pipeline_model_parallel_size": pipeline}
+    with stock.one_process(folder / "store", **sizes, virtual_pipeline_model_parallel_size=stages):
         model_parallel_cuda_manual_seed(1)
-        results = {}
         for name in names:
             with stock.patched(*[PATCH] * CASES[name].patched):
-                results[name] = gradients(CASES[name], virtual or None)
-    torch.save(results, folder / f"{os.environ['RANK']}.pt")
+                results[name] = gradients(CASES[name], stages)
+    return results
 
 
-def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names: Sequence[str]) -> Any:
-    """The gradients by case and parameter of a run with ``tensor × pipeline`` processes."""
-    folder.mkdir()
-    words = (str(tensor), str(virtual), *names)
+def run(folder: Path, names: Sequence[str], *, pipeline: int = 1, virtual: int = 0) -> Any:
+    """The gradients by case and parameter of a run with ``2 × pipeline`` processes."""
     merged: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
-    for of_rank in stock.on_ranks("tests.distributed.test_sp_norm_gradients", tensor * pipeline, folder, *words):
+    words = ("2", str(virtual), *names)
+    for of_rank in stock.on_ranks("tests.distributed.test_sp_norm_gradients", 2 * pipeline, folder, *words):
         for name, found in of_rank.items():
             merged[name].update(found)
     return merged
@@ -194,12 +181,8 @@ def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """Of this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
-            patch.setenv(name, value)
-        folder = tmp_path_factory.mktemp("one")
-        main(folder, tensor=1, virtual=0, names=["stock, bare", "patched, bare, twice"])
-    return dict(torch.load(folder / "0.pt", weights_only=True))
+    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+        return main(tmp_path_factory.mktemp("one"), "1", "0", "stock, bare", "patched, bare, twice")
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +190,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """Of the cases that tests of this lane ask for."""
     items = [item for item in request.session.items if item.path == request.path]
     names = dict.fromkeys(item.callspec.params.get("name") for item in items if hasattr(item, "callspec"))
-    return run(tmp_path_factory.mktemp("runs") / "two", tensor=2, names=[name for name in names if name in CASES])
+    return run(tmp_path_factory.mktemp("two"), [name for name in names if name in CASES])
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -264,12 +247,8 @@ def test_gradients_are_those_of_one_process(name: str, one: Any, two: Any) -> No
 @pytest.mark.parametrize("virtual", [0, 2])
 def test_under_pipeline_parallelism(virtual: int, one: Any, tmp_path: Path) -> None:
     names = ["stock, bare", "patched, bare", "patched, finalized by the schedule"]
-    found = run(tmp_path / "four", tensor=2, pipeline=2, virtual=virtual, names=names)
+    found = run(tmp_path, names, pipeline=2, virtual=virtual)
     norm = "decoder.layers.0.input_layernorm.weight"
     assert difference(found["stock, bare"][norm][0], one["stock, bare"][norm][0]) > 0.1
     for name in names[1:]:
         check_equal(found[name], one["stock, bare"])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -96,7 +96,6 @@ class Hosts:
             os.kill(process, signal.SIGKILL)
 
     def statuses(self, timeout: float) -> list[int]:
-        """Wait for all that runs."""
         until = time.monotonic() + timeout
         found = [process.wait(max(0.0, until - time.monotonic())) for process in self.running]
         self.running.clear()
@@ -104,7 +103,6 @@ class Hosts:
 
 
 def fill_disk(laboratory: Laboratory, disk: Path) -> None:
-    """Make the disk of a host, with a copy of the data."""
     disk.mkdir(parents=True)
     for file in Path(laboratory.data).parent.glob(f"{Path(laboratory.data).name}.*"):
         shutil.copy(file, disk)

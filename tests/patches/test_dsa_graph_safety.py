@@ -89,8 +89,7 @@ def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: Path, vari
             gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
         return [output, *(gradient for gradient in gradients if gradient is not None)]
 
-    with contextlib.ExitStack() as stack:
-        waits = stack.enter_context(host_reads(copies=True))
+    with host_reads(copies=True) as waits:
         theirs = results(contextlib.nullcontext())
     assert bool(waits) == (variant not in NEEDS_NOTHING), waits
     assert_same(results(captured()), theirs)
@@ -118,8 +117,6 @@ def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
 
 @contextlib.contextmanager
 def ranks_with(lengths: list[int]) -> Iterator[Any]:
-    """A group of ranks whose sequences have these lengths."""
-
     def gather(into: list[torch.Tensor], local: torch.Tensor, group: Any) -> None:
         for tensor, length in zip(into, lengths, strict=True):
             tensor.fill_(length)

@@ -29,7 +29,7 @@ from megacpp_mcore.ops.indexer.cache import Recomputed, Selection
 from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import micro_batch, stock
-from tests.distributed.comparing import differing_tensors
+from tests.distributed.comparing import assert_same_bytes, differing_tensors
 from tests.dsa_layer import HIDDEN, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.errors import raises
 from tests.lanes import exhaustive_but
@@ -101,20 +101,11 @@ def build_hybrid(config: Any) -> Any:
     """The stock HybridModel with DSA and dense layers, its modules those of :func:`block_spec`."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     from megacpp_mcore.layer_specs.parts import TorchNorm
 
     parts = block_spec(transformer_config(layers=1)).layer_specs[0].submodules
-    names = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
-    dsa, mlp = (TransformerLayerSubmodules(**{name: getattr(parts, name) for name in group}) for group in names)
-    submodules = hybrid_block.HybridStackSubmodules(
-        dsa_layer=ModuleSpec(module=TransformerLayer, submodules=dsa),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-    )
-    stack = ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
+    stack = stock.hybrid_stack(parts, "dsa_layer")
     with mock.patch.object(hybrid_block, "TENorm", TorchNorm):
         model = HybridModel(config, stack, VOCAB, S, hybrid_layer_pattern=PATTERN, position_embedding_type="rope")
     return with_weights_of_their_names(model)
@@ -138,12 +129,6 @@ def named_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
         return re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + first}", name)
 
     return [(whole(name), parameter) for name, parameter in model.named_parameters()]
-
-
-def layer_of(name: str) -> str:
-    """The layer that a parameter is in, by the names of :func:`dsa_layers`; empty outside of all layers."""
-    found = re.match(r"(decoder|mtp)\.layers\.(\d+)\.", name)
-    return f"{found[1][0]}{int(found[2]) + 1}" if found else ""
 
 
 def dsa_layers(model: Any) -> dict[str, Any]:
@@ -267,46 +252,29 @@ def differing(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], shared: Iterable[str] = ()
 ) -> list[str]:
     """One sentence for each gradient that is further off than :data:`TOLERANCE`; the layers ``shared`` have no indexer's."""
-    dropped = {name for name in expected if ".indexer." in name and layer_of(name) in set(shared)}
-    assert {layer_of(name) for name in dropped} == set(shared)
-    assert found.keys() == expected.keys() - dropped
+    parts = {name: re.match(r"([dm])\w+\.layers\.(\d+)\..*\.indexer\.", name) for name in expected}
+    indexers = {name: f"{part[1]}{int(part[2]) + 1}" for name, part in parts.items() if part}
+    dropped = {name: layer for name, layer in indexers.items() if layer in set(shared)}
+    assert set(dropped.values()) == set(shared)
+    assert found.keys() == expected.keys() - dropped.keys()
     return differing_tensors({name: expected[name] for name in found}, found, TOLERANCE)
 
 
 def sources_of(roles: str) -> dict[str, str]:
     """Shared layer to Full layer, by the names of :func:`dsa_layers`."""
-    full, found = "", {}
-    for number, role in enumerate(roles, start=1):
-        if role == "F":
-            full = f"d{number}"
-        else:
-            found[f"d{number}"] = full
-    return found
-
-
-def assert_causal(index_BSN: torch.Tensor) -> None:
-    """Every index that a row can use is at or before the row, and rows with enough keys hold N different ones."""
-    assert index_BSN.shape == (B, S, N)
-    rows = torch.arange(N, S)
-    valid = index_BSN[:, N:]
-    assert (valid <= rows[None, :, None]).all()
-    assert (valid.sort(dim=-1).values.diff(dim=-1) > 0).all()
-
-
-def empty_tracker() -> None:
-    """A loss tracker without losses, made here because the CPU lane makes no device tensors during a backward pass."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    DSAIndexerLossLoggingHelper.tracker.clear()
-    DSAIndexerLossLoggingHelper.tracker["values"] = torch.zeros(LAYERS)
+    return {f"d{n}": f"d{roles.rindex('F', 0, n) + 1}" for n, role in enumerate(roles, start=1) if role == "S"}
 
 
 @pytest.fixture
 def patched(process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     """The patch, applied; no file."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
     stock.restart_random()
     stock.loss_scale(1.0)
-    empty_tracker()
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    # Made here, because the CPU lane makes no device tensors during a backward pass.
+    DSAIndexerLossLoggingHelper.tracker["values"] = torch.zeros(LAYERS)
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
     with stock.patched(PATCH) as registry:
         yield registry
@@ -343,7 +311,11 @@ def test_two_micro_batches_in_flight(
     sources = sources_of(roles)
     spy.check(sources, order)
     for index in (index for name in sources.values() for index in spy.first[name]):
-        assert_causal(index)
+        # Every index that a row can use is at or before the row, and rows with enough keys hold N different ones.
+        assert index.shape == (B, S, N)
+        valid = index[:, N:]
+        assert (valid <= torch.arange(N, S)[None, :, None]).all()
+        assert (valid.sort(dim=-1).values.diff(dim=-1) > 0).all()
     assert (sum(map(len, spy.again.values())) > 0) == (recompute != "none")
     # What is compared is a selection, and not the same one for two micro-batches or for two Full layers.
     assert N <= S / 4
@@ -488,9 +460,7 @@ def test_without_a_schedule_the_model_is_stock(patched: Registry) -> None:
     layers = dsa_layers(build(transformer_config()))
     assert all(layer.indexer is not None and not layer.index_share for layer in layers.values())
     patched.revert()
-    expected = in_flight(build(transformer_config()), (0, 1), lambda: None)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_bytes(in_flight(build(transformer_config()), (0, 1), lambda: None), found)
 
 
 @pytest.mark.exhaustive
@@ -499,20 +469,17 @@ def test_shared_layers_have_no_indexer_and_draw_no_random_numbers(
 ) -> None:
     """The file's schedule builds what upstream's periodic one does, to the last parameter and random number."""
 
-    def built(config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def built(config: Any) -> tuple[set[str], torch.Tensor]:
         torch.manual_seed(5)
-        model = build(config)
-        return model.state_dict(), torch.get_rng_state()
+        return set(build(config).state_dict()), torch.get_rng_state()
 
-    periodic, state = built(transformer_config(**PERIODIC))
+    made = [built(transformer_config(**PERIODIC))]
     schedule("{schedule: FSS}")
-    ours, our_state = built(transformer_config())
-    assert ours.keys() == periodic.keys()
-    assert torch.equal(our_state, state)
+    made.append(built(transformer_config()))
     patched.revert()
-    stocks, stock_state = built(transformer_config(**PERIODIC))
-    assert stocks.keys() == periodic.keys()
-    assert torch.equal(stock_state, state)
+    made.append(built(transformer_config(**PERIODIC)))
+    assert [keys for keys, _ in made] == [made[0][0]] * 3
+    assert all(torch.equal(state, made[0][1]) for _, state in made)
 
 
 def sharding_of(model: Any) -> list[str]:

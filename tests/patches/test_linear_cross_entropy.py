@@ -11,7 +11,6 @@ import functools
 import itertools
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -27,13 +26,11 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.patches import linear_cross_entropy
 from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
-from megacpp_mcore.patches.machinery.registry import Registry
 from tests import micro_batch, stock
 from tests.distributed.comparing import differing_tensors
 from tests.dsa_layer import Recorder, elements
 from tests.errors import raises
 
-ROOT = Path(__file__).parents[2]
 B, S, H, V = 2, 32, 32, 384
 TOLERANCE = 2e-6
 """Relative, of the norm of a tensor in fp32."""
@@ -52,20 +49,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = {"LOGIT_BYTES": {"cpu": 1}, "TOKENS": 9}
 
 
-def patched() -> contextlib.AbstractContextManager[Registry]:
-    return stock.patched(PATCH)
+patched = functools.partial(stock.patched, PATCH)
 
 
 def config_of(**settings: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     stock.restart_random()
     torch.manual_seed(1)
-    off = ["gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"]
-    off += ["persist_layer_norm", "apply_rope_fusion"]
-    sizes = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 4, "mtp_num_layers": 2, "init_method_std": 0.3}
-    fixed = {**dict.fromkeys(off, False), **sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return TransformerConfig(**{**fixed, "use_cpu_initialization": True, **settings})
+    return stock.small_config(**{"hidden_size": H, "mtp_num_layers": 2, "init_method_std": 0.3, **settings})
 
 
 @contextlib.contextmanager
@@ -96,31 +86,16 @@ def gpt(tied: bool = False, **settings: Any) -> Any:
 
 def hybrid(tied: bool = False, **settings: Any) -> Any:
     """The real HybridModel with stock's local modules, which its own spec takes from Transformer Engine."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     config, spec = config_of(num_layers=2, **settings), get_gpt_layer_local_spec()
-    parts, add = spec.submodules, get_bias_dropout_add
-    attention = TransformerLayerSubmodules(
-        input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=add
-    )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=add)
     depths = config.mtp_num_layers or 0
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if depths else None
-    stack = ModuleSpec(
-        module=hybrid_block.HybridStack,
-        submodules=hybrid_block.HybridStackSubmodules(
-            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-            mtp_block_spec=ModuleSpec(module=MultiTokenPredictionBlock, submodules=mtp),
-        ),
-    )
+    block = ModuleSpec(module=MultiTokenPredictionBlock, submodules=mtp)
+    stack = stock.hybrid_stack(spec.submodules, "attention_layer", mtp_block_spec=block)
     words = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": tied}
     pattern = "/".join(["*-"] * (1 + depths))
     with norms_that_take_sequence_parallelism():
@@ -132,9 +107,8 @@ def forward(model: Any, **options: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, V, (B, S + 1), generator=generator)
     mask = (torch.rand(B, S, generator=generator) < 0.9).float()
-    causal = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
-    options = {"labels": tokens[:, 1:], "loss_mask": mask, **options}
-    return model(tokens[:, :-1], torch.arange(S).expand(B, S), causal, **options)
+    options = {"attention_mask": micro_batch.causal_mask(S), "loss_mask": mask, **options}
+    return micro_batch.losses_of(model, tokens, **options)
 
 
 def outcome(model: Any, **options: Any) -> Outcome:
@@ -278,7 +252,8 @@ def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
     """That of an MTP depth is rolled; that of the main head is sure where a stock script's loss function multiplies by it."""
     masks: list[torch.Tensor | None] = []
     mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.9).float()
-    with stock_script(script), patched(), counted_losses(masks):
+    stock_script = mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if script else None)
+    with stock_script, patched(), counted_losses(masks):
         forward(build(), loss_mask=mask)
     *depths, of_main = masks
     for depth, found in enumerate(depths, start=1):
@@ -301,10 +276,6 @@ def test_without_a_mask_the_depths_have_that_of_mtp(process: Path, build: Callab
     assert differing_tensors(expected, found, 2e-5) == []
 
 
-def stock_script(runs: bool) -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if runs else None)
-
-
 TWO_RANKS: tuple[Mapping[str, Any], ...] = (
     {},
     {"sequence_parallel": True},
@@ -319,11 +290,11 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     stock.on_ranks("tests.patches.test_linear_cross_entropy", 2, tmp_path)
 
 
-def main(folder: str) -> None:
+def main(folder: Path) -> None:
     """Be one of two tensor-parallel ranks: losses and gradients are stock's in the same layout."""
     for name, size in SMALL.items():
         setattr(chunked, name, size)
-    with stock.one_process(Path(folder, "store"), tensor_model_parallel_size=2):
+    with stock.one_process(folder / "store", tensor_model_parallel_size=2):
         for settings, build in itertools.product(TWO_RANKS, (gpt, hybrid)):
             check_same(build(tensor_model_parallel_size=2, **settings), heads=3)
         for build in (gpt, hybrid):
@@ -393,60 +364,44 @@ def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, f
         assert ours is of_stock is None
 
 
-def of_layer(**settings: Any) -> Callable[[Any], None]:
-    """Set attributes of the output layer."""
-
-    def change(model: Any) -> None:
-        for name, value in settings.items():
-            setattr(model.output_layer, name, value)
-
-    return change
+def of_layer(**settings: Any) -> Callable[[Any, Any], Any]:
+    return lambda _, layer: [setattr(layer, name, value) for name, value in settings.items()]
 
 
-def own_loss(model: Any) -> None:
+def own_loss(model: Any, _: Any) -> None:
     original = model.compute_language_model_loss
     model.compute_language_model_loss = MethodType(lambda _, labels, logits: original(labels, logits), model)
 
 
-def of_kind(name: str) -> Callable[[Any], None]:
-    """Make the output layer, or its weight, one of another class."""
-
-    def change(model: Any) -> None:
-        layer = model.output_layer
-        if name == "QuantizedLinear":
-            layer.__class__ = type(name, (type(layer),), {})
-        else:
-            layer._parameters["weight"] = type(name, (torch.nn.Parameter,), {})(layer.weight.detach())
-
-    return change
+def other_weight(_: Any, layer: Any) -> None:
+    layer._parameters["weight"] = type("ShardedTensor", (torch.nn.Parameter,), {})(layer.weight.detach())
 
 
-def other_forward(model: Any) -> None:
-    layer = model.output_layer
-    layer.forward = functools.partial(type(layer).forward, layer)
-
-
-def deferred(model: Any) -> None:
+def deferred(model: Any, layer: Any) -> None:
     config = copy.copy(model.config)  # the other layers have theirs from the model's
     config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
-    of_layer(config=config, embedding_activation_buffer=[], grad_output_buffer=[])(model)
+    of_layer(config=config, embedding_activation_buffer=[], grad_output_buffer=[])(model, layer)
 
 
-OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
+OBSTACLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "has its own compute_language_model_loss": own_loss,
-    "has its own _scale_logits": lambda model: setattr(model, "_scale_logits", lambda logits: logits * 1.0),
-    "is a QuantizedLinear, not a plain": of_kind("QuantizedLinear"),
-    "is a ColumnParallelLinear, not a plain": other_forward,
-    "has hooks": lambda model: model.output_layer.register_forward_hook(lambda *_: None),
-    "has hooks, which get its logits or": lambda model: model.output_layer.register_full_backward_hook(lambda *_: None),
-    "has hooks, which get": lambda model: model.output_layer.register_full_backward_pre_hook(lambda *_: None),
+    "has its own _scale_logits": lambda model, _: setattr(model, "_scale_logits", lambda logits: logits * 1.0),
+    "is a QuantizedLinear, not a plain": lambda _, layer: setattr(
+        layer, "__class__", type("QuantizedLinear", (type(layer),), {})
+    ),
+    "is a ColumnParallelLinear, not a plain": lambda _, layer: setattr(
+        layer, "forward", functools.partial(type(layer).forward, layer)
+    ),
+    "has hooks": lambda _, layer: layer.register_forward_hook(lambda *_: None),
+    "has hooks, which get its logits or": lambda _, layer: layer.register_full_backward_hook(lambda *_: None),
+    "has hooks, which get": lambda _, layer: layer.register_full_backward_pre_hook(lambda *_: None),
     "defer_embedding_wgrad_compute keeps": deferred,
     "does not reduce the gradient": of_layer(disable_grad_reduce=True),
     "does not reduce": of_layer(explicit_expert_comm=True),
     "computes torch.float32 logits": of_layer(output_dtype=torch.float32),
     "does not add its bias": of_layer(skip_bias_add=True, bias=torch.nn.Parameter(torch.zeros(V))),
-    "the output weight is a ShardedTensor": of_kind("ShardedTensor"),
-    "Megatron-FSDP owns": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),
+    "the output weight is a ShardedTensor": other_weight,
+    "Megatron-FSDP owns": lambda _, layer: setattr(layer.weight, "__fsdp_param__", True),
 }
 
 
@@ -454,7 +409,7 @@ OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_stock_stays_where_logits_are_needed(process: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     model = gpt()
-    OBSTACLES[reason](model)
+    OBSTACLES[reason](model, model.output_layer)
     expected = forward(model)
     with patched(), counted_losses() as made, caplog.at_level(logging.WARNING, logger=linear_cross_entropy.__name__):
         found = [forward(model), forward(model)]
@@ -521,7 +476,3 @@ def test_lazy_logits_refuse_what_nobody_foresaw(process: Path) -> None:
     ):  # fmt: skip
         with raises(PatchError, "linear-cross-entropy"):
             use()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -197,11 +197,6 @@ class Chunk:
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         yield "norm.weight", self.weight
 
-    @property
-    def gradient(self) -> float:
-        assert self.weight.grad is not None
-        return self.weight.grad.mean().item()
-
 
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +220,12 @@ SCHEDULES = [
 ]
 
 
-def train(chunk: Chunk, name: str = SCHEDULES[0], **arguments: Any) -> float:
+def train(chunk: Any, name: str = SCHEDULES[0], **arguments: Any) -> float:
     """A schedule in one line, with what the patch makes of the one of this name; the gradient."""
     schedule = stock.makes(sp_norm_gradients.PATCH)[name](lambda model, **_: model.weight.sum().backward())
     with stock.cpu_lane():
         schedule(model=chunk, **arguments)
-    return chunk.gradient
+    return chunk.weight.grad.mean().item()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -255,10 +250,7 @@ def test_a_chunk_may_be_any_object() -> None:
     """Megatron's tests of schedules train namespaces, which have no weak references."""
     parts = Chunk()
     chunk = types.SimpleNamespace(config=parts.config, weight=parts.weight, named_parameters=parts.named_parameters)
-    schedule = stock.makes(sp_norm_gradients.PATCH)[SCHEDULES[0]](lambda model, **_: model.weight.sum().backward())
-    with stock.cpu_lane():
-        schedule(model=chunk)
-    assert parts.gradient == 2.0
+    assert train(chunk) == 2.0
 
 
 def test_calls_with_and_without_finalizing_are_not_mixed() -> None:
@@ -267,7 +259,7 @@ def test_calls_with_and_without_finalizing_are_not_mixed() -> None:
     chunk.config.finalize_model_grads_func = lambda *_: None
     with raises(LaunchError, "config.finalize_model_grads_func", code="gradients-left"):
         train(chunk)
-    assert chunk.gradient == 2.0
+    assert chunk.weight.grad.mean() == 2.0
     chunk.weight.grad = None
     assert train(chunk) == 1.0
 
@@ -306,13 +298,10 @@ def test_all_ranks_stop_after_the_same_step() -> None:
         assert f"rank {rank} stops after [4, 5]" in output
 
 
-LAYERS = "megatron.core.tensor_parallel.layers"
-
-
-def output_layer(config: Any, init_method: Any = torch.nn.init.normal_) -> Any:
+def output_layer(config: Any) -> Any:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    return ColumnParallelLinear(48, 64, config=config, init_method=init_method, bias=False)
+    return ColumnParallelLinear(48, 64, config=config, init_method=torch.nn.init.normal_, bias=False)
 
 
 def test_without_apex_the_output_layer_alone_does_not_fuse(process: Path) -> None:
@@ -348,7 +337,7 @@ def test_a_row_parallel_layer_trains_without_apex(process: Path) -> None:
 def test_with_apex_or_without_the_flag_nothing_is_changed(process: Path) -> None:
     with stock.patched(output_layer_fusion.PATCH):
         assert output_layer(dsa_config(gradient_accumulation_fusion=False)).gradient_accumulation_fusion is False
-        with mock.patch(f"{LAYERS}._grad_accum_fusion_available", True):
+        with mock.patch("megatron.core.tensor_parallel.layers._grad_accum_fusion_available", True):
             assert output_layer(dsa_config(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is True
 
 
@@ -418,14 +407,12 @@ def left_behind(dispatcher: str) -> int:
     """How many inputs of a model's two layers are alive, of which one has experts, after a recomputed backward pass."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     stock.restart_random()
-    off = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion")
-    config = TransformerConfig(
-        num_layers=2, moe_layer_freq=[0, 1], hidden_size=D, num_attention_heads=2, num_moe_experts=E, moe_router_topk=2,
-        moe_token_dispatcher_type=dispatcher, add_bias_linear=False, use_cpu_initialization=True, hidden_dropout=0.0,
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **dict.fromkeys(off, False),
+    config = stock.small_config(
+        num_layers=2, moe_layer_freq=[0, 1], hidden_size=D, num_moe_experts=E, moe_router_topk=2,
+        moe_token_dispatcher_type=dispatcher, add_bias_linear=False, recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=1,
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     model = GPTModel(config, spec, 256, S, position_embedding_type="rope")

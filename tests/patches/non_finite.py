@@ -35,15 +35,11 @@ TRIED = (
 )
 
 
-def unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def target(chunks: list[Any], place: str) -> tuple[Any, int]:
     """The module whose output is spoilt, and its layer's number."""
-    for chunk in map(unwrapped, chunks):
+    from megatron.core.utils import unwrap_model
+
+    for chunk in unwrap_model(chunks):
         if place == "embedding" and chunk.pre_process:
             return chunk.embedding, 0
         if place == "output layer" and chunk.post_process:

@@ -33,6 +33,8 @@ from megacpp_mcore.patches.machinery.symbols import Refusal
 from tests.errors import raises
 from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, patch_of, snapshot, wheel_root
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
 NAME = "mtp-shared-block"
 # Small files, so that checking them takes no time.
 TARGETS = {
@@ -332,13 +334,12 @@ def test_what_counts_as_modified(change: str, lm: Checkout) -> None:
     timers = lm.root / "megatron/core/timers.py"
     if change == "line ends":
         edit(timers, timers.read_bytes().replace(b"\n", b"\r\n"))
-    elif change == "sparse":
-        git(lm.root, "update-index", "--skip-worktree", "megatron/core/timers.py")
-        timers.unlink()
     elif change == "link":
         timers.rename(timers.with_name("elsewhere.py"))
         timers.symlink_to("elsewhere.py")
-    elif change == "removed":
+    elif change in ("sparse", "removed"):
+        if change == "sparse":
+            git(lm.root, "update-index", "--skip-worktree", "megatron/core/timers.py")
         timers.unlink()
     else:
         edit(timers, timers.read_bytes())  # of other trees, too, its mode would be
@@ -380,10 +381,6 @@ def test_git_that_is_missing_or_around_the_checkout(lm: Checkout, monkeypatch: p
     assert "whether files were modified could not be checked: git cannot be run" in notice
 
 
-def rewritten(file: Path, **fields: Any) -> None:
-    edit(file, dataclasses.replace(hook_line.take_apart(file.read_bytes()), **fields).whole())
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"version": "0.0.9"}, {"names": ("timers", "unheard-of")}],
@@ -392,7 +389,7 @@ def rewritten(file: Path, **fields: Any) -> None:
 def test_hooked_by_another_copy(lm: Checkout, fields: dict[str, Any]) -> None:
     before = snapshot(lm.root)
     lm.apply(["timers", "identity"])
-    rewritten(lm.file, **fields)
+    edit(lm.file, dataclasses.replace(lm.content(), **fields).whole())
     values = [HOOKED, f"megacpp-mcore {fields.get('version', __version__)}", "patch revert --checkout"]
     apply, revert = (lambda: lm.apply(["builder"])), (lambda: lm.revert(["timers"]))
     refuses(lm.root, values, apply, revert, lambda: lm.apply(["timers"]), lm.verify)
@@ -457,7 +454,6 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize(("step", "when"), [("fsync", "before"), ("replace", "before"), ("replace", "after")])
 def test_death_in_the_middle_leaves_either_state(lm: Checkout, step: str, when: str) -> None:
     old = lm.file.read_bytes()
@@ -486,7 +482,6 @@ def test_death_in_the_middle_leaves_either_state(lm: Checkout, step: str, when: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_hundred_deaths_at_any_time_leave_either_state(lm: Checkout) -> None:
     old = lm.file.read_bytes()
     begun = time.monotonic()
@@ -505,7 +500,6 @@ def test_a_hundred_deaths_at_any_time_leave_either_state(lm: Checkout) -> None:
     assert seen == {old, new}
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_processes_apply_at_once(lm: Checkout) -> None:
     """Each adds its own patch to the line; without the lock one would write over what another has just written."""
     for _ in range(3):
@@ -522,7 +516,6 @@ def test_processes_apply_at_once(lm: Checkout) -> None:
         lm.revert()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_who_waited_for_a_file_that_git_replaced_waits_for_the_new_one(lm: Checkout) -> None:
     info = lm.root / "megatron" / "core" / "package_info.py"
     fresh = info.with_suffix(".new")

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -98,11 +99,7 @@ def tree(tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     registry = Registry([patch_of(root, "one", FORWARD, upstream=(7, 8)), patch_of(root, "two", SCALE)])
     monkeypatch.setattr(checkout_module, "default", lambda: registry)
     monkeypatch.setattr(watched, "SOURCES", {CALLED: patch_of(root, "watched", CALLED).edits[0].fingerprints})
-
-    def none(registry: Any = None) -> Checkout:
-        raise CheckoutError("none")
-
-    monkeypatch.setattr(Checkout, "installed", none)
+    monkeypatch.setattr(Checkout, "installed", mock.Mock(side_effect=CheckoutError("none")))
     return root
 
 

@@ -202,7 +202,8 @@ def test_odd_lengths_and_topk_beyond_the_keys(S: int, T: int, count: int, sparse
 
 def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str, Any]) -> None:
     """In float64 the same but for the rounding of the results to float32, in float32 as near to that as stock is."""
-    score = topk(inputs, count, **_topk_options(options))[0]
+    known = options.keys() & {"mask", "varlen_starts", "varlen_ends", "key_positions", "use_relu"}
+    score = topk(inputs, count, **{name: options[name] for name in known})[0]
     index, loss, gradients = loss_and_gradients(inputs, count, sparse, **options)
     truth, truth_loss, block = gradients, loss, 80 * inputs.k.shape[0]  # 8 queries a chunk
     if "mask" not in options:  # stock asserts that masks have the scores' dtype, and float64 scores have no such mask
@@ -227,11 +228,6 @@ def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str,
             assert_parity(ours, theirs, rms=3e-4, name=f"grad {name}")
             if theirs is not peer:
                 assert_parity(ours, theirs, rms=3e-4, max_abs_factor=4, dtype_peer=peer, name=f"grad {name}")
-
-
-def _topk_options(options: dict[str, Any]) -> dict[str, Any]:
-    known = ("mask", "varlen_starts", "varlen_ends", "key_positions", "use_relu")
-    return {name: options[name] for name in known if name in options}
 
 
 @pytest.mark.exhaustive
@@ -261,10 +257,8 @@ BLOCK = 2**14
 
 
 def recorded(run: Callable[[], Any]) -> Recorder:
-    recorder = Recorder()
-    with recorder:
-        kept = run()
-    del kept
+    with Recorder() as recorder:
+        run()
     return recorder
 
 

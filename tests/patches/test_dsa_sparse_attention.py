@@ -50,6 +50,12 @@ def inputs(S: int, T: int, B: int = 2, N: int = 6, dtype: Any = torch.float32) -
     return query.requires_grad_(), key.requires_grad_(), index_BSN, gradient
 
 
+def doubled(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one for one in given
+    )
+
+
 def outcome(given: tuple[torch.Tensor, ...], **how: torch.Tensor) -> list[torch.Tensor]:
     """Output, and gradients of queries and keys."""
     query, key, index_BSN, gradient = given
@@ -82,12 +88,7 @@ def test_output_and_gradients_are_stocks(kind: str, S: int, T: int) -> None:
 def test_16_bits_are_computed_in_float32() -> None:
     given = inputs(61, 61, dtype=torch.bfloat16)
     with stock_in_double():
-        expected = outcome(
-            tuple(
-                one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one
-                for one in given
-            )
-        )
+        expected = outcome(doubled(given))
     with patched():
         found = outcome(given)
     for ours, theirs in zip(found, expected, strict=True):
@@ -123,11 +124,7 @@ def test_a_layer_of_stocks_trains_as_before_and_holds_no_scores_of_all_keys(tmp_
 
 
 OUTSIDE: dict[str, Any] = {
-    "float64": lambda given: (
-        given[0].detach().double().requires_grad_(),
-        given[1].detach().double().requires_grad_(),
-        *given[2:],
-    ),
+    "float64": doubled,
     "float16": lambda given: (given[0].detach().half().requires_grad_(), *given[1:]),  # beside float32
 }
 

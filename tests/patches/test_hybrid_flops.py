@@ -27,13 +27,17 @@ Count = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def counts() -> Iterator[tuple[Count, Count]]:
-    """``num_floating_point_operations`` as upstream has it, and as the patch has it."""
+def upstream() -> Iterator[Count]:
+    """``num_floating_point_operations`` as upstream has it."""
     with stock.cpu_lane():
-        training = importlib.import_module("megatron.training.training")
-        upstream = training.num_floating_point_operations
-        with stock.patched(PATCH):
-            yield upstream, training.num_floating_point_operations
+        yield importlib.import_module("megatron.training.training").num_floating_point_operations
+
+
+@pytest.fixture(scope="module")
+def ours(upstream: Count) -> Iterator[Count]:
+    """And as the patch has it."""
+    with stock.patched(PATCH):
+        yield importlib.import_module("megatron.training.training").num_floating_point_operations
 
 
 WORDS = """
@@ -54,7 +58,7 @@ def parsed() -> Namespace:
     return stock.parse([*WORDS.split(), "--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)])
 
 
-def hybrid(pattern: str, **changes: Any) -> Namespace:
+def hybrid(pattern: str | None, **changes: Any) -> Namespace:
     """:func:`parsed` with another pattern; the vocabulary is padded, as it is once the tokenizer is there."""
     settings = {"hybrid_layer_pattern": pattern, "padded_vocab_size": 128} | changes
     return Namespace(**vars(parsed()) | settings)
@@ -62,8 +66,7 @@ def hybrid(pattern: str, **changes: Any) -> Namespace:
 
 def gpt(**changes: Any) -> Namespace:
     """:func:`parsed` without a pattern: a stock GPT of four layers."""
-    settings = {"hybrid_layer_pattern": None, "padded_vocab_size": 128, "num_layers": 4} | changes
-    return Namespace(**vars(parsed()) | settings)
+    return hybrid(None, **{"num_layers": 4, **changes})
 
 
 WIDTHS = MLA(q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
@@ -100,16 +103,14 @@ EH_PROJ = flops.product(TOKENS * 2 * 32 * 32).training
     ],
 )
 def test_what_upstream_does_not_count_in_hybrids(
-    counts: tuple[Count, Count], pattern: str, changes: dict[str, Any], lacking: int
+    upstream: Count, ours: Count, pattern: str, changes: dict[str, Any], lacking: int
 ) -> None:
-    upstream, ours = counts
     args = hybrid(pattern, **changes)
     assert ours(args, BATCH) - upstream(args, BATCH) == lacking
     assert upstream(args, BATCH) > 0
 
 
-def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) -> None:
-    _, ours = counts
+def test_the_indexers_loss_decides_on_its_backward(ours: Count) -> None:
     sizes = {"hidden": 32, "q_lora_rank": 12, "heads": 2, "head_dim": 8}
     sparse = ours(hybrid("D"), BATCH)
     dense = ours(hybrid("D", dsa_indexer_use_sparse_loss=False), BATCH)
@@ -118,9 +119,8 @@ def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) 
     assert sparse - untrained == flops.indexer(TOKENS, CAUSAL, SELECTED, **sizes).backward > 0
 
 
-def test_packed_sequences(counts: tuple[Count, Count], caplog: pytest.LogCaptureFixture) -> None:
+def test_packed_sequences(upstream: Count, ours: Count, caplog: pytest.LogCaptureFixture) -> None:
     """Three sequences of 40, 24 and 64 tokens: exact for ``+``; for ``D`` upstream's figure, with one warning."""
-    upstream, ours = counts
     lengths = (40, 24, 64)
     sums = {
         "seqlen_squared_sum_in_batch": float(sum(length**2 for length in lengths)),
@@ -139,10 +139,9 @@ def test_packed_sequences(counts: tuple[Count, Count], caplog: pytest.LogCapture
 
 
 def test_what_upstream_counts_with_fewer_arguments_it_counts_still(
-    counts: tuple[Count, Count], caplog: pytest.LogCaptureFixture
+    upstream: Count, ours: Count, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a loop other than Megatron's, whose arguments have only what upstream reads."""
-    upstream, ours = counts
     sums = {"seqlen_squared_sum_in_batch": 4096.0, "total_real_tokens_in_batch": 128.0}
     args = hybrid("M*")
     del args.seq_length
@@ -159,8 +158,7 @@ def test_what_upstream_counts_with_fewer_arguments_it_counts_still(
 @pytest.mark.parametrize(
     "changes", [{}, {"multi_latent_attention": False}, {"mtp_num_layers": 2}, {"q_lora_rank": None}]
 )
-def test_gpt_is_left_to_upstream(counts: tuple[Count, Count], changes: dict[str, Any]) -> None:
-    upstream, ours = counts
+def test_gpt_is_left_to_upstream(upstream: Count, ours: Count, changes: dict[str, Any]) -> None:
     args = gpt(**changes)
     assert ours(args, BATCH) == upstream(args, BATCH) > 0
 
@@ -175,10 +173,9 @@ def test_gpt_is_left_to_upstream(counts: tuple[Count, Count], changes: dict[str,
     ],
 )
 def test_gpt_with_sparse_attention(
-    counts: tuple[Count, Count], changes: dict[str, Any], layers: int, indexers: int
+    upstream: Count, ours: Count, changes: dict[str, Any], layers: int, indexers: int
 ) -> None:
     """Upstream counts it as full attention without an indexer."""
-    upstream, ours = counts
     args = gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, **changes)
     assert upstream(args, BATCH) == upstream(gpt(**changes), BATCH)
     without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
@@ -187,9 +184,8 @@ def test_gpt_with_sparse_attention(
 
 
 def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
-    counts: tuple[Count, Count], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: Count, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, ours = counts
     periodic = ours(gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4), BATCH)
     (tmp_path / "cache.yaml").write_text("dsa_index_cache: {schedule: FSSS}\n")
     monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "cache.yaml"))
@@ -221,12 +217,12 @@ def of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 @pytest.mark.parametrize("words", [["megacpp_mcore", "nam56r"], ["megacpp_mcore.nam56r"]])
 def test_our_model_is_counted_whole(
-    counts: tuple[Count, Count],
+    upstream: Count,
+    ours: Count,
     words: list[str],
     of_file: Callable[..., tuple[Any, Namespace]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    upstream, ours = counts
     model, args = of_file(*words)
     assert ours(args, 5) == flops.step(model, 5).total.training
     args.padded_vocab_size = 512
@@ -246,7 +242,7 @@ WINDOW = {"window_size": 19}
 
 
 @pytest.fixture
-def packed(counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, float]]]:
+def packed(ours: Count, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, float]]]:
     """Lets the loop's own functions see :data:`ROWS`, in each virtual stage, and returns what it then tells the count."""
     from megatron.core import parallel_state
     from megatron.training import global_vars, training
@@ -270,13 +266,12 @@ def packed(counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_packed_documents_of_our_model_count_by_their_lengths(
     schedule: str,
     mtp: str,
-    counts: tuple[Count, Count],
+    ours: Count,
     packed: Callable[..., dict[str, float]],
     of_file: Callable[..., tuple[Any, Namespace]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The truth: each document a batch of its own."""
-    _, ours = counts
     model, args = of_file(
         "megacpp_mcore", "nam56r", dsa={"topk": TOPK, "schedule": schedule}, mla=WINDOW, mtp={"attention": mtp}
     )
@@ -290,9 +285,8 @@ def test_packed_documents_of_our_model_count_by_their_lengths(
 
 
 def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
-    counts: tuple[Count, Count], packed: Callable[..., dict[str, float]]
+    upstream: Count, ours: Count, packed: Callable[..., dict[str, float]]
 ) -> None:
-    upstream, ours = counts
     args = hybrid("MD", dsa_indexer_topk=TOPK)
     lengths = [length for row in ROWS for length in row]
     causal = sum(map(flops.causal_pairs, lengths))
@@ -306,10 +300,7 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
 
 
 @pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_without_a_file_the_arguments_name_the_preset(
-    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
-    _, ours = counts
+def test_without_a_file_the_arguments_name_the_preset(ours: Count, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
     args = stock.parse(stock.words(TINY, host=host))
     args.padded_vocab_size = TINY.vocab_size_padded(1)

@@ -13,7 +13,7 @@ from megacpp_mcore.patches.machinery.registry import fingerprint
 from megacpp_mcore.patches.mixed_precision_optimizer import PATCH
 from tests import stock
 from tests.lanes import exhaustive_but
-from tests.optimizers import accumulate, build, trained
+from tests.optimizers import accumulate, build, take_over, trained
 
 if TYPE_CHECKING:
     import torch
@@ -105,13 +105,7 @@ def taken_over(format_: str) -> tuple[list[Any], list[Any]]:
     """The main parameters of a trained optimizer, and those of another one that has loaded its state in a format."""
     source, target = trained(MIXED, distributed=True), build(MIXED, distributed=True)
     (given,), (taker,) = source[1].chained_optimizers, target[1].chained_optimizers
-    taker.load_state_dict(given.state_dict())
-    state = getattr(given, f"get_parameter_state_{format_}")()
-    if format_ == "dp_reshardable":
-        for buckets in (held for number in range(len(given.buffers)) for held in state[number].values()):
-            for parameter in (one for bucket in buckets for one in bucket):
-                parameter["padding"] = False
-    getattr(taker, f"load_parameter_state_from_{format_}")(state)
+    take_over(given, taker, format_)
     names = [
         [one._get_main_param_and_optimizer_states(parameter)["param"].tolist() for parameter in model.parameters()]
         for model, one in ((source[0], given), (target[0], taker))

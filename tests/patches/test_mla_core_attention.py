@@ -95,8 +95,7 @@ def gpt(*extra: str, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = stock.model_config([*WORDS.split(), *extra])
     config.vocab_size = VOCABULARY
-    for name, value in changes.items():
-        setattr(config.transformer, name, value)
+    vars(config.transformer).update(changes)
     return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
@@ -120,12 +119,10 @@ def cores(model: Any) -> list[Any]:
 def stocks_own_forward(model: Any) -> Iterator[None]:
     """Hooks keep the core attention modules with stock's own forward method."""
     seen: list[Any] = []
-    hooks = [module.register_forward_hook(lambda core, *_: seen.append(core)) for module in cores(model)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in cores(model):
+            hooks.enter_context(module.register_forward_hook(lambda core, *_: seen.append(core)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     assert set(seen) == set(cores(model))
 
 

@@ -245,12 +245,9 @@ def test_the_sum_of_what_was_rolled_is_left_out_where_stock_leaves_it_out() -> N
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:
     from megacpp_mcore.patches.mtp_shared_block import _block_spec
 
-    asked: list[Any] = []
-    replacement = _block_spec(lambda config, spec, vp_stage=None: asked.append((config, spec, vp_stage)) or "stock")
-    assert replacement("config", SimpleNamespace(layer_specs=[]), vp_stage=1) == "stock"
-    assert len(asked) == 1
-    assert asked[0][0] == "config"
-    assert asked[0][2] == 1
+    replacement = _block_spec(original := mock.create_autospec(lambda config, spec, vp_stage=None: None))
+    found = replacement("config", spec := SimpleNamespace(layer_specs=[]), vp_stage=1)
+    assert found is original.return_value
     assert replacement("config", SimpleNamespace(mtp=None)) is None
     assert replacement("config", SimpleNamespace(mtp="ours")) == "ours"
-    assert len(asked) == 1
+    original.assert_called_once_with("config", spec, vp_stage=1)

@@ -26,7 +26,6 @@ from tests.patches import non_finite
 from tests.tiny_run import ROOT
 
 OVERRIDES = {"seq_length": 32, "dsa": {"schedule": "-FF", "topk": 8}}
-NAMED = [(mode, case) for mode, case in non_finite.TRIED if mode != non_finite.UNCHECKED or "gradient" in case]
 EXIT_FOR_ANOTHER_GPU = 16
 """Megatron's status after it has run a step again and saved a checkpoint."""
 

@@ -101,14 +101,20 @@ def test_a_load_that_takes_no_optimizer_is_refused_nothing_of_its_state(saved: d
         load_checkpoint([], object(), None)
 
 
-def test_remainders_have_a_name_of_their_own() -> None:
+def _box(name: str, state: torch.Tensor, replica: Any = 0, is_loading: bool = False) -> ShardedTensor:
+    """The one box of a state of a parameter with six numbers."""
     parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, distributed_optimizer_instance_id=0)
+    optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, distributed_optimizer_instance_id=5)
+    optimizer._get_main_param_and_optimizer_states.return_value = {name: state}
     optimizer._get_model_param_range_map.return_value = {"param": Namespace(start=0, end=6)}
-    entry = ShardedTensor.from_rank_offsets("weight", parameter)
+    entry = ShardedTensor.from_rank_offsets("weight", parameter, replica_id=replica)
+    (box,) = _in_place(mock.Mock(__name__="save"))(optimizer, {"weight": entry}, is_loading, {})[0][name].values()
+    return box
+
+
+def test_remainders_have_a_name_of_their_own() -> None:
     for dtype, name in ((torch.int16, "remainder"), (torch.float32, "param")):
-        optimizer._get_main_param_and_optimizer_states.return_value = {"param": torch.zeros(6, dtype=dtype)}
-        (box,) = _in_place(mock.Mock(__name__="save"))(optimizer, {"weight": entry})[0]["param"].values()
+        box = _box("param", torch.zeros(6, dtype=dtype))
         assert (box.key, box.dtype) == (f"optimizer.state.{name}.weight", dtype)
 
 
@@ -162,14 +168,9 @@ def test_main_parameters_are_compared_with_weights_only_where_they_are_fp32() ->
 @pytest.mark.parametrize(("replica", "expected"), [(1, 5), ((0, 2, 1), (0, 2, 5))])
 def test_a_saved_box_is_a_copy_and_of_its_own_replica(replica: Any, expected: Any) -> None:
     """The process of an async save shares host memory with the run; views are for loads."""
-    parameter, flat = torch.nn.Parameter(torch.zeros(2, 3)), torch.arange(6.0)
-    optimizer = mock.Mock(model_param_gbuf_map={parameter: None}, distributed_optimizer_instance_id=5)
-    optimizer._get_main_param_and_optimizer_states.return_value = {"exp_avg": flat}
-    optimizer._get_model_param_range_map.return_value = {"param": Namespace(start=0, end=6)}
-    entry = ShardedTensor.from_rank_offsets("weight", parameter, replica_id=replica)
+    flat = torch.arange(6.0)
     for is_loading in (False, True):
-        state = _in_place(mock.Mock(__name__="save"))(optimizer, {"weight": entry}, is_loading, {})
-        (box,) = state[0]["exp_avg"].values()
+        box = _box("exp_avg", flat, replica, is_loading)
         assert box.replica_id == expected
         assert box.data.flatten().tolist() == flat.tolist()
         assert (box.data.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) == is_loading

@@ -15,7 +15,7 @@ from megacpp_mcore.patches import adam_in_one_pass, mixed_precision_optimizer, o
 from megacpp_mcore.patches.precision_aware_adam import PATCH
 from tests import stock
 from tests.errors import raises
-from tests.optimizers import accumulate, build
+from tests.optimizers import accumulate, build, take_over
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -115,20 +115,7 @@ def test_a_run_goes_on_bit_for_bit(settings: dict[str, Any], format_: str) -> No
         (model, given), (other, taker) = one_of(settings, 3), one_of(settings)
         for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
             its.data.copy_(parameter.data)
-        taker.load_state_dict(given.state_dict())
-        if format_ == "fully_reshardable":
-            tensors = {
-                index: {name: {0: one.clone()} for name, one in given._get_main_param_and_optimizer_states(its).items()}
-                for index, its in enumerate(given.model_param_gbuf_map)
-            }
-            taker.load_parameter_state_from_fully_reshardable(tensors)
-        else:
-            state = getattr(given, f"get_parameter_state_{format_}")()
-            if format_ == "dp_reshardable":
-                for buckets in (held for number in range(len(given.buffers)) for held in state[number].values()):
-                    for one in (one for bucket in buckets for one in bucket):
-                        one["padding"] = False
-            getattr(taker, f"load_parameter_state_from_{format_}")(state)
+        take_over(given, taker, format_)
         assert_same(mains(other, taker), mains(model, given))
         for one, optimizer in ((model, given), (other, taker)):
             accumulate(one, 7)
@@ -159,10 +146,7 @@ def test_states_of_the_inner_optimizer_are_loaded_as_they_are() -> None:
     weights = [torch.randn(8), torch.randn(8).bfloat16()]
     options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "remainders": True}
     dtypes = (torch.float32, torch.bfloat16)
-    found = []
-    for _ in range(2):
-        found.append(PrecisionAwareAdam([weight.clone() for weight in weights], **options, dtypes=dtypes))
-    one, other = found
+    one, other = (PrecisionAwareAdam([weight.clone() for weight in weights], **options, dtypes=dtypes) for _ in "ab")
     for param in one.param_groups[0]["params"]:
         param.decoupled_grad = torch.randn(8).to(param.dtype)
     one.step()

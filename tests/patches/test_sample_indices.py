@@ -44,8 +44,7 @@ def patched() -> Iterator[None]:
         yield
 
 
-def build(prefixes: list[str], cache: Path, **how: Any) -> list[np.ndarray]:
-    """What stock trains with: the indices of a blend and of its datasets."""
+def builder_of(cache: Path, sizes: list[int], **how: Any) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
@@ -54,10 +53,17 @@ def build(prefixes: list[str], cache: Path, **how: Any) -> list[np.ndarray]:
         metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
     )
     config = GPTDatasetConfig(
-        random_seed=1, sequence_length=8, blend_per_split=[(prefixes, [1.0] * len(prefixes)), None, None], tokenizer=tokenizer,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(cache), **how,
+        random_seed=1, sequence_length=8, tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, path_to_cache=str(cache), **how,
     )  # fmt: skip
-    blend = BlendedMegatronDatasetBuilder(GPTDataset, [30, 0, 0], lambda: True, config).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+
+
+def build(prefixes: list[str], cache: Path, **how: Any) -> list[np.ndarray]:
+    """What stock trains with: the indices of a blend and of its datasets."""
+    blend_per_split = [(prefixes, [1.0] * len(prefixes)), None, None]
+    builder = builder_of(cache, [30, 0, 0], blend_per_split=blend_per_split, **how)
+    blend, config = builder.build()[0], builder.config
     assert config.path_to_cache == str(cache)
     assert all(one.config is config for one in (blend, *blend.datasets))
     found = [np.array(getattr(one, name)) for one in blend.datasets for name in ARRAYS]
@@ -266,24 +272,14 @@ class Unending(int):
 def test_a_split_without_a_token_is_refused_where_stock_counts_epochs_without_end(
     prefixes: list[str], tmp_path: Path
 ) -> None:
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
+    from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    tokenizer = MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
-    )
-    config = GPTDatasetConfig(
-        random_seed=1, sequence_length=8, blend=(prefixes[:1], None), split="9998,1,1", tokenizer=tokenizer,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tmp_path),
-    )  # fmt: skip
+    builder = builder_of(tmp_path, [30, 5, 0], blend=(prefixes[:1], None), split="9998,1,1")
     counted = GPTDataset._get_num_epochs
     for method, error in ((counted, DataError), (counted.__wrapped__, OverflowError)):  # type: ignore[attr-defined]
         with pytest.raises(error):
             method(SimpleNamespace(
-                num_samples=5, config=config, index_split=SimpleNamespace(name="valid"), indices=[], dataset_path="a"
+                num_samples=5, config=builder.config, index_split=SimpleNamespace(name="valid"), indices=[], dataset_path="a"
             ), Unending(0))  # fmt: skip
-    with raises(
-        DataError, "the valid split of", "has no token: --split 9998,1,1 leaves it 0 documents", code="empty-split"
-    ):
-        BlendedMegatronDatasetBuilder(GPTDataset, [30, 5, 0], lambda: True, config).build()
+    with raises(DataError, "the valid split of", "--split 9998,1,1", "0 documents", code="empty-split"):
+        builder.build()

@@ -110,8 +110,7 @@ def test_what_follows_a_step_and_what_a_checkpoint_fills(tmp_path: Path) -> None
 )
 def test_runs_that_it_would_train_wrongly_are_refused(changes: dict[str, Any], value: str, tmp_path: Path) -> None:
     model = stock.build({}, TINY, tmp_path)
-    for name, value in changes.items():
-        setattr(model.config, name, value)
+    vars(model.config).update(changes)
     with raises(ModelError, "--use-torch-fsdp2", value):
         wrap(model)
 

@@ -74,10 +74,8 @@ def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **
 
 
 def registry(*patches: Patch) -> Registry:
-    """A registry of these patches."""
     return Registry(patches)
 
 
 def states(reg: Registry) -> dict[str, str]:
-    """The state of each patch."""
     return {row["name"]: row["state"] for row in reg.status()}

@@ -7,9 +7,10 @@ Legend: S queries and keys, B batch, H heads, K absorbed width, N selected keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,16 +54,12 @@ def watch(model: Any) -> dict[int, list[dict[str, Any]]]:
     return given
 
 
-def watch_op(module: Any, backend: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def watch_op(module: Any, backend: str) -> Sequence[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments that an op of ``module`` is given from now on."""
-    resolution, calls = getattr(module, backend), []
-
-    def run(*args: Any, **options: Any) -> Any:
-        calls.append((args, options))
-        return resolution.fn(*args, **options)
-
-    setattr(module, backend, dataclasses.replace(resolution, fn=run))
-    return calls
+    resolution = getattr(module, backend)
+    op = mock.Mock(wraps=resolution.fn)
+    setattr(module, backend, dataclasses.replace(resolution, fn=op))
+    return op.call_args_list
 
 
 def in_flight(model: Any) -> None:

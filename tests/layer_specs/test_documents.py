@@ -190,11 +190,8 @@ class TestMultiTokenPrediction:
     def hidden(self, model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
         """The states of trunk and depths that the losses are of: ``[1 + K, S, D]``."""
         seen: list[torch.Tensor] = []
-        handle = model.mtp.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
-        try:
+        with model.mtp.register_forward_hook(lambda _, __, output: seen.append(output.detach())):
             losses(model, tokens, **told)
-        finally:
-            handle.remove()
         return seen[0].squeeze(1).unflatten(0, (3, -1))
 
     def test_packed_documents_do_not_see_the_next_ones_tokens(self, predicting: Any) -> None:
@@ -337,9 +334,8 @@ def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_o
 def test_packed_samples_that_would_be_mixed_up_or_balanced_together_are_refused(
     configured: dict[str, Any], value: str, right: dict[str, Any]
 ) -> None:
-    with raises(ModelError, "2 samples", value, "--micro-batch-size 1"):
-        check(PACKED, configured)
-    with raises(ModelError, "2 samples", value, "--micro-batch-size 1"):
-        check(PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}, configured)
+    for given in (PACKED, PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}):
+        with raises(ModelError, "2 samples", value, "--micro-batch-size 1"):
+            check(given, configured)
     check(PACKED | {"micro_batch_size": 1}, configured)
     check(PACKED, configured | right)

@@ -28,7 +28,7 @@ from megacpp_mcore.layer_specs.router import why_stock_router
 from megacpp_mcore.model import preset
 from megacpp_mcore.ops import add
 from tests import micro_batch, stock
-from tests.distributed.comparing import differing_tensors
+from tests.distributed.comparing import assert_same_bytes, differing_tensors
 from tests.errors import raises
 
 S, B = 32, 2
@@ -91,11 +91,8 @@ def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
         assert torch.equal(experts.weight2[index], expert.linear_fc2.weight)
         assert experts.weight1.allreduce is expert.linear_fc1.weight.allreduce
     assert torch.equal(found.losses_BS, truth.losses_BS)
-    assert found.gradients.keys() == truth.gradients.keys()
-    assert [name for name in truth.gradients if not torch.equal(found.gradients[name], truth.gradients[name])] == []
-    assert {name: values.tolist() for name, values in found.logged.items()} == {
-        name: values.tolist() for name, values in truth.logged.items()
-    }
+    assert_same_bytes(truth.gradients, found.gradients)
+    assert_same_bytes(truth.logged, found.logged)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +113,8 @@ def test_sums_of_three_are_stocks_bit_for_bit(
         truth = outcome(process, {EXPERTS: STOCK, "router": STOCK}, is_packed=True)
     sums = []
     monkeypatch.setattr(add, "_added", lambda a, b, c: sums.append(None) or (a + b) + c)
-    init = experts.ExpertsLayer.__init__
-
-    def on_a_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.adds_three = True
-
-    monkeypatch.setattr(experts.ExpertsLayer, "__init__", on_a_gpu)
+    on_a_gpu = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(experts.ExpertsLayer, "adds_three", on_a_gpu, raising=False)
     found = outcome(process, {"router": STOCK}, *words, recompute=recompute, is_packed=is_packed)
     layers = [layer.mlp for layer in found.model.decoder.layers if hasattr(layer.mlp, "router")]
     assert len(sums) == len(layers)
@@ -246,8 +238,7 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
 def test_a_backend_by_name_of_an_op_that_does_not_run(
     config: Any, fields: dict[str, Any], asked: str, values: list[str]
 ) -> None:
-    for field, value in fields.items():
-        setattr(config, field, value)
+    vars(config).update(fields)
     with raises(BackendError, asked, *values):
         choose_experts(config, Dispatcher({asked: "triton_fp8"}))
     if "op_fuser" not in str(fields):

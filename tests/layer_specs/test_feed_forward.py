@@ -57,17 +57,12 @@ def test_the_model_is_stocks_to_rounding_and_so_are_its_checkpoints(process: Pat
 def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(
     process: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, given = layer_of(built(process, "reference")), []
+    layer, op = layer_of(built(process, "reference")), mock.Mock(wraps=feed_forward)
     monkeypatch.setattr(layer.config, "gradient_accumulation_fusion", True)
     for module in (layer.linear_fc1, layer.linear_fc2):
         monkeypatch.setattr(module, "forward", None)
         module.weight.main_grad = torch.ones_like(module.weight)
         module.weight.grad_added_to_main_grad = False
-
-    def op(*arguments: Any) -> torch.Tensor:
-        given.append(arguments)
-        return feed_forward(*arguments)
-
     monkeypatch.setattr(layer, "backend", SimpleNamespace(fn=op, observed="triton_fp8"))
     hidden_SBD = torch.randn(5, 2, 128)
     output_SBD, bias = layer(hidden_SBD)
@@ -77,7 +72,7 @@ def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(
     expected_SBD.sin().sum().backward()
     assert bias is None
     torch.testing.assert_close(output_SBD, expected_SBD)
-    ((_, *parameters, main_grads),) = given
+    ((_, *parameters, main_grads),) = (call.args for call in op.call_args_list)
     for parameter, weight, main_grad in zip(parameters, weights, main_grads, strict=True):
         assert main_grad.buffer is parameter.main_grad
         assert parameter.grad_added_to_main_grad

@@ -74,6 +74,22 @@ def take_scalars_of_one_element() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def keep_types() -> None:
+    """Triton 3.9 interprets a product of a constant and a tensor as a constant, and repeats a boolean as integers."""
+    multiply, repeat = tl.constexpr.__mul__, interpreter.InterpreterBuilder.create_splat
+
+    def product(self: Any, other: Any) -> Any:
+        return NotImplemented if isinstance(other, tl.tensor) else multiply(self, other)
+
+    def repeated(self: Any, kind: Any, value: Any) -> Any:
+        made = repeat(self, kind, value)
+        made.data = made.data.astype(value.data.dtype, copy=False)
+        return made
+
+    tl.constexpr.__mul__ = product
+    interpreter.InterpreterBuilder.create_splat = repeated
+
+
 def check_launches() -> None:
     """Arguments at run time come first and by position, as :func:`~megacpp_mcore.ops.triton_launch.launch` needs them."""
     run = interpreter.InterpretedFunction.run
@@ -732,5 +748,6 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     take_scalars_of_one_element()
+    keep_types()
     check_launches()
     PROGRAMS[sys.argv[1]]()

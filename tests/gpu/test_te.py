@@ -8,6 +8,8 @@ about three times that.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from megacpp_mcore.te import dot_product, fp8_scopes, linear, quantized
 from megacpp_mcore.te.block import Block
 from megacpp_mcore.util import te_imports
 from tests import stock
-from tests.gpu.runs import words_of
+from tests.gpu.runs import ROOT, words_of
 from tests.gpu.test_fp8_experts import ALONE, MIXED
 from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
 
@@ -145,6 +147,14 @@ def test_a_block_in_fp32(groups: int) -> None:
         return native_block(x_SBD, dict(zip(names, values, strict=True)), hidden // heads)
 
     compare(both_ways(lambda x, *_: block(x), x, *weights), in_double(native, x, *weights), BLOCK)
+
+
+def test_the_example_of_blocks_learns() -> None:
+    words = [sys.executable, "-m", "examples.te_block", "--steps", "60"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = (float(line.split()[3]) for line in done.stdout.splitlines())
+    assert last < 3.6 < 5 < first < 6.5
 
 
 def test_experts_in_fp32() -> None:

@@ -135,7 +135,7 @@ class Trainee:
         except BaseException as error:  # as torch's CheckpointException is
             return f"{type(error).__name__}: {str(error)[-4000:]}"
         off = self.differing()
-        return f"{len(off)} differ: {off[:3]}" if off else EXACT
+        return f"{len(off)} of {len(list(self.states()))} differ: {off[:3]}" if off else EXACT
 
     @contextlib.contextmanager
     def _format(self, how: str) -> Iterator[None]:
@@ -217,7 +217,7 @@ def main() -> None:
         for folder, how in task["save"].items():
             trainee.save(Path(folder), how)
         for folder, how in task["load"]:
-            answers[f"{folder} to {task['name']}"] = trainee.load(Path(folder), how)
+            answers[f"{folder} as {how} to {task['name']}"] = trainee.load(Path(folder), how)
     Path(tasks["answers"] + f".{torch.distributed.get_rank()}").write_text(json.dumps(answers))
 
 

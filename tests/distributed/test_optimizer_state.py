@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from megatron.core import package_info
+from packaging.version import Version
 
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
@@ -95,7 +97,9 @@ def run_tasks(root: Path, tasks: Sequence[tuple[Run, Iterable[Saved], Iterable[S
     cells = {}
     for number, run in enumerate(loads):
         for saved in loads[run]:
-            found = [of_rank[f"{saved.folder(root)} to {number}"] for of_rank in by_rank]
+            found = [
+                of_rank[f"{saved.folder(root)} as {saved.read_as or saved.format} to {number}"] for of_rank in by_rank
+            ]
             assert len({answer.partition(":")[0] for answer in found}) == 1, (saved, run, found)
             cells[saved, run] = found[0]
     return cells
@@ -211,16 +215,19 @@ def test_state_goes_between_recipes(tmp_path: Path) -> None:
     assert sorted(answer.partition(":")[0] for answer in cells.values()).count(EXACT) == 3
 
 
-@pytest.mark.exhaustive
 def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
-    """Of one bucket it is loaded, and Megatron loads ours; of several, it is another parameter's, and refused."""
+    """Of one bucket it is loaded, and Megatron loads ours; of several, Megatron loads other parameters' and we refuse it."""
     one, many = (Run("one process", kind, "bf16") for kind in ("one bucket", "many buckets"))
     by_stock = [Saved(run, STOCK + FULLY, FULLY) for run in (one, many)]
-    ours = Saved(many, FULLY, STOCK + FULLY)
-    cells = run_tasks(tmp_path, [(one, [by_stock[0]], []), (many, [by_stock[1], ours], [*by_stock, ours])])
-    assert cells[by_stock[0], many] == EXACT
-    assert cells[ours, many] == EXACT
-    refusal = cells[by_stock[1], many]
+    ours, for_stock, of_stock = Saved(many, FULLY), Saved(many, FULLY, STOCK + FULLY), Saved(many, STOCK + FULLY)
+    loads = [*by_stock, ours, for_stock, of_stock]
+    cells = run_tasks(tmp_path, [(one, [by_stock[0]], []), (many, [by_stock[1], ours], loads)])
+    assert {cells[by_stock[0], many], cells[ours, many], cells[for_stock, many]} == {EXACT}
+    found, refusal = cells[of_stock, many], cells[by_stock[1], many]
+    if Version(package_info.__version__) >= Version("0.20.0"):  # which has NVIDIA/Megatron-LM#5077
+        assert (found, refusal) == (EXACT, EXACT)
+        return
+    assert found.startswith("75 of 248 differ"), found  # every state past the first bucket
     assert refusal.startswith(f"{REFUSED}: the checkpoint")
     assert "several gradient buckets; load it without the optimizer's state (--no-load-optim)" in refusal
 

@@ -60,30 +60,6 @@ from megacpp_mcore.util import te_imports
 
 logger = logging.getLogger(__name__)
 
-PATCHES = (
-    "mtp-shared-block",
-    "masked-losses",
-    "dsa-index-cache",
-    "checkpoint-hosts",
-    "checkpoint-integrity",
-    "checkpoint-layout",
-    "mixed-precision-optimizer",
-    "optimizer-resharding",
-    "torch-adam-resume",
-    "precision-aware-adam",
-    "output-layer-fusion",
-    "expert-counts",
-    "moe-metrics",
-    "torch-fsdp",
-    "non-finite-origin",
-    "embedding-gradient",
-)
-"""Patches that the model requires; applied by :func:`apply_patches`, never by an import.
-
-Two parts of dsa-index-cache matter here: the checkpoint functions, which let a recomputed sparse layer reuse its selection,
-and the logged loss. The rest patches stock's DSAttention, and has no effect unless ``experimental_attention_variant`` is set.
-"""
-
 LOSS_PATCH = "linear-cross-entropy"
 """Patch that saves time and memory on a GPU; applied there unless ``speed_defaults.linear_cross_entropy`` is false."""
 
@@ -279,7 +255,7 @@ def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
     speed = settings.speed_defaults if settings is not None else plugin_config.SpeedDefaults()
     on_gpu = compute_device() == "cuda"
     more = ((speed.linear_cross_entropy, LOSS_PATCH), (speed.adam_in_one_pass, ADAM_PATCH))
-    patches.apply((*PATCHES, *(name for asked, name in more if asked and on_gpu)))
+    patches.apply((*patches.OF_NAM56R, *(name for asked, name in more if asked and on_gpu)))
 
 
 def prepare(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

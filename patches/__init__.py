@@ -11,6 +11,30 @@ if not __name__.startswith("megacpp_mcore."):
         "(put the repository root on the path and import it through megacpp_mcore)"
     )
 
+OF_NAM56R = (
+    "mtp-shared-block",
+    "masked-losses",
+    "dsa-index-cache",
+    "checkpoint-hosts",
+    "checkpoint-integrity",
+    "checkpoint-layout",
+    "mixed-precision-optimizer",
+    "optimizer-resharding",
+    "torch-adam-resume",
+    "precision-aware-adam",
+    "output-layer-fusion",
+    "expert-counts",
+    "moe-metrics",
+    "torch-fsdp",
+    "non-finite-origin",
+    "embedding-gradient",
+)
+"""Patches that NAM56R requires; its specs apply them, no import does.
+
+Two parts of dsa-index-cache matter here: the checkpoint functions, which let a recomputed sparse layer reuse its selection,
+and the logged loss. The rest patches stock's DSAttention, and has no effect unless ``experimental_attention_variant`` is set.
+"""
+
 
 def apply(names: Iterable[str]) -> tuple[str, ...]:
     """Apply the named patches to this process; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.apply`."""

@@ -186,7 +186,7 @@ COMPONENTS: tuple[Component, ...] = (
     Component(name="tilelang", module="tilelang"),
     Component(name="deep_gemm", module="deep_gemm", probe=_DEEP_GEMM, distributions=("sgl-deep-gemm", "deep-gemm"),
               genuine="include", impostor="no DeepGEMM: it has no CUDA sources to compile; run `pip uninstall deep-gemm` and "
-                                          "install sgl-deep-gemm==0.2.1"),
+                                          "install no other: no build of sgl-deep-gemm works with torch 2.11"),
     Component(name="flash-attn-4", module="flash_attn.cute", probe=_FLASH4, advice=_CUTE, vendor="flash4"),
     Component(name="quack-kernels", module="quack.linear_cross_entropy", probe=_REDUCED.format(name="quack"),
               vendor="quack"),
@@ -374,8 +374,16 @@ def _checkout() -> Finding | None:
     """Judge the checkout that ``MEGATRON_LM`` names, of which ``launch`` runs the scripts."""
     if not (folder := os.environ.get(CHECKOUT_VARIABLE)):
         return None
-    version, reason = _megatron(folder)
-    return Finding(CHECKOUT_VARIABLE, BROKEN if reason else WORKS, version, reason, blocks=bool(reason))
+    version, problem = _megatron(folder)
+    if problem:
+        return Finding(CHECKOUT_VARIABLE, BROKEN, version, problem, blocks=True)
+    from megacpp_mcore.patches.machinery import compat
+    from megacpp_mcore.patches.machinery.checkout import Checkout
+
+    report = compat.examine(Checkout(folder))
+    return Finding(
+        CHECKOUT_VARIABLE, WORKS, version, f"{report['head'] or 'no commits'}; `compat`: {report['verdict']}"
+    )
 
 
 def _step(findings: Sequence[Finding], time_limit_s: float | None) -> Finding:

@@ -30,7 +30,7 @@ from megacpp_mcore.arguments.read import read
 from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.backends.probes import known_triton, triton_release
 from megacpp_mcore.launch import extensions, process, refusals
-from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
+from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, check_sources, plan
 from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
@@ -105,6 +105,7 @@ def launch(
     # Refuses what the words alone show to be wrong, before torch is imported.
     observation.choose(command, **vars(recording))
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
+    check_sources(chosen)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         host.end_with_the_parent()
     if chosen.nproc > 1:
@@ -214,13 +215,10 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.enter_context(extensions.stale_locks_removed())
         stack.enter_context(process.revert_patches_on_exit())
         stack.callback(release_folder)
-        needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
-        needed["exit-signal"] = "--exit-signal-handler" in chosen.arguments
-        needed["masked-losses"] = chosen.script is None and run.layout.context > 1
-        needed["sample-indices"] = chosen.has_own_spec
+        needed = {"masked-losses": chosen.script is None and run.layout.context > 1}
         needed["precision-aware-adam"] = chosen.has_own_spec and run.execution.precision_aware
         names = [name for name, is_needed in needed.items() if is_needed]
-        applied = registry.default().apply([*names, *chosen.patches])
+        applied = registry.default().apply([*chosen.applied, *names])
         say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
         # At its end it restores which threads run backward passes: for those of this thread, a model's build changes that.

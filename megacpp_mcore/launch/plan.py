@@ -16,7 +16,9 @@ from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import CheckoutError, LaunchError, SpecImportError
 from megacpp_mcore.launch import refusals
 from megacpp_mcore.model.training import GPT, HYBRID
+from megacpp_mcore.patches import OF_NAM56R
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
 from megacpp_mcore.patches.spec_import import spec_words
 from megacpp_mcore.util import flags
 from megacpp_mcore.versions import CHECKOUT_TAG
@@ -50,6 +52,13 @@ class Plan:
     def has_own_spec(self) -> bool:
         """Whether the spec is one of this package."""
         return self.spec is not None and self.spec[0].partition(".")[0] == "megacpp_mcore"
+
+    @property
+    def applied(self) -> tuple[str, ...]:
+        """The patches that the launch applies whatever the layout: what its words need, and those that it names."""
+        needed = {"dataset-helpers": True, "spec-import": self.spec is not None, "hybrid-flops": self.has_own_spec}
+        needed |= {"exit-signal": "--exit-signal-handler" in self.arguments, "sample-indices": self.has_own_spec}
+        return (*(name for name, is_needed in needed.items() if is_needed), *self.patches)
 
     def describe(self, world_size: int) -> str:
         """Return the line that says what is about to run."""
@@ -101,6 +110,26 @@ def plan(
                 "`megacpp-mcore recipe emit … --device cpu` write the whole command"
             )
     return chosen
+
+
+def check_sources(chosen: Plan) -> None:
+    """Compare the Megatron that will be imported with the sources that the run's patches were written for.
+
+    Raises:
+        LaunchError: a patch does not fit.
+        CheckoutError, PatchError: there is no Megatron, or it cannot be read.
+    """
+    folder = chosen.script and chosen.script.parent
+    megatron = Checkout(folder) if folder and (folder / HOOKED_FILE).is_file() else Checkout.installed()
+    names = [*chosen.applied, *(OF_NAM56R if chosen.has_own_spec else ())]
+    if problems := megatron.unfit(names):
+        asked = ", ".join(chosen.patches)
+        raise LaunchError(
+            f"megatron-core {megatron.version} in {megatron.root} is not one that this run's patches were written for: "
+            f"{'; '.join(problems)}. `megacpp-mcore compat --checkout {megatron.root}` compares all of it; take a tested one "
+            f"({CHECKOUT_TAG}){f', or leave out --patch {asked}' if asked else ''}",
+            code="sources",
+        )
 
 
 def check_words(script: Path | None, words: Sequence[str], *, here: bool = True) -> None:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import glob
 import importlib.util
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -73,10 +74,11 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
             merged = {f"#{number}": history and history.merged(number) for number in upstream}
             verdict = VERDICTS[max(_STATUS[target["state"]] for target in targets)]
             patches.append({"name": name, "verdict": verdict, "targets": targets, "upstream_merged": merged})
-        uses: dict[str, dict[str, set[str]]] = {"symbols": {}, "flags": {}, "fields": {}}
+        uses: dict[str, dict[str, set[str]]] = {"symbols": {}, "flags": {}, "fields": {}, "calls": {}}
         for kind, name, file in _uses():
             uses[kind].setdefault(name, set()).add(file)
-        imported = _symbols(uses["symbols"], trees[0], checkout.tree) if trees else []
+        passed = {symbol: max(map(int, counts)) for symbol, counts in uses["calls"].items()}
+        imported = _symbols(uses["symbols"], passed, trees[0], checkout.tree) if trees else []
         known = _names(trees[0]) if trees else {"flags": set(), "fields": set()}
         named = {kind: uses[kind].keys() & names for kind, names in known.items()}
         gone = {kind: sorted(named[kind] - names) for kind, names in _names(checkout.tree).items()}
@@ -170,8 +172,11 @@ def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: 
     }
 
 
-def _compare(old: str, new: str) -> tuple[str, list[str]]:
-    """Say how two sources of a function or class differ, and which parameters came (``+``) and went (``-``)."""
+def _compare(old: str, new: str, passed: float = math.inf) -> tuple[str, list[str]]:
+    """Say how two sources of a function or class differ, and which parameters came (``+``), went (``-``) or moved (``~``).
+
+    A parameter has moved if its place is another one, and among those ``passed`` by place.
+    """
     if old == new:
         return EQUAL, []
     before, after = _definition_in(old), _definition_in(new)
@@ -180,6 +185,10 @@ def _compare(old: str, new: str) -> tuple[str, list[str]]:
     came = {name: is_needed for name, is_needed in new_names.items() if is_needed > old_names.get(name, -1)}
     parameters = [f"+{name}{'' if is_needed and not is_open else _OPTIONAL}" for name, is_needed in came.items()]
     parameters += [f"-{name}" for name in old_names if name not in new_names]
+    stayed = [name for name in _positional(before) if name in new_names]
+    places = {name: place for place, name in enumerate(_positional(after))}
+    passed += isinstance(before, ast.ClassDef)  # self
+    parameters += [f"~{name}" for place, name in enumerate(stayed) if passed > place != places.get(name)]
     return CODE if ast.dump(before) != ast.dump(after) else COMMENTS, parameters
 
 
@@ -192,15 +201,23 @@ def _definition_in(text: str) -> ast.AST:
     return definition.body[0] if isinstance(definition, ast.If) else definition
 
 
-def _parameters(node: ast.AST | None) -> dict[str, bool]:
-    """Return the parameters of a function, or of a class's ``__init__``: by name, whether each has to be passed."""
+def _arguments(node: ast.AST | None) -> ast.arguments:
+    """Return the parameters of a function, or of a class's ``__init__``; none of anything else."""
     if isinstance(node, ast.ClassDef):
         node = next((inner for inner in node.body if getattr(inner, "name", "") == "__init__"), None)
     found = getattr(node, "args", None)
-    if not isinstance(found, ast.arguments):
-        return {}
-    positional = [*found.posonlyargs, *found.args]
-    needed = {one.arg: index < len(positional) - len(found.defaults) for index, one in enumerate(positional)}
+    return found if isinstance(found, ast.arguments) else ast.arguments([], [], None, [], [], None, [])
+
+
+def _positional(node: ast.AST) -> list[str]:
+    found = _arguments(node)
+    return [one.arg for one in (*found.posonlyargs, *found.args)]
+
+
+def _parameters(node: ast.AST) -> dict[str, bool]:
+    """Return the parameters by name, whether each has to be passed."""
+    found, positional = _arguments(node), _positional(node)
+    needed = {name: index < len(positional) - len(found.defaults) for index, name in enumerate(positional)}
     needed |= {one.arg: value is None for one, value in zip(found.kwonlyargs, found.kw_defaults, strict=True)}
     rest = {"*": found.vararg, "**": found.kwarg}
     return needed | {f"{stars}{one.arg}": False for stars, one in rest.items() if one is not None}
@@ -209,15 +226,23 @@ def _parameters(node: ast.AST | None) -> dict[str, bool]:
 def _uses() -> Iterator[tuple[str, str, str]]:
     """Yield what this package's files name of Megatron, as kind, name and file.
 
-    The kinds are ``symbols`` (``module:name`` of each import by name), ``flags``, and ``fields``, the attributes read from
-    configurations or arguments.
+    The kinds are ``symbols`` (``module:name`` of each import by name), ``flags``, ``fields``, the attributes read from
+    configurations or arguments, and ``calls`` of symbols, with the number of arguments passed by place instead of a file.
     """
     package = Path(megacpp_mcore.__file__).parent
     for file in glob.iglob("**/*.py", root_dir=package, recursive=True):  # also what is linked into the package
+        symbols: dict[str, str] = {}
         for node in ast.walk(ast.parse((package / file).read_bytes())):
             match node:
                 case ast.ImportFrom(module=str(module), names=names) if re.match(r"megatron\.(?!bridge)", module):
+                    symbols |= {one.asname or one.name: f"{module}:{one.name}" for one in names}
                     yield from (("symbols", f"{module}:{one.name}", file) for one in names)
+                case ast.Call(func=ast.Name(id=name), args=given) if name in symbols:
+                    yield (
+                        "calls",
+                        symbols[name],
+                        str(99 if any(isinstance(one, ast.Starred) for one in given) else len(given)),
+                    )
                 case (
                     ast.Attribute(value=holder, attr=name)
                     | ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=str(name)), *_])
@@ -227,13 +252,17 @@ def _uses() -> Iterator[tuple[str, str, str]]:
                     yield from (("flags", flag, file) for flag in _FLAG.findall(text))
 
 
-def _symbols(symbols: dict[str, set[str]], base: SourceTree, tree: SourceTree) -> list[dict[str, Any]]:
-    """Compare the symbols that ``base`` has; given are the files that name each."""
+def _symbols(
+    symbols: dict[str, set[str]], passed: dict[str, int], base: SourceTree, tree: SourceTree
+) -> list[dict[str, Any]]:
+    """Compare the symbols that ``base`` has; given are the files that name each, and how many arguments calls pass by place."""
     rows = []
     for symbol, files in sorted(symbols.items()):
         old, new = (_definition(one, *symbol.split(":")) for one in (base, tree))
         if old is not None:
-            state, parameters = (GONE, []) if new is None else _compare(old, new) if old and new else (EQUAL, [])
+            state, parameters = (GONE, []) if new is None else (EQUAL, [])
+            if old and new:
+                state, parameters = _compare(old, new, passed.get(symbol, 0))
             rows.append({"symbol": symbol, "state": state, "parameters": parameters, "files": sorted(files)})
     return rows
 

@@ -54,8 +54,8 @@ class Edit:
             "target changed",
             f"the source of {self.target} in megatron-core {version} has SHA-256 {found[0]}, expected "
             f"{' or '.join(self.fingerprints)}: it is not the code this patch was written for (a local edit, or a "
-            "version that was not tested); leave the patch out, or review the target (`megacpp-mcore compat`) and add "
-            "its fingerprint",
+            "version that was not tested); review the target (`megacpp-mcore compat`) and add its fingerprint, or leave the "
+            "patch out",
             texts[0],
         )
 

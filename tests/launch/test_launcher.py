@@ -40,9 +40,11 @@ from megacpp_mcore.model import Layout, memory, preset
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events
+from megacpp_mcore.patches.machinery import registry
 from tests import forks, stock
 from tests.errors import raises
 from tests.leftovers import is_running
+from tests.trees import copy_modules, edit, wheel_root
 
 CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
@@ -119,6 +121,25 @@ def test_a_checkout_that_is_not_there_is_not_passed_over(tmp_path: Path, monkeyp
     (tmp_path / "pretrain_gpt.py").touch()
     with pytest.raises(CheckoutError, match="MEGATRON_LM is '/no'"):
         launch_plan.find_script("pretrain_gpt.py", {"MEGATRON_LM": "/no"})
+
+
+def test_sources_are_compared_before_megatron_is_imported(tmp_path: Path) -> None:
+    """Of the checkout whose script is named, with the patches of the run: those of the model, and of --patch."""
+    modules = {module for patch in registry.default().patches for module in patch.modules}
+    tree = copy_modules(wheel_root(), tmp_path / "lm", modules)
+    script = str(script_in(tree))
+    own = [script, *CPU_ARGUMENTS, "--spec", "megacpp_mcore.nam56r"]
+    launch_plan.check_sources(plan(*own))
+    target = tree / "megatron/training/models/gpt.py"  # of mtp-shared-block, which NAM56R needs
+    edit(target, target.read_bytes().replace(b"def mtp_block_spec(", b"def mtp_block_spec(  # an edit\n"))
+    with raises(
+        LaunchError, tree, "megatron-core 0.", "mtp_block_spec", "compat --checkout", code="sources"
+    ) as refused:
+        launcher.launch(own, device="cpu")
+    assert "--patch" not in str(refused.value)
+    with raises(LaunchError, "leave out --patch mtp-shared-block", code="sources"):
+        launcher.launch([script, *CPU_ARGUMENTS], device="cpu", patches=["mtp-shared-block"])
+    launch_plan.check_sources(plan(script, *CPU_ARGUMENTS))
 
 
 def test_plan_of_a_whole_command(tmp_path: Path) -> None:

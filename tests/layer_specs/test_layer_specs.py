@@ -34,7 +34,7 @@ from megacpp_mcore.backends import Dispatcher, own_candidates, probes
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.layer_specs import nam56r
 from megacpp_mcore.layer_specs.initial import filled
-from megacpp_mcore.layer_specs.nam56r import PATCHES, check_layout
+from megacpp_mcore.layer_specs.nam56r import check_layout
 from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.m2rnn import reference
@@ -452,7 +452,7 @@ def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: to
 def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(make: Callable[..., Any]) -> None:
     patches.revert()
     model = make()
-    assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(PATCHES)
+    assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(patches.OF_NAM56R)
     assert model.config.experimental_attention_variant is None
     assert (model.config.dsa_indexer_topk_freq or 1) == 1
     patches.verify()
@@ -492,7 +492,7 @@ def test_patches_for_speed_are_applied_on_gpus_as_asked(
     patches.revert()
     nam56r.apply_patches(settings.load(file))
     applied = {record["name"] for record in patches.status() if record["state"] == "applied"}
-    assert applied - set(nam56r.PATCHES) == expected
+    assert applied - set(patches.OF_NAM56R) == expected
     patches.revert()
 
 

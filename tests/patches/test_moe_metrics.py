@@ -62,8 +62,14 @@ def logged(args: SimpleNamespace, values: dict[int, float]) -> float:
 def test_a_logged_loss_is_the_mean_over_the_layers_with_experts(process: Path) -> None:
     dense_depths, values = arguments(), {2: 3.0, 3: 5.0}
     assert logged(dense_depths, values) == 2.0  # stock: over two layers and two depths without experts
+    repeated, of_repeated = (
+        arguments(moe_layer_freq=[0, 1, 0, 1], mtp_use_repeated_layer=True),
+        {2: 3.0, 4: 5.0, 5: 4.0},
+    )
+    assert logged(repeated, of_repeated) == 3.0  # stock: over four, though both depths are one layer
     with stock.patched(PATCH):
         assert logged(dense_depths, values) == 4.0
+        assert logged(repeated, of_repeated) == 4.0
         hybrid = arguments(hybrid_layer_pattern="M*EE/+-/+-", moe_layer_freq=1)
         assert logged(hybrid, {3: 3.0, 4: 5.0}) == 4.0
     with pytest.raises(AssertionError):  # stock's tensors of a stage without experts have another size than routers'

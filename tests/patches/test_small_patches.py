@@ -389,7 +389,8 @@ def test_counts_are_the_tokens_that_were_routed(process: Path, ours: bool, preci
             assert routed_E.min() > 2048
             counted_E = router.local_tokens_per_expert
             assert counted_E.data_ptr() == place
-            assert counted_E.long().equal(routed_E) is bool(patches)
+            off = int((counted_E.long() - routed_E).abs().max())  # of 3,300 to 6,900 tokens an expert
+            assert off == 0 if patches else off >= 2
             assert "local_tokens_per_expert" not in router.state_dict()
 
 
@@ -433,3 +434,16 @@ def test_recompute_leaves_no_inputs_behind(process: Path, dispatcher: str) -> No
     assert left_behind(dispatcher) == 1
     with stock.patched(moe_recompute_memory.PATCH):
         assert left_behind(dispatcher) == 0
+
+
+def test_what_a_dispatcher_s_communication_keeps_has_no_graph() -> None:
+    """That of the dispatcher `flex`, which needs DeepEP and several GPUs."""
+    makes, kept = stock.makes(moe_recompute_memory.PATCH), torch.ones(2, requires_grad=True) * 2
+    layer = types.SimpleNamespace(
+        token_dispatcher=types.SimpleNamespace(_comm_manager=types.SimpleNamespace(probs=kept, tokens=3))
+    )
+    assert makes["MoELayer.postprocess"](lambda self, output: output)(layer, 7) == 7
+    manager = layer.token_dispatcher._comm_manager
+    assert manager.probs.grad_fn is None
+    assert (manager.probs.tolist(), manager.tokens) == ([2.0, 2.0], 3)
+    assert kept.grad_fn is not None

@@ -240,7 +240,7 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
     given = flags.read(arguments)
     if lowering.preset_of(spec) is not None:  # first, as another script would not help
         lowering.check_unused(arguments)
-    engine = flags.first(given, "--transformer-impl") in (None, "transformer_engine")
+    engine = flags.first(given, "--transformer-impl") != "local"
     fused = {"--bf16", "--fp16"} & given.keys() and "--no-masked-softmax-fusion" not in given
     of_stock = spec is None or spec[0].startswith("megatron.")
     if of_stock and (engine or fused) and "--reset-attention-mask" in given:

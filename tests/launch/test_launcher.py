@@ -296,6 +296,7 @@ def test_a_mask_that_stock_attention_does_not_read_is_refused() -> None:
     for extra in (
         (),
         ("--transformer-impl", "transformer_engine"),
+        ("--transformer-impl", "inference_optimized"),
         local,
         ("--spec", "megatron.core.models.hybrid", "x"),
     ):

@@ -4,9 +4,8 @@ Whether a patch fits is a question of the fingerprints that it holds: ``patch st
 """
 
 PYTHON = ">=3.12"
-TORCH = ">=2.11,<2.16,!=2.12.*,!=2.13.*,!=2.14.*"
-"""On GPUs all of this ran with 2.11; with 2.15 the tests on the CPU did. Those between bring releases of Triton that are not in
-:data:`TRITON`."""
+TORCH = ">=2.11,<2.16"
+"""On GPUs all of this ran with 2.11; with 2.12 to 2.15 the tests on the CPU did."""
 MEGATRON_CORE = ">=0.19,<0.21"
 """Releases 0.19.0 and 0.19.2, and Megatron-LM's main of 2026-08-22, which calls itself 0.20.0."""
 MEGATRON_CORE_DEMO = "0.19.2"
@@ -19,6 +18,8 @@ TRITON_DIRECT = "3.6"
 (:mod:`megacpp_mcore.ops.triton_launch`)."""
 TRITON: dict[str, dict[str, dict[str, int]]] = {
     TRITON_DIRECT: {},
+    "3.7": {},
+    "3.8": {"sparse_mla": {"qk_dim": 576}},
     "3.9": {"mamba3": {"mimo_rank": 4, "state": 128}},
 }
 """The releases of Triton with which the kernels compile for sm_90, and by op the sizes for which they spill registers there."""

@@ -124,7 +124,11 @@ def test_the_metadata(wheel: Path) -> None:
         assert pinned[name] in supported, name
     assert "| Megatron-Core | 0.19:" in supported
     assert "| torch | 2.11, " in supported
-    assert list(hard["torch"].specifier.filter(["2.10", "2.11.0", "2.14.1", "2.15.0", "2.16"])) == ["2.11.0", "2.15.0"]
+    assert list(hard["torch"].specifier.filter(["2.10", "2.11.0", "2.14.1", "2.15.0", "2.16"])) == [
+        "2.11.0",
+        "2.14.1",
+        "2.15.0",
+    ]
     impostors = {"apex", "deep-gemm", "deep_gemm", "megatron-bridge"}
     assert impostors.isdisjoint(one.name.lower() for one in requirements)
 

@@ -75,7 +75,11 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     )
     submodules = _linears(mlp.keywords["submodules"], config, parts)
     if config.quant_recipe is not None:
-        submodules = dataclasses.replace(submodules, experts=_fp8_experts(submodules.experts))
+        linears: GroupedMLPSubmodules = submodules.experts.keywords["submodules"]
+        ours = dataclasses.replace(
+            linears, linear_fc1=fp8_linear(linears.linear_fc1), linear_fc2=fp8_linear(linears.linear_fc2)
+        )
+        submodules = dataclasses.replace(submodules, experts=partial(FP8Experts, submodules=ours))
     experts = choose_experts(config, dispatcher)
     needs = backend_needs(config) | {"dtype": torch.float32, "experts": config.num_moe_experts}
     routing = dispatcher.resolve_or_stock("router", router.why_stock_router(config), **needs)
@@ -481,15 +485,6 @@ def _linears(stock: MoESubmodules, config: TransformerConfig, parts: Parts) -> M
 
     shared = drawn(stock.shared_experts, is_uncut=not config.moe_shared_expert_overlap)
     return dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=shared)
-
-
-def _fp8_experts(stock: Any) -> partial[FP8Experts]:
-    """Return a builder of :class:`FP8Experts` from the builder of stock's grouped experts."""
-    linears: GroupedMLPSubmodules = stock.keywords["submodules"]
-    ours = dataclasses.replace(
-        linears, linear_fc1=fp8_linear(linears.linear_fc1), linear_fc2=fp8_linear(linears.linear_fc2)
-    )
-    return partial(FP8Experts, submodules=ours)
 
 
 def fp8_linear(stock: Any) -> Any:

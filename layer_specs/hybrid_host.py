@@ -212,7 +212,13 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
     if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in the GPT host
         ranks.compare(settings)
     gpt_host.check_layout(model, config, chunks, settings)
-    _check_symbols(model, chunks, layers, symbols)
+    expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
+    if layers not in chunks or symbols != expected:  # NumberedLayer selects by number, not by symbol
+        raise ModelError(
+            f"{model.name}: HybridModel wants to build {symbols!r} as layers {layers.start}–{layers.stop - 1}, which are "
+            f"{expected!r} of the stages {', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; give it the "
+            "run's own --hybrid-layer-pattern, and neither first nor last stages of their own"
+        )
     gpt_host.start(model, config, settings)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size
@@ -251,14 +257,3 @@ def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[
             f"--hybrid-layer-pattern '{own}'"
         )
     return chunks
-
-
-def _check_symbols(model: Model, chunks: tuple[range, ...], layers: range, symbols: str) -> None:
-    """Raise if the built layers differ from the run's pattern: NumberedLayer selects by number, not by symbol."""
-    expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
-    if layers not in chunks or symbols != expected:
-        raise ModelError(
-            f"{model.name}: HybridModel wants to build {symbols!r} as layers {layers.start}–{layers.stop - 1}, which are "
-            f"{expected!r} of the stages {', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; give it the "
-            "run's own --hybrid-layer-pattern, and neither first nor last stages of their own"
-        )

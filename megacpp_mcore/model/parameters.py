@@ -29,9 +29,14 @@ def by_part(model: Model) -> dict[str, Count]:
     counts = dict.fromkeys(FAMILIES, Count())
     for letter, role in zip(model.layers, model.roles, strict=True):
         counts[letter] += of_layer(model, letter, role)
-    counts["mtp"] = _mtp(model) if model.mtp.depth else Count()
-    counts["embedding"] = counts["head"] = Count(tensor=model.vocab_size_padded(1) * model.hidden_size)
-    counts["norm"] = Count(whole=model.hidden_size)
+    hidden = model.hidden_size
+    counts["mtp"] = Count()
+    if model.mtp.depth:
+        dense = Count(tensor=2 * hidden * model.ffn_hidden_size, whole=hidden)
+        projection = Count(whole=2 * hidden * hidden + 3 * hidden)
+        counts["mtp"] = of_layer(model, ATTENTION.letter, FULL_ATTENTION) + dense + projection
+    counts["embedding"] = counts["head"] = Count(tensor=model.vocab_size_padded(1) * hidden)
+    counts["norm"] = Count(whole=hidden)
     return counts
 
 
@@ -56,10 +61,3 @@ def by_stage(model: Model, layout: Layout) -> tuple[Count, ...]:
             count += part["embedding"]
         stages.append(count)
     return tuple(stages)
-
-
-def _mtp(model: Model) -> Count:
-    hidden = model.hidden_size
-    dense = Count(tensor=2 * hidden * model.ffn_hidden_size, whole=hidden)
-    projection = Count(whole=2 * hidden * hidden + 3 * hidden)
-    return of_layer(model, ATTENTION.letter, FULL_ATTENTION) + dense + projection

@@ -45,12 +45,27 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
     reduced = "" if how.overlap_grad_reduce else "it needs --overlap-grad-reduce"
     replicas = "" if run.replicas > 1 else "there is one data-parallel replica"
     experts = _expert_obstacles(run, connections)
+    repeated = how.recompute_granularity == "full" or "moe" in how.recompute_modules
+    depths = 0 if run.model is None else run.model.mtp.depth
+    all_to_all = (
+        *experts,
+        "" if run.precision in ("bf16", "fp16") else f"Megatron refuses it in {run.precision}",
+        "Megatron refuses it with experts computed again" if repeated else "",
+        f"Megatron refuses it with more than one MTP depth, and there are {depths}" if depths > 1 else "",
+    )
+    in_order = f"it needs {CONNECTIONS}=1, which keeps a transfer ahead of the GEMM it hides behind"
+    tensor = (
+        "" if run.layout.tensor > 1 else "tensor parallelism is 1",
+        "" if run.layout.sequence_parallel else "it needs --sequence-parallel",
+        "" if run.has_engine else "it is Transformer Engine's",
+        "" if connections == "1" else in_order,
+    )
     rows: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
         ("gradient reduce", "--overlap-grad-reduce", how.overlap_grad_reduce, (replicas, bucket)),
         ("parameter gather", "--overlap-param-gather", how.overlap_param_gather, (replicas, sharded, reduced, bucket)),
-        ("MoE all-to-all", MOE_OVERLAP, how.overlap_moe_a2a, (*experts, *_all_to_all_obstacles(run))),
+        ("MoE all-to-all", MOE_OVERLAP, how.overlap_moe_a2a, all_to_all),
         ("shared expert", SHARED_OVERLAP, how.overlap_shared_expert, experts),
-        ("tensor-parallel", "--tp-comm-overlap", how.tp_comm_overlap, _tensor_obstacles(run, connections)),
+        ("tensor-parallel", "--tp-comm-overlap", how.tp_comm_overlap, tensor),
     )
     found = []
     for name, flag, asked, obstacles in rows:
@@ -87,25 +102,4 @@ def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
         f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
         "" if how.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
         f"Megatron refuses {MOE_OVERLAP} beside {SHARED_OVERLAP}" if both else "",
-    )
-
-
-def _all_to_all_obstacles(run: Run) -> tuple[str, ...]:
-    """Return what prevents only the overlapped all-to-all, as Megatron refuses the combination."""
-    how, depths = run.execution, 0 if run.model is None else run.model.mtp.depth
-    repeated = how.recompute_granularity == "full" or "moe" in how.recompute_modules
-    return (
-        "" if run.precision in ("bf16", "fp16") else f"Megatron refuses it in {run.precision}",
-        "Megatron refuses it with experts computed again" if repeated else "",
-        f"Megatron refuses it with more than one MTP depth, and there are {depths}" if depths > 1 else "",
-    )
-
-
-def _tensor_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
-    in_order = f"it needs {CONNECTIONS}=1, which keeps a transfer ahead of the GEMM it hides behind"
-    return (
-        "" if run.layout.tensor > 1 else "tensor parallelism is 1",
-        "" if run.layout.sequence_parallel else "it needs --sequence-parallel",
-        "" if run.has_engine else "it is Transformer Engine's",
-        "" if connections == "1" else in_order,
     )

@@ -53,21 +53,16 @@ class Recomputation:
         if self.granularity not in (None, "full", "selective"):
             raise ModelError(f"recompute granularity is {self.granularity!r}; expected full, selective, or none")
         if self.granularity == "full":
-            self._check_full()
-        if self.granularity == "selective":
-            self._check_selective()
-        self.own.check(self.granularity, self.modules)
-
-    def _check_full(self) -> None:
-        if self.method not in ("uniform", "block"):
-            raise ModelError(f"the method of full recompute is {self.method!r}; expected uniform or block")
-        if self.num_layers is None or self.num_layers < 1:
-            raise ModelError(f"full recompute of {self.num_layers} layers; expected recompute_num_layers of 1 or more")
-
-    def _check_selective(self) -> None:
+            if self.method not in ("uniform", "block"):
+                raise ModelError(f"the method of full recompute is {self.method!r}; expected uniform or block")
+            if self.num_layers is None or self.num_layers < 1:
+                raise ModelError(
+                    f"full recompute of {self.num_layers} layers; expected recompute_num_layers of 1 or more"
+                )
         unknown = [name for name in self.modules if name not in MODULES]
-        if unknown:
+        if self.granularity == "selective" and unknown:
             raise ModelError(f"recompute modules {', '.join(unknown)} are not known; known: {', '.join(MODULES)}")
+        self.own.check(self.granularity, self.modules)
 
     @classmethod
     def of_run(cls, source: Any, own: Recompute | None = None) -> Recomputation:

@@ -67,9 +67,8 @@ def by_precision(
     dense = [_scoped(model, step.tokens, number, part) for number, part in numbered if number in scoped]
     work = wide_inputs(step.tokens, model.hidden_size, model.mamba3, gradient=gradient) if projected else Work(0)
     inputs = [
-        Families(mamba_projections=_lesser(part.mamba_projections, work))
-        for number, part in numbered
-        if number in projected
+        Families(mamba_projections=Work(min(wide.forward, work.forward), min(wide.backward, work.backward)))
+        for wide in (part.mamba_projections for number, part in numbered if number in projected)
     ]
     mtp = Families(**{name: getattr(step.families, name) for name in predicted})
     fp8 = reduce(add, [*routed, *dense, *inputs], mtp)
@@ -88,10 +87,6 @@ def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
 
 def _less(work: Work, other: Work) -> Work:
     return Work(max(0, work.forward - other.forward), max(0, work.backward - other.backward))
-
-
-def _lesser(work: Work, other: Work) -> Work:
-    return Work(min(work.forward, other.forward), min(work.backward, other.backward))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,11 +145,10 @@ def _script(command: StockCommand) -> list[str]:
 def _argument_lines(command: StockCommand) -> list[str]:
     """Each flag with the words that follow it, as shell text."""
     given = flags.read(command.arguments)
-    return [" ".join([flag, *(_quoted(word) for word in words)]) for flag, words in given.items()]
-
-
-def _quoted(word: str) -> str:
-    return f'"{word}"' if word == DATA_VARIABLE else shlex.quote(word)
+    return [
+        " ".join([flag, *(f'"{word}"' if word == DATA_VARIABLE else shlex.quote(word) for word in words)])
+        for flag, words in given.items()
+    ]
 
 
 def as_slurm(command: StockCommand, slurm: Slurm) -> str:

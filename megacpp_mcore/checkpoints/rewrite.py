@@ -51,7 +51,11 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
             f"{folder} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
         )
     metadata = read_metadata(folder)
-    _refuse_flat_buckets(folder, metadata)
+    if buckets := next((name for name in metadata.state_dict_metadata if _BUCKETS in name), None):
+        raise CheckpointError(
+            f"{folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
+            f"told apart; {RESAVE}, or without the optimizer with --no-save-optim"
+        )
     renamed = _renamed(metadata, plan(folder, tuple(metadata.state_dict_metadata)))
     with new_folder(new) as unfinished:
         target = unfinished / folder.name
@@ -102,11 +106,3 @@ def _renamed(metadata: Metadata, changes: Changes) -> Metadata:
             for new in changes.get(index.fqn, [index.fqn])
         },
     )
-
-
-def _refuse_flat_buckets(folder: Path, metadata: Metadata) -> None:
-    if buckets := next((name for name in metadata.state_dict_metadata if _BUCKETS in name), None):
-        raise CheckpointError(
-            f"{folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
-            f"told apart; {RESAVE}, or without the optimizer with --no-save-optim"
-        )

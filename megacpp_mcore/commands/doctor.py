@@ -220,15 +220,12 @@ with open(answer_file, "w", encoding="utf-8") as file:
 
 def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = TIME_LIMIT_S) -> list[Finding]:
     """Look for every component and try those that are installed."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        return [_python(), *pool.map(lambda component: _examine(component, time_limit_s), components)]
-
-
-def _python() -> Finding:
     version = platform.python_version()
     supported = SpecifierSet(versions.PYTHON).contains(version, prereleases=True)
     reason = "" if supported else f"Python {versions.PYTHON} is needed"
-    return Finding("python", WORKS if supported else BROKEN, version, reason, blocks=not supported)
+    python = Finding("python", WORKS if supported else BROKEN, version, reason, blocks=not supported)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return [python, *pool.map(lambda component: _examine(component, time_limit_s), components)]
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:

@@ -49,7 +49,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``patch``; returns the exit status."""
     if args.patch_action == "list":
-        _list(args)
+        patches = default().select(args.names or None)
+        if args.json:
+            print(json.dumps([patch.describe() for patch in patches], indent=2))
+        elif args.markdown:
+            print(_page(patches), end="")
+        else:
+            print("\n".join(f"{patch.name}: {patch.fixes}" for patch in patches))
         return 0
     checkout = _checkout(args)
     names: Sequence[str] | None = args.names or None
@@ -77,16 +83,6 @@ def _checkout(args: argparse.Namespace) -> Checkout:
         "To patch a process and no file: `megacpp-mcore launch --patch NAME … -- …`, or in Python "
         "megacpp_mcore.patches.apply([...])"
     )
-
-
-def _list(args: argparse.Namespace) -> None:
-    patches = default().select(args.names or None)
-    if args.json:
-        print(json.dumps([patch.describe() for patch in patches], indent=2))
-    elif args.markdown:
-        print(_page(patches), end="")
-    else:
-        print("\n".join(f"{patch.name}: {patch.fixes}" for patch in patches))
 
 
 def _page(patches: Sequence[Patch]) -> str:

@@ -154,7 +154,13 @@ def write_manifest(
     """
     index, path = read_index(prefix), manifest_path(prefix)
     sha256, least, largest = _scan_tokens(index)
-    _check_ids(index, least, largest, tokenizer["vocab_size"])
+    vocab_size = tokenizer["vocab_size"]  # None: not known
+    if least < 0 or (vocab_size is not None and largest >= vocab_size):
+        upper = "or more" if vocab_size is None else f"to {vocab_size - 1}"
+        raise DataError(
+            f"{index.bin_path} holds ids from {least} to {largest}, expected 0 {upper}; the file is damaged or was made with "
+            "another tokenizer: prepare it again"
+        )
     _check_ends(index, tokenizer["eod_id"])
     manifest = Manifest(
         tokenizer=tokenizer,
@@ -212,16 +218,6 @@ def _scan_tokens(index: DatasetIndex) -> tuple[str, int, int]:
             tokens = np.frombuffer(block, dtype=index.dtype)
             ids |= {int(tokens.min()), int(tokens.max())}
     return digest.hexdigest(), min(ids), max(ids)
-
-
-def _check_ids(index: DatasetIndex, least: int, largest: int, vocab_size: int | None) -> None:
-    """Refuse an id that is negative or outside of the vocabulary (None: its size is not known)."""
-    if least < 0 or (vocab_size is not None and largest >= vocab_size):
-        upper = "or more" if vocab_size is None else f"to {vocab_size - 1}"
-        raise DataError(
-            f"{index.bin_path} holds ids from {least} to {largest}, expected 0 {upper}; the file is damaged or was made with "
-            "another tokenizer: prepare it again"
-        )
 
 
 def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -98,7 +98,13 @@ def install(connections: str = ENVIRONMENT[_CONNECTIONS]) -> CpuLane:
     lane = _installed = CpuLane()
     lane.callback(_forget)
     try:
-        _disable_dynamo(lane, ENVIRONMENT | {_CONNECTIONS: connections})
+        values = ENVIRONMENT | {_CONNECTIONS: connections}
+        lane.enter_context(environment(values))  # Dynamo reads its own when a function is decorated
+        settings = ", ".join(f"{name}={value}" for name, value in values.items())
+        if "torch._dynamo.config" in sys.modules:  # already imported: functions compiled so far check the configuration
+            lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
+            settings += ", torch._dynamo.config.disable=True"
+        lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
         # Imports Megatron before the stand-ins, so that the names it copies from torch.cuda at import are the originals.
         from megacpp_mcore.cpu import megatron
 
@@ -118,13 +124,3 @@ def _forget() -> None:
 def is_active() -> bool:
     """Return whether this thread's CUDA devices currently map to the CPU."""
     return isinstance(torch.overrides._get_current_function_mode(), torch_cuda.CpuDeviceMode)
-
-
-def _disable_dynamo(lane: CpuLane, values: Mapping[str, str]) -> None:
-    """Set the environment variables; Dynamo reads its own when a function is decorated."""
-    lane.enter_context(environment(values))
-    settings = ", ".join(f"{name}={value}" for name, value in values.items())
-    if "torch._dynamo.config" in sys.modules:  # already imported: functions compiled so far check the configuration
-        lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
-        settings += ", torch._dynamo.config.disable=True"
-    lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")

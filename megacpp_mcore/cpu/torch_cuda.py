@@ -37,7 +37,10 @@ def install(lane: CpuLane) -> None:
     )
     _send_devices_to_cpu(lane)
     _accept_any_split_sizes(lane)
-    _preserve_rng_in_loaders(lane)
+    # A resumed run creates its loaders' iterators after restoring the generator, an uninterrupted one before training. On a GPU
+    # the draw of each advances only the host's generator; here the two are one, and resumed runs would not be reproducible.
+    message, loader = "does not move the generator (resumed runs repeat)", torch.utils.data.DataLoader
+    lane.replace(message, loader, __iter__=without_moving_the_generator(loader.__iter__))
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -268,14 +271,3 @@ def without_moving_the_generator(function: Callable[..., Any]) -> Callable[..., 
             return function(*args, **kwargs)
 
     return run
-
-
-def _preserve_rng_in_loaders(lane: CpuLane) -> None:
-    """Keep a new DataLoader iterator's random draw from advancing the generator that dropout uses.
-
-    A resumed run creates its iterators after restoring the generator, an uninterrupted one before training. On a GPU
-    that draw advances only the host's generator; here the two are one, and a resumed run would not be reproducible.
-    """
-    loader = torch.utils.data.DataLoader
-    message = "does not move the generator (resumed runs repeat)"
-    lane.replace(message, loader, __iter__=without_moving_the_generator(loader.__iter__))

@@ -33,12 +33,12 @@ def lacking(**needs: Any) -> str | None:
     for name in needs:
         if name not in CANNOT:
             raise ModelError(f"unknown need {name!r} of Transformer Engine's attention; known: {', '.join(CANNOT)}")
-    unsupported = [f"{name}: {CANNOT[name]}" for name, value in needs.items() if _is_needed(value)]
+    unsupported = [
+        f"{name}: {CANNOT[name]}"
+        for name, value in needs.items()
+        if value is not None and not (isinstance(value, int | float) and value == 0)
+    ]
     return "; ".join(unsupported) or None
-
-
-def _is_needed(value: Any) -> bool:
-    return value is not None and not (isinstance(value, int | float) and value == 0)
 
 
 def attend(

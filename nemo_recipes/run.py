@@ -260,6 +260,8 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     """
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
 
+    from megacpp_mcore.data.arguments import dataset_prefixes
+    from megacpp_mcore.data.tokenizer import end_of_document
     from megacpp_mcore.nemo_recipes import bridge_recipes
 
     config = bridge_recipes.container(chosen)
@@ -283,7 +285,9 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
         raise ArgumentMismatchError(f"{error}\nOverrides of a recipe may not change its model.") from error
     finally:
         config.model.vocab_size = None
-    _name_end_of_document(config)
+    prefixes, tokenizer = dataset_prefixes(data_words(config)), config.tokenizer
+    if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.null_tokenizer_eod_id is None:
+        tokenizer.null_tokenizer_eod_id = end_of_document(prefixes)
     return config
 
 
@@ -433,16 +437,6 @@ def verify_data(config: Any) -> str:
     cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
     config.dataset.path_to_cache = cache[1] if cache else None
     return f"{line}; its indices are cached in {config.dataset.path_to_cache}"
-
-
-def _name_end_of_document(config: Any) -> None:
-    """Set the end-of-document id, which Megatron's null tokenizer needs, from the dataset's manifest."""
-    from megacpp_mcore.data.arguments import dataset_prefixes
-    from megacpp_mcore.data.tokenizer import end_of_document
-
-    prefixes, tokenizer = dataset_prefixes(data_words(config)), config.tokenizer
-    if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.null_tokenizer_eod_id is None:
-        tokenizer.null_tokenizer_eod_id = end_of_document(prefixes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,7 +118,7 @@ class _Projections:
         return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), own_latents[0]
 
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Normed latents of queries and keys, and the rotary part of the keys, for the rows of ``hidden_SBD``."""
+        """Return the normed latents of queries and keys, and the rotary part of the keys, for the rows of ``hidden_SBD``."""
         config = self.config
         modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
         if replaces_modules(self.latents_backend, *modules):
@@ -139,7 +139,7 @@ class _Projections:
         return query, self.kv_layernorm(key), rotary
 
     def _heads(self: Any, projection: Any, latents_SBX: torch.Tensor) -> torch.Tensor:
-        """``[S, B, X] -> [S, B, H, N]`` by an up-projection, which would gather rows that are gathered already."""
+        """Map ``[S, B, X] -> [S, B, H, N]`` by an up-projection, which would gather rows that are gathered already."""
         if self.config.sequence_parallel:
             wait_for_parameters(projection)
             projected = linear(latents_SBX, projection.weight, main_grad_of(projection.weight, self.config))
@@ -278,7 +278,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         return self.linear_proj(output)
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value up-projections ``[H, C, L]`` and ``[H, V, L]``, views of one weight whose module is never called."""
+        """Return key and value up-projections ``[H, C, L]``, ``[H, V, L]``: views of a weight whose module is never called."""
         wait_for_parameters(self.linear_kv_up_proj)
         by_head = self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
         k_up_HCL, v_up_HVL = by_head.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
@@ -292,7 +292,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
 
 
 def full_attention(parts: Parts, dispatcher: Dispatcher, window: int | None) -> ModuleSpec:
-    """Spec of full MLA, over every key or a window: the stock class with our core attention."""
+    """Return the spec of full MLA, over every key or a window: the stock class with our core attention."""
     return ModuleSpec(
         module=FullMLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
@@ -312,7 +312,7 @@ def full_attention(parts: Parts, dispatcher: Dispatcher, window: int | None) -> 
 def sparse_attention(
     parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, dsa: DSA, *, full: bool
 ) -> ModuleSpec:
-    """Spec of sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
+    """Return the spec of sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
         module=PositionedIndexer,
         submodules=DSAIndexerSubmodules(

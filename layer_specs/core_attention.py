@@ -78,7 +78,7 @@ class MLACoreAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
-        """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, within documents.
+        """Attend: ``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, within documents.
 
         ``attention_mask`` is what ``_Documents`` of :mod:`megacpp_mcore.layer_specs.attention` passes instead of a mask: the
         documents, int32 ``[B, S]``, or None. Query, key and value may be strided, except along their last dim. With more keys
@@ -100,7 +100,7 @@ def _causal(
     config: TransformerConfig,
     window: int | None = None,
 ) -> torch.Tensor:
-    """``[S, B, H, V]`` by ``attend``; by the reference if there are fewer queries than keys: queries are then the last rows."""
+    """Return ``[S, B, H, V]`` by ``attend``; with fewer queries than keys by the reference: queries are then the last rows."""
     rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
     if rows == keys:
         most = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
@@ -221,7 +221,7 @@ class SparseCoreAttention(MegatronModule):
         qr: torch.Tensor,
         cache: LayerCache | None,
     ) -> torch.Tensor:
-        """Attention output over latents, ``[S, B, H, V]``; ``x`` and ``qr`` are detached."""
+        """Return the attention output over latents, ``[S, B, H, V]``; ``x`` and ``qr`` are detached."""
         if self.is_warming_up():
             return self._attend_densely(query, key, attention_mask, x, qr)
         if self.indexer is None or self.shares:
@@ -381,7 +381,7 @@ class SparseCoreAttention(MegatronModule):
         DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers, **averaged)
 
     def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
-        """Keys selected by this call's rows among all rows so far: by the backend in the first call, by the reference later."""
+        """Select keys for this call's rows among all rows so far: by the backend in the first call, by the reference later."""
         with indexer.rows_from(cache.first_row):
             q, k, w = indexer.forward_before_topk(x, qr)
         keys = cache.extend(indexer_key=k)["indexer_key"]
@@ -402,7 +402,7 @@ class SparseCoreAttention(MegatronModule):
         index_BSN: torch.Tensor,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the indexer's loss w.r.t. q, k and w; the target is reduced over tensor-parallel ranks."""
+        """Return gradients of the indexer's loss w.r.t. q, k and w; the target is reduced over tensor-parallel ranks."""
         target_BSN = sink.take()
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)

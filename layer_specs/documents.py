@@ -49,7 +49,7 @@ def documents(
     attention_mask: torch.Tensor | None,
     packed_seq_params: PackedSeqParams | None,
 ) -> torch.Tensor | None:
-    """Document number of each row, int32 ``[B, S]``, or None: each row of the batch is one document.
+    """Return the document number of each row, int32 ``[B, S]``, or None: each row of the batch is one document.
 
     Args:
         config: of the run.

@@ -107,7 +107,7 @@ def gathered_products(
     main_grads: Sequence[MainGrad | None],
     group: distributed.ProcessGroup,
 ) -> tuple[torch.Tensor, ...]:
-    """``[R, B, D] -> [S, B, N]`` for each weight ``[N, D]``: all ranks' rows times it, of which own ones come first.
+    """Map ``[R, B, D] -> [S, B, N]`` by each weight ``[N, D]``: all ranks' rows times it, of which own ones come first.
 
     The others' rows are sent meanwhile; in the backward pass, gradients of rows while those of weights are computed, which are
     this rank's part of a sum, as are those of weights that all ranks have.
@@ -166,7 +166,7 @@ class _GatheredProducts(torch.autograd.Function):
 def scattered_product(
     x_SBK: torch.Tensor, weight_NK: torch.Tensor, main_grad: MainGrad | None, group: distributed.ProcessGroup
 ) -> torch.Tensor:
-    """``[S, B, K] -> [R, B, N]``: this rank's rows of the sum over ranks of each one's ``x`` times its weight.
+    """Map ``[S, B, K] -> [R, B, N]``: this rank's rows of the sum over ranks of each one's ``x`` times its weight.
 
     The others' rows are multiplied first, and are sent while own ones are; in the backward pass, gradients of rows are gathered
     while those of own ones are multiplied.
@@ -221,7 +221,7 @@ class _ScatteredProduct(torch.autograd.Function):
 
 
 def _pieces(flight: _Flight, rows: torch.Tensor, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Where pieces of the gathered rows lie, and they: own ones first, others once they are there; few rows in one piece."""
+    """Yield where pieces of the gathered rows lie, and they: own ones first, others once received; few rows in one piece."""
     if rows.nbytes < WORTH_PIECES:
         flight.end()
         yield slice(None), whole

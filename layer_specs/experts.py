@@ -56,7 +56,7 @@ _ELEMENTWISE = ("adam", "sgd", "lion")
 
 
 def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """One E layer: norm, router + routed experts + shared expert, residual; no sequence mixer.
+    """Return the spec of an E layer: norm, router + routed experts + shared expert, residual; no sequence mixer.
 
     With a per-module precision file in ``config`` (:data:`megacpp_mcore.model.precision.EXPERTS_FILE`), the routed experts run
     in FP8, except in the model's first and last layer. The shared expert, which every token passes, stays in BF16.
@@ -185,7 +185,7 @@ def own_experts(stock: ExpertsBuilder, dispatcher: Dispatcher) -> ExpertsBuilder
 
 
 def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
-    """``stock`` itself: the experts of ``--transformer-impl`` and ``--moe-grouped-gemm``."""
+    """Return ``stock`` itself: the experts of ``--transformer-impl`` and ``--moe-grouped-gemm``."""
     return stock
 
 
@@ -397,7 +397,7 @@ class StackedExperts(MegatronModule):
         """Do nothing: weight gradients are never delayed here."""
 
     def get_extra_state(self) -> None:
-        """None, which :meth:`sharded_state_dict` saves under the key of the extra states of stock's linear layers."""
+        """Return None, which :meth:`sharded_state_dict` saves under the key of extra states of stock's linear layers."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the extra state of stock's linear layers, which is FP8 state: these experts have none."""
@@ -470,7 +470,7 @@ def _by_expert(
 
 
 def _linears(stock: MoESubmodules, config: TransformerConfig, parts: Parts) -> MoESubmodules:
-    """``stock`` with output matrices initialized by the unsharded fan-in, and a shared expert that no rank sends rows for.
+    """Return ``stock`` with output matrices initialized by the unsharded fan-in, and a shared expert that exchanges no rows.
 
     As small as a routed one, it takes less time whole, on the rows of a rank, than its rows take from rank to rank; with
     --moe-shared-expert-overlap the dispatcher sends them.
@@ -543,7 +543,7 @@ class FP8Experts(TEGroupedMLP):
         output_buffer: torch.Tensor | None = None,
         grad_input_buffer: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden ``[T, D]``, rows per expert ``[N]``, probabilities ``[T]`` → ``([T, D], no bias)``.
+        """Map hidden ``[T, D]``, rows per expert ``[N]``, probabilities ``[T]`` → ``([T, D], no bias)``.
 
         Raises:
             ModelError: the precision file has not put a linear layer in FP8.

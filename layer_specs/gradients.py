@@ -30,7 +30,7 @@ def mark_replicated(parameter: torch.Tensor, config: TransformerConfig) -> None:
 def replicated(
     parameter: torch.Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup
 ) -> torch.Tensor:
-    """``parameter`` unchanged, each rank's gradient of which is of its own heads or rows; marked, or summed in every pass."""
+    """Return ``parameter``; each rank's gradient of it is of its own heads or rows: marked, or summed in every pass."""
     same: torch.Tensor = (
         parameter if config.sequence_parallel else copy_to_tensor_model_parallel_region(parameter, group=group)
     )

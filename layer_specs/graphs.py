@@ -169,7 +169,7 @@ class GraphPlan:
         return with_inner_layer(block, lambda layer: self.spec(layer, MTP)) if self else block
 
     def describe(self) -> list[str]:
-        """Lines for the startup log: which layers are captured, and which are not and why; none without graphs."""
+        """Return lines of the startup log: which layers are captured, and which are not and why; none without graphs."""
         if not self:
             return []
         captured = [key for key in self.letters if key not in self.eager]
@@ -214,7 +214,7 @@ def graph_plan(
 
 
 def _why_not_experts(config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None) -> str:
-    """Why E layers are not captured; empty if they are: of experts that take tokens unpermuted the host reads nothing."""
+    """Say why E layers are not captured; empty if they are: of experts that take unpermuted tokens the host reads nothing."""
     if CudaGraphModule.attn in config.cuda_graph_modules:
         return "--cuda-graph-modules attn"
     if settings is not None and settings.recompute.experts:

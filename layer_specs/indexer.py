@@ -37,7 +37,7 @@ class PositionedIndexer(DSAIndexer):
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
-        """Context manager: the indexer's input starts at row ``first_row`` of its sequence."""
+        """Let the indexer's input start at row ``first_row`` of its sequence, within the context."""
         self._first_row = first_row
         try:
             yield
@@ -77,7 +77,7 @@ class PositionedIndexer(DSAIndexer):
         return rotation(self.rotary_pos_emb, (self._first_row + rows) * ranks)[self._first_row :]
 
     def _apply_rope(self, x: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
-        """``x [S, B, heads or 1, dim]`` with RoPE on its leading values, from the first row on; stock assumes row 0."""
+        """Apply RoPE to the leading values of ``x [S, B, heads or 1, dim]``, from the first row on; stock assumes row 0."""
         rotation_SR = self._rotation(len(x))
         rotary, plain = x.split([self.qk_pos_emb_head_dim, x.shape[-1] - self.qk_pos_emb_head_dim], dim=-1)
         rotated: torch.Tensor = self.rotation_backend.fn(

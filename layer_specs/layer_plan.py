@@ -203,7 +203,7 @@ def layer_plan(settings: PluginConfig | None, config: TransformerConfig) -> Laye
 
 
 def _rows(config: TransformerConfig, arguments: Any) -> int | None:
-    """Rows of a micro-batch on this rank; None without arguments."""
+    """Return the rows of a micro-batch on this rank; None without arguments."""
     if arguments is None:
         return None
     cut = config.tensor_model_parallel_size if config.sequence_parallel else 1

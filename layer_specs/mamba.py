@@ -24,7 +24,7 @@ from megacpp_mcore.ops.initial import constant, inverse_softplus_of_step, ones
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """Parts of Mamba-3's input projection: z and x by head, B and C by group, then rank, three scalars per head, angles."""
+    """List the parts of Mamba-3's input projection: z, x by head, B, C by group, then rank, three scalars per head, angles."""
     ssm, heads = model.mamba3, model.mamba_heads
     columns = ssm.groups * ssm.mimo_rank * ssm.state
     return (

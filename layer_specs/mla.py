@@ -13,7 +13,7 @@ from megacpp_mcore.ops.packed.documents import shared
 
 
 def mla_widths(config: MLATransformerConfig) -> dict[str, Any]:
-    """Widths that the ops between projections and core attention have to support."""
+    """Return the widths that the ops between projections and core attention have to support."""
     return {
         "content_dim": config.qk_head_dim,
         "latent_dim": config.kv_lora_rank,
@@ -23,7 +23,7 @@ def mla_widths(config: MLATransformerConfig) -> dict[str, Any]:
 
 
 def rotation(rotary: torch.nn.Module, rows: int, *, whole: bool = False) -> torch.Tensor:
-    """RoPE table of a sequence's first ``rows``, computed once per table of the stock module.
+    """Return the RoPE table of a sequence's first ``rows``, computed once per table of the stock module.
 
     Under context parallelism ``[rows / ranks, R]``, those of this rank, unless ``whole``.
     """

@@ -94,7 +94,7 @@ class FeedForward(MLP):
     """
 
     def forward(self, hidden_SBD: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """``[S, B, D] -> ([S, B, D], no bias)``."""
+        """Run the layer: ``[S, B, D] -> ([S, B, D], no bias)``."""
         modules = self.linear_fc1, self.linear_fc2
         for module in modules:
             wait_for_parameters(module)
@@ -136,7 +136,7 @@ def why_stock_feed_forward(config: TransformerConfig, fused: bool) -> str | None
 
 
 def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> MultiTokenPredictionBlockSubmodules:
-    """One MTP layer, applied at every depth (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
+    """Return the spec of the MTP layer of all depths (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
 
     With ``transformer_engine: {mtp: true}`` the feed-forward's norm is fused into its first linear layer. LayerNormMLP is not
     used: its GELU has only the tanh form, and the model's is erf.

@@ -76,12 +76,12 @@ def _by_op(norm: Any, has_residual: bool) -> Any:
     """Subclass of a norm's class, with its name, that returns what the op ``rms_norm`` computes, the pair or its first."""
 
     def pair(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[..., D] -> (normed, residual)``."""
+        """Normalize: ``[..., D] -> (normed, residual)``."""
         made: tuple[torch.Tensor, torch.Tensor] = self.backend.fn(hidden, self.weight, self.eps)
         return made
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., D] -> [..., D]``."""
+        """Normalize: ``[..., D] -> [..., D]``."""
         return pair(self, hidden)[0]
 
     members = {"forward": pair if has_residual else forward, "__module__": norm.__module__}

@@ -93,7 +93,7 @@ class DuplicatedLinear(MegatronModule):
         mark_replicated(self.weight, config)  # as Transformer Engine's is
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``x [..., in] -> ([..., out], None)``."""
+        """Project: ``x [..., in] -> ([..., out], None)``."""
         return torch.nn.functional.linear(x, self.weight), None
 
 
@@ -101,7 +101,7 @@ class WholeLinear(DuplicatedLinear):
     """:class:`DuplicatedLinear` with the checkpoint keys of the local linear layers that are split over ranks."""
 
     def get_extra_state(self) -> None:
-        """None, as of those layers."""
+        """Return None, as those layers do."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the extra state, as those layers do."""
@@ -143,7 +143,7 @@ def scattering(linear: type) -> type:
             self.__class__ = sending
 
     def forward(self: Any, x_SBK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[S, B, K] -> ([S / ranks, B, N], no bias)``."""
+        """Project: ``[S, B, K] -> ([S / ranks, B, N], no bias)``."""
         sent = x_SBK.shape[:-1].numel() // self.tp_group.size() * len(self.weight) * x_SBK.element_size()
         if sent < exchange.WORTH_PIECES or fp8_scopes.is_active():
             stock: tuple[torch.Tensor, torch.Tensor | None] = linear.forward(self, x_SBK)  # type: ignore[attr-defined]
@@ -195,12 +195,12 @@ def parts_for(config: TransformerConfig) -> Parts:
 
 
 def implementation(config: TransformerConfig) -> str:
-    """``transformer_engine`` or ``local``: whose classes :func:`parts_for` returns."""
+    """Return ``transformer_engine`` or ``local``: whose classes :func:`parts_for` returns."""
     return "local" if te_disabled() else str(config.transformer_impl)
 
 
 def compute_device() -> str:
-    """``cuda``, or ``cpu`` on the CPU lane and on machines without a GPU."""
+    """Return ``cuda``, or ``cpu`` on the CPU lane and on machines without a GPU."""
     on_lane = cpu.is_active()
     return "cuda" if torch.cuda.is_available() and not on_lane else "cpu"
 
@@ -345,7 +345,7 @@ class Mixer(MegatronModule):
         return linear
 
     def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
-        """``parameter`` unchanged; its gradient is summed over the tensor-parallel ranks, each of which holds some heads."""
+        """Return ``parameter`` unchanged; its gradient is summed over the tensor-parallel ranks, which hold some heads each."""
         return replicated(parameter, self.config, self.tp_group)
 
     def documents(
@@ -355,7 +355,7 @@ class Mixer(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor | None:
-        """Document number of each row, int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
+        """Return the document number of each row, int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
 
         Args:
             rows_SBX: any tensor with the rows of the whole sequence, ``[S, B, …]``.
@@ -411,7 +411,7 @@ class Mixer(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Own parameters, sharded along their tensor-parallel axis, then those of the submodules."""
+        """Return own parameters, sharded along their tensor-parallel axis, then those of the submodules."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)

@@ -72,7 +72,7 @@ class Slot:
 
 
 def slots(parts: tuple[Part, ...], tp_size: int) -> tuple[tuple[Slot, ...], int]:
-    """Where each of ``parts`` lies in the weight of one of ``tp_size`` ranks, and the rows of that weight with padding.
+    """Return where each of ``parts`` lies in the weight of one of ``tp_size`` ranks, and that weight's rows with padding.
 
     Raises:
         ModelError: the rows of a part are not divisible by ``tp_size``.
@@ -196,7 +196,7 @@ class InProjection(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Each part under ``{prefix}weight.{part}``, with its global shape, without padding."""
+        """Return each part under ``{prefix}weight.{part}``, with its global shape, without padding."""
         dp_rank = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"].rank()
         state: ShardedStateDict = {}
         for name, placed in (("weight", self.slots), ("replicated_weight", self.replicated_slots)):
@@ -218,7 +218,7 @@ class InProjection(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...],
         replica_id: tuple[int, int, int],
     ) -> ShardedTensorFactory:
-        """ShardedTensorFactory: splits a weight, or an optimizer state of its shape, into parts and merges them at load."""
+        """Return a factory that splits a weight, or an optimizer state of its shape, into parts, and merges them at load."""
         shape = parameter.shape
 
         def build(key: str, rows: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:

@@ -23,7 +23,7 @@ from megacpp_mcore.ops.initial import convolution, identities, inverse_softplus_
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """Parts of M²RNN's input projection: one shared head of q and k, v and output gate by head, the forget gate's scalar."""
+    """List the parts of M²RNN's input projection: one shared head of q and k; v and output gate by head; forget scalars."""
     rnn, heads = model.m2rnn, model.recurrent_heads
     return (
         Part("q", rnn.key_dim, replicated=True),

@@ -46,7 +46,7 @@ class Router(TopKRouter):
         self.route = route
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits ``[S, B, E]`` in fp32, bit-identical to stock's."""
+        """Return logits ``[S, B, E]`` in fp32, bit-identical to stock's."""
         on_gpu = input.is_cuda and self.weight.is_cuda  # stock moves a CPU weight to the GPU
         if on_gpu and input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None:
             logits: torch.Tensor = Gating.apply(input, self.weight, None, torch.float32)
@@ -56,7 +56,7 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and routing map, both ``[T, E]``, of logits ``[S, B, E]``; with a padding mask, the stock method."""
+        """Return probabilities and routing map, both ``[T, E]``, of logits ``[S, B, E]``; by stock with a padding mask."""
         if padding_mask is not None:
             return super().routing(logits, padding_mask)
         batch, grad = logits.shape[1], torch.is_grad_enabled()
@@ -72,7 +72,7 @@ class Router(TopKRouter):
         return probs_TE, routed.routing_TE
 
     def _with_z_loss(self, probs_TE: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
-        """``probs_TE``, with the z-loss attached to its backward pass (stock's ``apply_z_loss``)."""
+        """Return ``probs_TE`` with the z-loss attached to its backward pass (stock's ``apply_z_loss``)."""
         config, tokens, ranks = self.config, probs_TE.shape[0], self.tp_cp_group.size()
         mean = squared / tokens
         weight = config.moe_z_loss_coeff / ranks * (tokens * ranks if self.calculate_per_token_loss else 1)
@@ -88,7 +88,7 @@ class Router(TopKRouter):
     def _with_sequence_loss(
         self, probs_TE: torch.Tensor, routed: Routed, batch: int, coefficient: float
     ) -> torch.Tensor:
-        """``probs_TE``, with the sequence-level auxiliary loss attached (stock's ``_apply_seq_aux_loss``)."""
+        """Return ``probs_TE`` with the sequence-level auxiliary loss attached (stock's ``_apply_seq_aux_loss``)."""
         tokens = probs_TE.shape[0]
         best_BE = reduce_from_tensor_model_parallel_region(routed.best_BE, self.tp_cp_group)
         rows = tokens // batch * self.tp_cp_group.size()
@@ -108,7 +108,7 @@ class Gating(RouterGatingLinearFunction):
 
     @staticmethod
     def backward(ctx: Any, dlogits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """Gradients w.r.t. the rows ``[S, B, D]`` and the router weight ``[E, D]``."""
+        """Return gradients w.r.t. the rows ``[S, B, D]`` and the router weight ``[E, D]``."""
         rows_SBD, weight_ED, _ = ctx.saved_tensors
         rows_TD, dlogits_TE = rows_SBD.flatten(0, -2), dlogits.flatten(0, -2)
         high_TE = dlogits_TE.to(rows_TD.dtype)

@@ -104,7 +104,7 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def preserve_rng_during_warmup() -> Iterator[str]:
-    """Context manager with the CPU lane's fix for Megatron's own loop, applied to Bridge; yields the line that reports it.
+    """Apply the CPU lane's fix for Megatron's own loop to Bridge, within the context; yields the line that reports it.
 
     Bridge has a copy of Megatron's function that runs fused functions once, on random inputs as large as the micro-batch
     (``training/initialize.py``). On the CPU lane the same generator draws the weights, which would depend on the batch.
@@ -118,7 +118,7 @@ def preserve_rng_during_warmup() -> Iterator[str]:
 
 
 def signals_a_step_later() -> contextlib.AbstractContextManager[Any]:
-    """Context manager with the patch ``exit-signal`` for Bridge's copy of Megatron's class."""
+    """Return a context with the patch ``exit-signal`` for Bridge's copy of Megatron's class."""
     handler = importlib.import_module("megatron.bridge.training.utils.sig_utils").DistributedSignalHandler
     return mock.patch.object(handler, "signals_received", answer_a_step_later(handler.signals_received))
 

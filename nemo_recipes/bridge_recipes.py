@@ -156,7 +156,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Callable[[], ConfigContainer]:
-    """``<recipe>_config`` of every recipe, to be imported by name as the functions of Bridge's own recipe modules are."""
+    """Return ``<recipe>_config`` of a recipe, to be imported by name as the functions of Bridge's own recipe modules are."""
     if name.endswith("_config") and name.removesuffix("_config") in RECIPES:
         return _factory(name.removesuffix("_config"))
     raise AttributeError(
@@ -165,7 +165,7 @@ def __getattr__(name: str) -> Callable[[], ConfigContainer]:
 
 
 def container(chosen: Recipe) -> ConfigContainer:
-    """``chosen`` as Bridge's configuration, equivalent to the arguments of :func:`megacpp_mcore.arguments.lowering.lower`.
+    """Return ``chosen`` as Bridge's configuration, equivalent to what :func:`megacpp_mcore.arguments.lowering.lower` returns.
 
     It has no CUDA graphs: Bridge refuses ``cuda_graph_impl="local"`` in training (``utils/cuda_graph.py``,
     ``validate_cuda_graph_configuration``). Bridge sets ``env_vars`` where the environment has none.

@@ -108,7 +108,7 @@ class Layout:
         return math.lcm(self.tensor * self.context, self.expert) * self.pipeline
 
     def replicas(self, processes: int) -> int:
-        """Data-parallel replicas among ``processes``: each has micro-batches of its own."""
+        """Count data-parallel replicas among ``processes``: each has micro-batches of its own."""
         return processes // (self.tensor * self.context * self.pipeline)
 
 
@@ -213,7 +213,7 @@ class Model:
         return recurrent.heads_of(self.hidden_size, self.m2rnn)
 
     def layer_numbers(self, letter: str) -> tuple[int, ...]:
-        """1-based numbers of the layers of one family."""
+        """Return 1-based numbers of the layers of one family."""
         return tuple(number for number, found in enumerate(self.layers, start=1) if found == letter)
 
     def chunks(self, layout: Layout) -> tuple[range, ...]:
@@ -284,7 +284,7 @@ class Model:
         return math.ceil(self.vocab_size / (divisible_by * tensor)) * divisible_by * tensor
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by part: each letter, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``."""
+        """Count parameters by part: each letter, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``."""
         return {part: count.total for part, count in parameters.by_part(self).items()}
 
 
@@ -372,7 +372,7 @@ def preset(name: str) -> Model:
 
 
 def with_overrides(model: Model, overrides: Mapping[str, Any], where: str = "model") -> Model:
-    """``model`` with values replaced, e.g. ``{"depth": 12, "dsa": {"schedule": "-FF"}}``.
+    """Return ``model`` with values replaced, e.g. ``{"depth": 12, "dsa": {"schedule": "-FF"}}``.
 
     Raises:
         ModelError: a key is unknown (nearest names are suggested), or a value has the wrong type.

@@ -58,7 +58,7 @@ class Plan:
         return self.text.partition("/")[0].replace("|", "")
 
     def describe(self) -> tuple[str, ...]:
-        """One line per symbol: how many layers, native or ours, and why."""
+        """Return one line per symbol: how many layers, native or ours, and why."""
         counts = {slot.symbol: self.symbols.count(slot.symbol) for slot in self.slots}
         counts[MTP_BLOCK] = self.model.mtp.depth
         letters = {slot: family.letter for family in FAMILIES.values() for slot in family.slots}

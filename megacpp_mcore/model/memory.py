@@ -90,7 +90,7 @@ def states(run: Run) -> States | None:
 
 
 def fits(held: States, gpu_bytes: int) -> bool:
-    """Whether ``held`` leaves room for a step on a GPU of ``gpu_bytes``."""
+    """Return whether ``held`` leaves room for a step on a GPU of ``gpu_bytes``."""
     return held.total <= usable(gpu_bytes)
 
 

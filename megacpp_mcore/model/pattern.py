@@ -141,7 +141,7 @@ def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
 
 
 def source_layers(roles: Sequence[str | None]) -> dict[int, int]:
-    """Shared layer number to the number of the Full layer whose indices it uses (the nearest below); 1-based.
+    """Map a Shared layer's number to the number of the Full layer whose indices it uses (the nearest below); 1-based.
 
     Raises:
         PatternError: a Shared layer has no Full layer below it.
@@ -195,7 +195,7 @@ def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]
 
 
 def uniform_chunks(depth: int, pipeline: int, virtual: int = 1) -> tuple[range, ...]:
-    """Layer numbers of each model chunk if ``depth`` layers are split evenly, in layer order.
+    """Return the layer numbers of each model chunk if ``depth`` layers are split evenly, in layer order.
 
     Raises:
         ModelError: they cannot be split evenly.

@@ -66,12 +66,12 @@ def expert_layers(model: Model) -> tuple[int, ...]:
 
 
 def in_bf16_zone(number: int, depth: int) -> bool:
-    """Whether layer ``number`` (1-based) of ``depth`` stays in BF16 in every plan: the first and the last do."""
+    """Return whether layer ``number`` (1-based) of ``depth`` stays in BF16 in every plan: the first and the last do."""
     return number in (1, depth)
 
 
 def unfit(model: Model) -> str | None:
-    """Why ``model`` cannot have its experts in FP8, as the end of a sentence; None if it can."""
+    """Return why ``model`` cannot have its experts in FP8, as the end of a sentence; None if it can."""
     if not expert_layers(model):
         return f"{model.name} has no E layer between its first and last, which stay in BF16; leave FP8 out"
     for name, width in (("hidden_size", model.hidden_size), ("moe.ffn_hidden_size", model.moe.ffn_hidden_size)):
@@ -81,7 +81,7 @@ def unfit(model: Model) -> str | None:
 
 
 def is_experts_recipe(recipe: Any) -> bool:
-    """Whether Megatron's ``RecipeConfig`` equals the content of :data:`EXPERTS_FILE`, whichever file it was read from."""
+    """Return whether Megatron's ``RecipeConfig`` equals the content of :data:`EXPERTS_FILE`, whichever file it is from."""
     content = yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
     wanted = [(matcher["pattern"], matcher["config"]) for matcher in content["matchers"].values()]
     found = [(getattr(one, "pattern", None), getattr(one, "config_key", None)) for one in recipe.matchers]

@@ -64,7 +64,7 @@ def _on_gpus(
     model: str, gpus: int, machine: str, micro_batch: int, batch: int, precision: str = "bf16",
     asked: Mapping[str, Any] = MappingProxyType({}),
 ) -> Recipe:  # fmt: skip
-    """Replicas, the fastest layout where a GPU holds one, in CUDA graphs (``experiments/results/gpus_h200.csv``).
+    """Use replicas, the fastest layout where a GPU holds one, in CUDA graphs (``experiments/results/gpus_h200.csv``).
 
     On one H200 micro-batches of two sequences are 8 % faster than of one, and 12 GB more are reserved. ``fp8``: bf16, and what
     the model's settings file runs in FP8, the fastest of the rows in FP8 (``experiments/results/nam56r_h200.csv``).
@@ -76,7 +76,7 @@ def _on_gpus(
 
 
 def _by_muon(run: Run) -> Recipe:
-    """Of Megatron's Muon, by the package emerging-optimizers; experts are stock's then, and no layer is in CUDA graphs."""
+    """Use Megatron's Muon, of the package emerging-optimizers; experts are stock's then, and no layer is in CUDA graphs."""
     training = dataclasses.replace(run.training, optimizer="muon")
     on = f"1gpu_h200_{training.precision}" if run.device == "cuda" else f"1cpu_{training.precision}"
     return Recipe(
@@ -85,7 +85,7 @@ def _by_muon(run: Run) -> Recipe:
 
 
 def _of_long_rows(gpus: int) -> Recipe:
-    """One row a GPU, recomputed as ``recipe memory`` estimates; not in CUDA graphs, which refuse recompute."""
+    """Train one row a GPU, recomputed as ``recipe memory`` estimates; not in CUDA graphs, which refuse recompute."""
     training = Training(micro_batch_size=1, global_batch_size=gpus, processes=gpus)
     settings = Path(__file__).resolve().with_name(f"nam56r_long{'_1gpu' if gpus == 1 else ''}.yaml")
     name = f"nam56r_long_pretrain_{gpus}gpu_h200_bf16"

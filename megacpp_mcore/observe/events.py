@@ -419,7 +419,7 @@ def _read_file(path: Path, number: int) -> Start | None:
 
 
 def _files(run: Path) -> list[tuple[int, int, Path]]:
-    """Start number, rank and path of every rank's file in the run's folder, in the order of the starts."""
+    """Return start number, rank and path of every rank's file in the run's folder, in the order of the starts."""
     paths = run.glob("start_[1-9]*/rank_[0-9]*.jsonl")
     return sorted(
         (int(path.parent.name.removeprefix("start_")), int(path.stem.removeprefix("rank_")), path) for path in paths

@@ -89,7 +89,7 @@ class Recorder(Listener):
         self._note(how=self._how if error is None else type(error).__name__)
 
     def so_far(self, resumed_at: int) -> Goodput:
-        """Goodput up to the last line, earlier starts included, of a start that resumed at step ``resumed_at``.
+        """Return goodput up to the last line, earlier starts included, of a start that resumed at step ``resumed_at``.
 
         Raises:
             DataError: the file of an earlier start is damaged.

@@ -83,7 +83,7 @@ class Notifier:
         self._resumed_at: int | None = None
 
     def notify_begin(self, number: int) -> None:
-        """Step ``number`` begins."""
+        """Notify that step ``number`` begins."""
         self._step = number
         self.notify(lambda listener: listener.on_step_begin(number))
 

@@ -36,7 +36,7 @@ def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[Start]:
 
 
 def standing(starts: Sequence[Start]) -> list[tuple[Start, float]]:
-    """Each of a run's starts, in order, with its last step that no later start has undone (infinity if none).
+    """Return each of a run's starts, in order, with its last step that no later start has undone (infinity if none).
 
     As soon as a start that resumed from a step's checkpoint has recorded a step, all steps of earlier starts beyond that
     checkpoint are undone, including those that it has not repeated yet.

@@ -59,11 +59,11 @@ class LaunchPolicy:
         return {each.name: each for each in self.values}[name]
 
     def as_json(self) -> str:
-        """One line of JSON, with all fields."""
+        """Return one line of JSON, with all fields."""
         return json.dumps(dataclasses.asdict(self) | {"compile": COMPILED}, ensure_ascii=False)
 
     def describe(self) -> str:
-        """Lines of text: values with their sources, overlaps, compile policy, warnings last."""
+        """Format lines of text: values with their sources, overlaps, compile policy, warnings last."""
         bare = " of a script that `megacpp-mcore launch` did not start, so that nothing was set for it"
         lines = [f"launch policy{'' if self.launched else bare}:"]
         for each in self.values:
@@ -142,7 +142,7 @@ _announced = False
 
 @contextlib.contextmanager
 def announced() -> Iterator[None]:
-    """Within the context, this process's policy counts as printed, and :func:`announce` prints nothing."""
+    """Within the context, take this process's policy for printed: :func:`announce` prints nothing."""
     global _announced
     before, _announced = _announced, True
     try:

@@ -39,7 +39,7 @@ class Overlap:
 
 
 def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
-    """Which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
+    """Say which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
     bucket, how = _bucket_obstacle(run), run.execution
     sharded = "" if how.distributed_optimizer or how.fsdp else "it needs --use-distributed-optimizer"
     reduced = "" if how.overlap_grad_reduce else "it needs --overlap-grad-reduce"
@@ -77,7 +77,7 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
 
 
 def _bucket_obstacle(run: Run) -> str:
-    """Why the gradient buckets leave nothing to overlap; empty when they leave something."""
+    """Return why the gradient buckets leave nothing to overlap; empty when they leave something."""
     parameters, how = memory.process_parameters(run), run.execution
     if parameters is None:
         return "how many buckets there are is not known: the arguments describe no model of this package"

@@ -53,7 +53,7 @@ hosts: list[str] = []
 
 
 def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextManager[Any]:
-    """Within the context, Megatron's set-up of process groups compares the ranks first: with other sizes it would hang."""
+    """Within the context, compare the ranks before Megatron sets up process groups: with other sizes it would hang."""
     from megatron.core import parallel_state
 
     def run(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def _addresses(name: str) -> set[str]:
 
 
 def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each name whose value is not the same on all ranks: the values, the rarest first, with their ranks."""
+    """Return one line per name whose value is not the same on all ranks: the values, the rarest first, with their ranks."""
     lines = []
     for name in dict.fromkeys(name for facts in of_ranks for name in facts):
         holders: dict[str, list[int]] = {}
@@ -193,7 +193,7 @@ def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2`` or ``12 ranks from 4 to 19``."""
+    """Return ``rank 3``, ``ranks 0, 2`` or ``12 ranks from 4 to 19``."""
     if len(ranks) > 8:
         return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -132,7 +132,7 @@ def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) ->
 
 
 def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
-    """Why segments must not grow; empty when they may. Where Megatron itself stops, the text says so."""
+    """Return why segments must not grow; empty when they may. Where Megatron itself stops, the text says so."""
     if run.execution.cuda_graph_impl == "none" or lookup.asked("NCCL_GRAPH_REGISTER") == "0":
         return ""
     if run.execution.cuda_graph_impl == "transformer_engine" and name == ALLOCATOR:
@@ -177,7 +177,7 @@ def interfaces(run: Run, lookup: Lookup) -> tuple[Value, ...]:
 
 
 def _no_interface(asked: str | None) -> str:
-    """Why no other host is reached by the interfaces ``asked``: names, or their beginnings; empty if one may be."""
+    """Say why no other host is reached by the interfaces ``asked``: names, or their beginnings; empty if one may be."""
     if not asked or asked.startswith("^"):
         return ""
     here = [name for _, name in socket.if_nameindex()]
@@ -188,7 +188,7 @@ def _no_interface(asked: str | None) -> str:
 
 
 def triton_cache(home: str | None) -> str:
-    """Triton's own default folder of compiled kernels; ``home``: TRITON_HOME, if it is set."""
+    """Return Triton's own default folder of compiled kernels; ``home``: TRITON_HOME, if it is set."""
     return os.path.join(home or os.path.expanduser("~"), ".triton", "cache")
 
 

@@ -86,7 +86,7 @@ class Block(torch.nn.Module):
     def forward(
         self, hidden_SBD: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """``[S, B, D] -> [S, B, D]``, causal; ``rotary`` is applied to queries and keys ``[S, B, heads, K]``."""
+        """Map ``[S, B, D] -> [S, B, D]``, causal; ``rotary`` is applied to queries and keys ``[S, B, heads, K]``."""
         qkv = self.qkv(hidden_SBD)
         sizes = [heads * self.width for heads in (self.heads, self.groups, self.groups)]
         query, key, value = (one.unflatten(-1, (-1, self.width)) for one in qkv.split(sizes, dim=-1))

@@ -25,7 +25,7 @@ CANNOT = {
 
 
 def lacking(**needs: Any) -> str | None:
-    """Why a call with ``needs`` (of :data:`CANNOT`, None or 0: not needed) cannot run here; None if it can.
+    """Return why a call with ``needs`` (of :data:`CANNOT`, None or 0: not needed) cannot run here; None if it can.
 
     Raises:
         ModelError: a need is not in :data:`CANNOT`.
@@ -50,7 +50,7 @@ def attend(
     causal: bool = True,
     **needs: Any,
 ) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` by head; Transformer Engine chooses a fused kernel, or its unfused one where none applies.
+    """Compute ``softmax(scale · q kᵀ) v`` by head, by Transformer Engine's fused kernels, or unfused where none applies.
 
     float32 has no fused kernel and runs unfused.
 
@@ -79,7 +79,7 @@ def attend_heads_first(
     causal: bool = True,
     **needs: Any,
 ) -> torch.Tensor:
-    """:func:`attend` on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it; returns o_BHSV."""
+    """Call :func:`attend` on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it; returns o_BHSV."""
     q_BSHK, k_BTGK, v_BTGV = (one.transpose(1, 2) for one in (q_BHSK, k_BGTK, v_BGTV))
     return _run(q_BSHK, k_BTGK, v_BTGV, "bshd", softmax_scale, causal, needs).transpose(1, 2)
 
@@ -105,7 +105,7 @@ def _run(
 
 @functools.cache
 def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool) -> Any:
-    """One module without parameters for every call with these sizes."""
+    """Return one module without parameters for every call with these sizes."""
     return te_imports.entry("DotProductAttention")(
         num_attention_heads=heads,
         kv_channels=qk if qk == v else (qk, v),

@@ -92,7 +92,7 @@ _counts: Counter[str] = Counter()
 
 
 def counts() -> dict[str, int]:
-    """Scopes entered in this process so far, those of groups left in BF16, and those during a CUDA graph's capture."""
+    """Count scopes entered in this process so far, of groups left in BF16, and during a CUDA graph's capture."""
     return {name: _counts[name] for name in ("entered", "bf16", "captured")}
 
 
@@ -198,7 +198,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def group(self, numbers: Iterable[int], *, amax_group: Any = None, training: bool = True) -> Iterator[bool]:
-        """One scope around layers ``numbers``; yields whether it is FP8: not if one is in the BF16 zone, nor in evaluation.
+        """Enter a scope around layers ``numbers``; yields whether it is FP8: not with one in the BF16 zone, nor in evaluation.
 
         Args:
             numbers: of the layers, from 1 over all pipeline stages; none is MTP, behind them.

@@ -83,7 +83,7 @@ def replace(model: torch.nn.Module) -> list[Decision]:
 
 
 def report(decisions: Sequence[Decision]) -> str:
-    """One line: how many were replaced, and the names of the others by why they stay."""
+    """Return one line: how many were replaced, and the names of the others by why they stay."""
     left: dict[str, list[str]] = defaultdict(list)
     for one in decisions:
         if not one.swap:

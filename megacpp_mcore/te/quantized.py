@@ -74,7 +74,7 @@ def counting(dequantize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count() -> int | None:
-    """How often a quantised tensor was dequantised since :func:`watch`; None without it, as nothing is quantised."""
+    """Return how often a quantised tensor was dequantised since :func:`watch`; None without it: nothing is quantised."""
     return _counted["calls"] if _counted["watched"] else None
 
 

@@ -17,7 +17,7 @@ CLASSES = {
 
 
 def specs() -> dict[str, type | None]:
-    """Every slot of :data:`CLASSES` with its class; None: use another class there."""
+    """Return every slot of :data:`CLASSES` with its class; None: use another class there."""
     return {
         slot: te_imports.entry(name) if te_imports.feature(feature).ok else None
         for slot, (feature, name) in CLASSES.items()
@@ -25,7 +25,7 @@ def specs() -> dict[str, type | None]:
 
 
 def text() -> str:
-    """One human-readable line per slot: the class, or why there is none."""
+    """Return a human-readable line per slot: the class, or why there is none."""
     found, lines = specs(), []
     for slot, (feature, name) in CLASSES.items():
         said = name if found[slot] is not None else f"none: {te_imports.feature(feature).reason}"

@@ -137,7 +137,7 @@ class DSA:
 
 
 def mla_projections(tokens: int, hidden: int, heads: int, mla: MLA, *, query_latent: bool = True) -> Work:
-    """Everything in an MLA layer except its core: down, up and output projections, absorbed or not.
+    """Count everything in an MLA layer except its core: down, up and output projections, absorbed or not.
 
     ``query_latent`` False: queries are projected in one step.
     """
@@ -164,12 +164,12 @@ def mla_value_up_projection(tokens: int, heads: int, mla: MLA) -> Work:
 
 
 def full_core(pairs: int, heads: int, mla: MLA) -> Work:
-    """Softmax attention of full MLA: scores and weighted values."""
+    """Count the softmax attention of full MLA: scores and weighted values."""
     return product(pairs * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim))
 
 
 def sparse_core(pairs: int, heads: int, mla: MLA) -> Work:
-    """Softmax attention over latents, in the absorbed form, where all heads read the same latent."""
+    """Count softmax attention over latents, in the absorbed form, where all heads read the same latent."""
     return product(pairs * heads * (2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim))
 
 
@@ -313,7 +313,7 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
 
 
 def _scoped(shape: Shape, _: str | None, tokens: int, mla: MLA, __: DSA) -> tuple[str, Work]:
-    """Only the output projection is in a scope."""
+    """Count what is outside of a scope: all but the output projection."""
     whole = mla_projections(tokens, shape.hidden_size, shape.heads, mla)
     output = product(tokens * shape.heads * mla.v_head_dim * shape.hidden_size)
     return "attention_projections", Work(whole.forward - output.forward, whole.backward - output.backward)

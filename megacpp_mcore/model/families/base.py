@@ -111,12 +111,12 @@ class Batch:
 
 
 def causal_pairs(sequence: int) -> int:
-    """Pairs of one causal sequence: S(S+1)/2."""
+    """Count the pairs of one causal sequence: S(S+1)/2."""
     return sequence * (sequence + 1) // 2
 
 
 def selected_pairs(sequence: int, topk: int) -> int:
-    """Pairs of one causal sequence if each query keeps ``topk`` keys: the sum over rows of min(i+1, topk)."""
+    """Count pairs of one causal sequence if each query keeps ``topk`` keys: the sum over rows of min(i+1, topk)."""
     kept = min(topk, sequence)
     return causal_pairs(kept) + (sequence - kept) * kept
 

@@ -70,7 +70,7 @@ def heads_of(hidden_size: int, ssm: Mamba3) -> int:
 
 
 def mamba_projections(tokens: int, hidden: int, heads: int, ssm: Mamba3) -> Work:
-    """Mamba-3's input projections (z, x, B, C, step, decay, trapezoid, angles) and its output projection."""
+    """Count Mamba-3's input projections (z, x, B, C, step, decay, trapezoid, angles) and its output projection."""
     return product(tokens * hidden * (projected(hidden, ssm) + heads * ssm.head_dim))
 
 
@@ -86,7 +86,7 @@ def wide_inputs(tokens: int, hidden: int, ssm: Mamba3, *, gradient: bool) -> Wor
 
 
 def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:
-    """Mamba-3's chunked scan, and MIMO's sum over ranks at its end.
+    """Count Mamba-3's chunked scan, and MIMO's sum over ranks at its end.
 
     A chunk of L tokens has M = L·R rows. Per head: ``C Bᵀ`` [M, M] over the state, its product with the values, the chunk's
     own contribution to the state, and the incoming state's contribution to each row.
@@ -147,7 +147,7 @@ def _no_context(shape: Shape, tensor: int, context: int, ssm: Mamba3) -> str:
 
 
 def _scoped(shape: Shape, _: str | None, tokens: int, ssm: Mamba3) -> tuple[str, Work]:
-    """Only the output projection is in a scope."""
+    """Count what is outside of a scope: all but the output projection."""
     heads = heads_of(shape.hidden_size, ssm)
     whole = mamba_projections(tokens, shape.hidden_size, heads, ssm)
     output = product(tokens * shape.hidden_size * heads * ssm.head_dim)

@@ -46,12 +46,12 @@ def heads_of(hidden_size: int, rnn: M2RNN) -> int:
 
 
 def m2rnn_projections(tokens: int, hidden: int, heads: int, key_dim: int, value_dim: int) -> Work:
-    """M²RNN's input projections (one q and k, per head v, forget and output gate) and its output projection."""
+    """Count M²RNN's input projections (one q and k, per head v, forget and output gate) and its output projection."""
     return product(tokens * hidden * (2 * key_dim + heads * (2 * value_dim + 1) + heads * value_dim))
 
 
 def m2rnn_recurrence(tokens: int, heads: int, key_dim: int, value_dim: int) -> Work:
-    """M²RNN's recurrence: ``h W`` and ``qᵀ h`` of each token; ``k vᵀ`` is an outer product without a sum."""
+    """Count M²RNN's recurrence: ``h W`` and ``qᵀ h`` of each token; ``k vᵀ`` is an outer product without a sum."""
     return product(tokens * heads * key_dim * value_dim * (value_dim + 1))
 
 

@@ -112,7 +112,7 @@ class Step:
 
 
 def indexer_projections(model: Model, tokens: int) -> int:
-    """Forward FLOPs of one indexer's projections."""
+    """Count forward FLOPs of one indexer's projections."""
     dsa, mla = model.dsa, model.mla
     sizes = {"q_lora_rank": mla.q_lora_rank, "heads": dsa.indexer_heads, "head_dim": dsa.indexer_head_dim}
     return indexer(tokens, 0, None, hidden=model.hidden_size, **sizes).forward
@@ -162,7 +162,7 @@ def _layer(model: Model, letter: str, role: str | None, rows: Batch) -> Families
 
 
 def _mtp_block(model: Model, rows: Batch) -> Families:
-    """One depth without its head: ``Linear(2D -> D)``, MLA, dense feed-forward."""
+    """Count one depth without its head: ``Linear(2D -> D)``, MLA, dense feed-forward."""
     hidden = model.hidden_size
     dense = Families(
         mtp_projection=product(rows.tokens * 2 * hidden * hidden),

@@ -95,7 +95,7 @@ class Recomputation:
 
 
 def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence[range] | None = None) -> Step:
-    """Recomputed work of ``counted`` under ``how``, all of it as ``forward`` work.
+    """Count the recomputed work of ``counted`` under ``how``, all of it as ``forward`` work.
 
     Args:
         model: what ``counted`` counts.
@@ -141,7 +141,7 @@ _BUT_HEAD = tuple(name for name in NAMES if name != "head")
 
 
 def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) -> Families:
-    """Forward work of the families ``names`` in ``part``, without the key selection, which is not recomputed.
+    """Count forward work of the families ``names`` in ``part``, without the key selection, which is not recomputed.
 
     A recomputed Full layer reuses its first selection. Its indexer's projections are recomputed for the indexer's gradient.
     """
@@ -152,7 +152,7 @@ def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) ->
 
 
 def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
-    """Work of one layer or MTP depth recomputed by Megatron's modules and our families."""
+    """Count work of one layer or MTP depth recomputed by Megatron's modules and our families."""
     forward = partial(_forward, model, tokens, part)
     found = [forward(family.recomputed) for family in FAMILIES.values() if family.recompute in how.own.on]
     if "core_attn" in how.modules:  # our core attention contains the indexer and the value up-projection

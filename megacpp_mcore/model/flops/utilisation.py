@@ -45,7 +45,7 @@ def by_precision(
     gradient: bool = True,
     predicted: Collection[str] = (),
 ) -> dict[str, Families]:
-    """``step`` split by the precision whose peak applies; the parts sum to the whole.
+    """Split ``step`` by the precision whose peak applies; the parts sum to the whole.
 
     Args:
         model: what is counted.
@@ -155,7 +155,7 @@ def record(step: Step, again: Step = _NONE) -> dict[str, Any]:
 
 
 def _parts(parts: Mapping[str, tuple[Work, Work]], total: int) -> dict[str, dict[str, Any]]:
-    """Each part's work, its recomputed work, and its share of all model FLOPs."""
+    """Return each part's work, its recomputed work, and its share of all model FLOPs."""
     return {
         name: {
             "forward": work.forward,
@@ -168,14 +168,14 @@ def _parts(parts: Mapping[str, tuple[Work, Work]], total: int) -> dict[str, dict
 
 
 def _depths(step: Step, again: Step) -> dict[str, tuple[Work, Work]]:
-    """Each MTP depth, head included; ``again`` has as many, or none if nothing is recomputed."""
+    """Return each MTP depth, head included; ``again`` has as many, or none if nothing is recomputed."""
     more = again.mtp or (Families(),) * len(step.mtp)
     pairs = enumerate(zip(step.mtp, more, strict=True), start=1)
     return {f"mtp depth {depth}": (part.total, repeated.total) for depth, (part, repeated) in pairs}
 
 
 def table(step: Step, again: Step = _NONE) -> str:
-    """One line per trunk family, one per MTP depth, then the total, per token; shares are of model FLOPs."""
+    """Format one line per trunk family, one per MTP depth, then the total, per token; shares are of model FLOPs."""
     rows = {name: (getattr(step.trunk, name), getattr(again.trunk, name)) for name in NAMES}
     rows = {name: both for name, both in rows.items() if both[0].training or name == "embedding"}
     rows |= _depths(step, again) | {"total": (step.total, again.total)}
@@ -188,7 +188,7 @@ def table(step: Step, again: Step = _NONE) -> str:
 
 
 def page(model: Model, how: Recomputation | None = None, *, seq_length: int | None = None) -> str:
-    """Output of ``megacpp-mcore recipe flops`` for one sequence of ``model``, and for the recompute of a run with ``how``."""
+    """Format the output of ``megacpp-mcore recipe flops`` for one sequence of ``model``, and for recompute as ``how``."""
     how = how or Recomputation()
     step = flops.step(model, seq_length=seq_length)
     again = recomputed(model, step, how)

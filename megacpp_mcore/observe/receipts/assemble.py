@@ -178,7 +178,7 @@ def percentile(ascending: Sequence[float], percent: int) -> float:
 
 
 def tokens_of(steps: Sequence[Step]) -> dict[int, int]:
-    """Tokens of step 1 and of every step whose predecessor was recorded."""
+    """Return the tokens of step 1 and of every step whose predecessor was recorded."""
     before = {step.step: step.tokens for step in steps} | {0: 0}
     return {step.step: step.tokens - before[step.step - 1] for step in steps if step.step - 1 in before}
 
@@ -276,7 +276,7 @@ def _cache(found: Facts, window: Window) -> None:
 
 
 def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
-    """Rank 0's last profile of steady steps, or else its last one; other ranks' profiles lie in folders below."""
+    """Read rank 0's last profile of steady steps, or else its last one; other ranks' profiles lie in folders below."""
     profiles = [read_table(path) for path in (run / PROFILES).glob("*/table.json")]
     best = max(profiles, key=lambda one: (one["phase"] == "steady", one["steps"]), default=None)
     if best is None:

@@ -344,7 +344,7 @@ def card(facts: Facts, chunks: Sequence[Any], samples: cards.Samples) -> None:
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Peaks of this rank so far, in bytes; the CPU lane reports the resident set.
+    """Return peaks of this rank so far, in bytes; the CPU lane reports the resident set.
 
     The allocator counts on the host: this does not wait for the device, and also works after an error.
     """

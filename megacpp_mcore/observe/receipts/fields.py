@@ -387,7 +387,7 @@ def is_off(backend: Mapping[str, Any]) -> bool:
 
 
 def _shown(records: Sequence[Mapping[str, Any]]) -> str:
-    """Backends in words, whatever the reasons."""
+    """Put backends in words, whatever the reasons."""
     of: dict[tuple[str, str, str], list[int | str]] = {}
     for one in records:
         of.setdefault((one["op"], one["requested"], one["observed"]), []).extend(layers(one["layers"]))
@@ -418,7 +418,7 @@ def in_words(values: Mapping[str, Any], one: Field) -> str | None:
 
 
 def labelled(values: Mapping[str, Any], *, shown: bool = False) -> list[tuple[str, Field]]:
-    """Label and field of everything for people, or of what a command shows; a resident set is one figure, not two."""
+    """Return label and field of everything for people, or of what a command shows; a resident set is one figure, not two."""
     labels = {each.path: each.label for each in FIELDS if each.label and (each.shown or not shown)}
     if values["memory.kind"] == RESIDENT:
         labels |= {"memory.allocated_peak_bytes": "peak resident set"}

@@ -192,7 +192,7 @@ class IndexSchedule:
     schedule: str
 
     def roles(self, layers: int) -> str:
-        """``F`` (Full) or ``S`` (Shared), one for each of ``layers`` layers.
+        """Return ``F`` (Full) or ``S`` (Shared), one for each of ``layers`` layers.
 
         Raises:
             ConfigFileError: the schedule has more layers than that.
@@ -366,7 +366,7 @@ def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """``10-14`` as the first and the last step to profile.
+    """Parse ``10-14`` as the first and the last step to profile.
 
     Raises:
         LaunchError: ``text`` has another form.

@@ -89,7 +89,7 @@ def host_of(arguments: Any) -> str:
 
 
 def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
-    """Every stock argument that belongs to the model itself, in a fixed order; of HybridModel's pattern, the fields it sets.
+    """List the stock arguments that belong to the model, in a fixed order; of HybridModel's pattern, the fields it sets.
 
     Raises:
         ModelError: unknown host.
@@ -107,7 +107,7 @@ def model_flags(model: Model) -> set[str]:
 
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
-    """``arguments`` of GPTModel for HybridModel, where the pattern sets some fields: these have no words, only a check."""
+    """Return GPTModel's ``arguments`` for HybridModel, whose pattern sets some fields: these have no words, only a check."""
     sparse = set(model.roles) & set(grammar.SPARSE)
     by_pattern = "by --hybrid-layer-pattern"
     replaced = {
@@ -233,12 +233,12 @@ _PADDING = 128  # Megatron's default
 
 
 def padding_of(tensor: int) -> int:
-    """Megatron's vocabulary divisor, to be multiplied by TP, chosen so that the padded vocabulary is the same at every TP."""
+    """Return Megatron's vocabulary divisor, to be multiplied by TP: the padded vocabulary is then the same at every TP."""
     return _PADDING // tensor if _PADDING % tensor == 0 else _PADDING
 
 
 def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
-    """Megatron's ``--pipeline-model-parallel-layout`` of staged patterns: E embedding, t layer, m MTP depth, L loss."""
+    """Return ``--pipeline-model-parallel-layout`` of staged patterns: E embedding, t layer, m MTP depth, L loss."""
     parts = [f"t*{len(stage)}" for stage in stages]
     parts[0] = "E" + parts[0]
     parts[-1] += ("m" * mtp_depth) + "L"
@@ -335,7 +335,7 @@ def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
 
 
 def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list[str]:
-    """Every contradiction between a run's configuration and ``model``, one sentence each.
+    """List every contradiction between a run's configuration and ``model``, one sentence each.
 
     Args:
         model: what the run is meant to train.
@@ -378,7 +378,7 @@ def check_sizes(model: Model, words: Sequence[str], origin: str = "", host: str 
 
 
 def _differs(text: str, expected: Any) -> bool:
-    """Whether ``text`` is another number, or list of numbers, than ``expected``; what is written otherwise is not compared."""
+    """Return whether ``text`` is another number, or list of numbers, than ``expected``; other texts are not compared."""
     try:
         said = json.loads(text)
     except ValueError:
@@ -387,7 +387,7 @@ def _differs(text: str, expected: Any) -> bool:
 
 
 def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
-    """Mismatches of per-module precision with :data:`precision.EXPERTS_FILE`, and settings that this file requires."""
+    """List mismatches of per-module precision with :data:`precision.EXPERTS_FILE`, and settings that this file requires."""
     recipe = _first(sources, "quant_recipe", None)
     if recipe is None:
         return []
@@ -413,7 +413,7 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
 
 
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
-    """Mismatch of the vocabulary size, which is padded or not in Megatron's configuration, depending on the run."""
+    """Return a mismatch of the vocabulary size, which is padded or not in Megatron's configuration, depending on the run."""
     found = _first(sources, "vocab_size", None)
     divisor = int(_first(sources, "make_vocab_size_divisible_by", _PADDING))  # to be multiplied by tensor parallelism
     padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), divisor)

@@ -57,7 +57,7 @@ def read(words: Sequence[str]) -> Overrides:
 
 
 def apply(model: Model, values: Mapping[str, Any]) -> Model:
-    """``model`` with ``values`` (dotted keys), set all at once.
+    """Return ``model`` with ``values`` (dotted keys), set all at once.
 
     Raises:
         ModelError, PatternError: the result is not a valid model; the message names the overrides.

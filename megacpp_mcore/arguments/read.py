@@ -216,7 +216,7 @@ def _precision(given: flags.Flags) -> tuple[str, str | None]:
 
 
 def _grad_bytes(given: flags.Flags) -> int:
-    """Bytes of a gradient element in the buckets, as decided by Megatron's ``validate_args``."""
+    """Return the bytes of a gradient element in the buckets, as decided by Megatron's ``validate_args``."""
     in_fp32 = "--accumulate-allreduce-grads-in-fp32" in given
     if "--bf16" in given:
         halved = flags.first(given, "--main-grads-dtype") == "bf16" and not in_fp32
@@ -241,7 +241,7 @@ def _words_of(given: flags.Flags, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_extra(run: Run, model: Model, given: flags.Flags) -> Run:
-    """``run`` with the words that it has no field for; none where its layout does not fit the model, which is refused later."""
+    """Add the words that ``run`` has no field for; none where its layout does not fit the model, which is refused later."""
     try:
         known = flags.read(lowering.words_of(model, run))
     except ModelError:

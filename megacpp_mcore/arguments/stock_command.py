@@ -109,7 +109,7 @@ def as_args(command: StockCommand) -> str:
 
 
 def as_cli(command: StockCommand) -> str:
-    """One shell command: the environment through ``env``, one variable per line, the program, one argument per line.
+    """Format one shell command: the environment through ``env``, one variable per line, the program, one argument per line.
 
     On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself. Of a file with the command,
     further arguments follow the command's own.
@@ -126,7 +126,7 @@ def as_cli(command: StockCommand) -> str:
 
 
 def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> list[str]:
-    """torchrun's words before the script; ``nodes``, ``job`` and ``head_node`` are shell text."""
+    """Return torchrun's words before the script; ``nodes``, ``job`` and ``head_node`` are shell text."""
     words = ["torchrun"]
     if nodes != "1":
         words += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", head_node]
@@ -143,7 +143,7 @@ def _script(command: StockCommand) -> list[str]:
 
 
 def _argument_lines(command: StockCommand) -> list[str]:
-    """Each flag with the words that follow it, as shell text."""
+    """Return each flag with the words that follow it, as shell text."""
     given = flags.read(command.arguments)
     return [
         " ".join([flag, *(f'"{word}"' if word == DATA_VARIABLE else shlex.quote(word) for word in words)])

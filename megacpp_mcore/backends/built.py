@@ -40,7 +40,7 @@ def device_type(chunks: Sequence[Any]) -> str:
 
 
 def owner(module: Any) -> str:
-    """Whose arithmetic an object is: ``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``."""
+    """Say whose arithmetic an object is: ``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``."""
     kinds = type(module).__mro__
     if any(kind.__module__.partition(".")[0] == _TE or kind.__name__.startswith("TE") for kind in kinds):
         return _TE

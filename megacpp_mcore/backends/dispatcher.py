@@ -61,7 +61,7 @@ class Resolution:
     fn: Any = None
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready, as in receipts."""
+        """Return it JSON-ready, as in receipts."""
         record = vars(self) | {"speed": self.speed.name.lower()}
         del record["fn"]
         return record
@@ -176,7 +176,7 @@ class Dispatcher:
         return self._requests.get(op, AUTO) == AUTO
 
     def without_kernel(self, op: str, **needs: Any) -> str | None:
-        """Why no kernel that ``auto`` may choose runs ``op``; None if one does. Resolves nothing."""
+        """Return why no kernel that ``auto`` may choose runs ``op``; None if one does. Resolves nothing."""
         reasons = []
         for candidate in self._candidates[op].values():
             if not candidate.auto or candidate.unproven(needs) or candidate.speed != Speed.KERNEL:
@@ -192,7 +192,7 @@ class Dispatcher:
         return "; ".join(reasons) or "it has none"
 
     def observed_backends(self) -> list[dict[str, Any]]:
-        """One JSON-ready record per resolution so far, in order."""
+        """Return one JSON-ready record per resolution so far, in order."""
         with self._lock:
             return [made.as_record() for made in self._resolutions.values()]
 

@@ -14,7 +14,7 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "
 
 
 def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
-    """One JSON-ready record per candidate: what it is, what it supports, and whether it can run here (by probing it)."""
+    """Return a JSON-ready record per candidate: what it is, what it supports, and whether it can run here (by probing it)."""
     found = []
     for candidate in own_candidates() if candidates is None else candidates:
         present = candidate.present()

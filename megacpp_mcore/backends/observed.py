@@ -32,7 +32,7 @@ def note(
 
 
 def notes() -> list[dict[str, Any]]:
-    """All notes of this process, in the order of their first occurrence."""
+    """Return all notes of this process, in the order of their first occurrence."""
     return list(_notes.values())
 
 

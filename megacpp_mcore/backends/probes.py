@@ -41,7 +41,7 @@ def _probed(name: str) -> ProbeResult:
 
 @functools.cache
 def apex_parts() -> dict[str, ProbeResult]:
-    """Which parts of NVIDIA Apex work here, each by a real import, run once.
+    """Say which parts of NVIDIA Apex work here, each by a real import, run once.
 
     An unrelated package named ``apex`` is not imported: without ``amp_C`` it is not NVIDIA's.
     """

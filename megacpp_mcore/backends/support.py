@@ -29,7 +29,7 @@ class Dim:
     one_of: tuple[int, ...] = ()
 
     def lacking(self, name: str, size: int) -> str | None:
-        """Why ``size`` is not supported, or None."""
+        """Return why ``size`` is not supported, or None."""
         if self.one_of and size not in self.one_of:
             known, fitting = ", ".join(map(str, self.one_of)), nearest_number(size, self.one_of)
             return f"{name} {size} is not one of {known}; the nearest is {fitting}"
@@ -74,13 +74,13 @@ class Support:
         return device is None or device in self.devices
 
     def foreign(self, arch: str | None) -> str | None:
-        """Why ``auto`` does not take it on a GPU of ``arch``, or None; None: there is no GPU."""
+        """Return why ``auto`` does not take it on a GPU of ``arch``, or None; None: there is no GPU."""
         if arch is None or not self.archs or arch in self.archs:
             return None
         return f"its kernels are for {', '.join(self.archs)}, and this GPU is {arch}"
 
     def lacking(self, needs: Mapping[str, Any]) -> str | None:
-        """Why ``needs`` are not met, or None.
+        """Return why ``needs`` are not met, or None.
 
         Args:
             needs: ``device``, ``dtype`` (torch's name, with or without its prefix), ``packed``, ``deterministic``,
@@ -94,7 +94,7 @@ class Support:
         return found or self._why_not_combined(needs)
 
     def _why_not_combined(self, needs: Mapping[str, Any]) -> str | None:
-        """Why this combination of sizes is not supported, or None."""
+        """Return why this combination of sizes is not supported, or None."""
         if not self.combinations or any(
             all(needs.get(name, size) == size for name, size in one.items()) for one in self.combinations
         ):
@@ -119,7 +119,7 @@ class Support:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready, for a table."""
+        """Return it JSON-ready, for a table."""
         return {
             "devices": list(self.devices),
             "archs": list(self.archs),

@@ -193,7 +193,7 @@ def _key(row: Row) -> tuple[str, str, str]:
 
 
 def _conditions(row: Row) -> tuple[str, ...]:
-    """Conditions that a run's rows share; without versions, so that a row counts as missing across versions, too."""
+    """Return conditions that a run's rows share; without versions, so that a row counts as missing across versions, too."""
     return tuple(str(row[name]) for name in ("benchmark", "shape", "dtype", "device"))
 
 

@@ -60,7 +60,7 @@ def one_process(device: str) -> Iterator[None]:
 
 
 def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[float, int]:
-    """Median milliseconds of a call, and how many calls were timed: for ``seconds``, and at least :data:`FEWEST` on a GPU.
+    """Time calls for ``seconds``, at least :data:`FEWEST` on a GPU; return their median milliseconds and their number.
 
     On a GPU it uses :func:`triton.testing.do_bench`, which clears the L2 cache before each call; on a CPU
     :mod:`torch.utils.benchmark`, whose figures are means over blocks of calls if a call is short.

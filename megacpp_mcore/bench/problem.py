@@ -306,7 +306,7 @@ class Draw:
         return (numbers * scale).to(self.dtype if dtype is None else dtype)
 
     def integers(self, below: int, *shape: int) -> torch.Tensor:
-        """Uniform integers from 0 to ``below``, exclusive."""
+        """Draw uniform integers from 0 to ``below``, exclusive."""
         return torch.randint(below, shape, generator=self.generator, device=self.device)
 
     def leaves(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -110,7 +110,7 @@ def release() -> None:
 
 
 def _sees(path: Path, within_s: float) -> bool:
-    """Whether ``path`` exists here, in ``within_s`` at most, as a client of a network may remember that it was not there."""
+    """Wait ``within_s`` for ``path`` to exist, and return whether it does: a network's client may remember that it did not."""
     until = time.monotonic() + within_s
     while not os.path.exists(path):  # which raises nothing: the others wait
         if time.monotonic() > until:

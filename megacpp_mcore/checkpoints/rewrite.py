@@ -93,7 +93,7 @@ def newest_iteration(old: Path) -> Path:
 
 
 def _renamed(metadata: Metadata, changes: Changes) -> Metadata:
-    """``metadata`` with other names; several may be of the same bytes, and bytes without a name are not read any more."""
+    """Return ``metadata`` with other names; several may be of the same bytes, and bytes without a name are not read."""
     return dataclasses.replace(
         metadata,
         planner_data=None,

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listed(size: str) -> str:
-    """Every benchmark: name, kind, what it covers, and sizes."""
+    """List every benchmark: name, kind, what it covers, and sizes."""
     rows = [
         (one.name, one.kind, one.title, csv_table.shape_text(one.shapes[size])) for one in catalog.BENCHMARKS.values()
     ]

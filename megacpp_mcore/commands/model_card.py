@@ -62,7 +62,7 @@ def _overview(models: Sequence[Model]) -> list[str]:
 
 
 def _active(model: Model) -> int:
-    """Parameters without the routed experts that a token is not routed to."""
+    """Count parameters without the routed experts that a token is not routed to."""
     idle = model.moe.experts - model.moe.topk
     unused = 2 * model.hidden_size * model.moe.ffn_hidden_size * idle * model.layers.count(EXPERTS.letter)
     return sum(model.parameters().values()) - unused

@@ -205,7 +205,7 @@ def described(model: Model) -> dict[str, Any]:
 
 
 def _states_bytes(run: Run) -> dict[str, int]:
-    """Bytes of states that a GPU holds from step to step, activations excluded; none if they are not known."""
+    """Count bytes of states that a GPU holds from step to step, activations excluded; none if they are not known."""
     held = memory.states(run)
     return {} if held is None else dataclasses.asdict(held) | {"total": held.total}
 
@@ -396,7 +396,7 @@ def _usual_training(name: str, values: Mapping[str, Any]) -> Training:
 
 
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
-    """Nodes and processes per node, checked against layout and batch; default: the ``usual`` number, or the fewest possible."""
+    """Return nodes and processes per node, checked against layout and batch; default: ``usual``, or the fewest possible."""
     nodes = 1 if args.nodes is None else args.nodes
     least = layout.processes
     for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):

@@ -117,7 +117,7 @@ class Run:
         return _chart("loss-plot", "loss by step", curves, marks=marks)
 
     def time(self) -> tuple[Markup | None, list[str]]:
-        """Tokens per second over the wall time, other classes of time as bands behind it; and the classes shown."""
+        """Draw tokens per second over the wall time, other classes of time as bands behind it; name the classes shown."""
         if not self.spent:
             return None, []
         slowest, _ = self.slowest_first[0]

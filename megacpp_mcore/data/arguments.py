@@ -44,7 +44,7 @@ class Blend(NamedTuple):
     words: Sequence[str]
 
     def datasets(self) -> list[tuple[str, float | None]]:
-        """Each prefix and its weight, parsed as stock does; the weight is None where there are no weights.
+        """Return each prefix and its weight, parsed as stock does; the weight is None where there are no weights.
 
         Words are weights and prefixes if their number is even and every other one, from the first, is a number (megatron-core
         0.19.2, ``core/datasets/utils.py``, ``get_blend_from_list``); so a prefix may read as a number.
@@ -86,7 +86,7 @@ def bridge_words(dataset: Any) -> list[str]:
 
 
 def _blend_words(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[str]:
-    """Prefixes, or alternating weights and prefixes."""
+    """Return prefixes, or alternating weights and prefixes."""
     if not weights or len(prefixes) == 1:
         return list(prefixes)
     shares = (str(weight).removesuffix(".0") for weight in weights)
@@ -137,7 +137,7 @@ def cache_words(arguments: Sequence[str]) -> list[str]:
 
 
 def dataset_prefixes(arguments: Sequence[str]) -> list[str]:
-    """Every dataset prefix in Megatron's ``arguments``, each once, in order, without blend weights.
+    """Return every dataset prefix in Megatron's ``arguments``, each once, in order, without blend weights.
 
     Raises:
         DataError: a list of weights and prefixes that stock cannot use, or a file of such a list that cannot be read.
@@ -146,7 +146,7 @@ def dataset_prefixes(arguments: Sequence[str]) -> list[str]:
 
 
 def blends(arguments: Sequence[str]) -> list[Blend]:
-    """Every blend that Megatron's ``arguments`` name, those in files of blends included.
+    """Return every blend that Megatron's ``arguments`` name, those in files of blends included.
 
     Raises:
         DataError: a file of blends cannot be read.
@@ -229,7 +229,7 @@ def _read_splits(path: str) -> list[Blend]:
 
 
 def _vocabulary(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> tuple[int, int | None, str | None]:
-    """Vocabulary size, end-of-document id and checksum of the run's tokenizer; None if only Megatron can determine it."""
+    """Return vocabulary size, end-of-document id and checksum of the run's tokenizer; None if only Megatron knows them."""
     if tokenizer is not None:
         return tokenizer.vocab_size, tokenizer.eod_id, tokenizer.checksum()
     named, padded = (flags.whole(given, flag, DataError) for flag in ("--vocab-size", "--padded-vocab-size"))

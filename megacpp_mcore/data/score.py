@@ -48,7 +48,7 @@ def unigram_bits_per_byte(prefix: str) -> float:
 
 
 def byte_counts(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """How often each byte is among the ids of a byte dataset; specials are left out."""
+    """Count how often each byte is among the ids of a byte dataset; specials are left out."""
     return np.bincount(ids[ids < BYTE_COUNT], minlength=BYTE_COUNT)
 
 

@@ -249,7 +249,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
-    """Stock tokenizer arguments of a run.
+    """Return the stock tokenizer arguments of a run.
 
     Args:
         model: what is trained.

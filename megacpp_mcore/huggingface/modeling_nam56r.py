@@ -267,7 +267,7 @@ def mamba3(
     *, chunk_size: int, A_floor: float, eps: float, activation: str,
     initial_state: Any = None, return_final_state: bool = False, **weights: Tensor | None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Everything between the projections of a Mamba-3 mixer, in float32, chunk by chunk; the signature is megacpp-mcore's.
+    """Compute a Mamba-3 mixer between its projections, in float32, chunk by chunk; the signature is megacpp-mcore's.
 
     With ``V_t = x_t ⊙ mimo_x``, ``γ_t = λ_t Δ_t`` and ``w_s = γ_s + (1 − λ_{s+1}) Δ_{s+1}``, for every rank r::
 
@@ -335,7 +335,7 @@ def _scan(
     padding = -rows % chunk
 
     def cut(t: Tensor) -> Tensor:
-        """``[B, S, …] -> [chunks, B, L, …]``."""
+        """Cut ``[B, S, …] -> [chunks, B, L, …]``."""
         padded = F.pad(t, (0, 0) * (t.dim() - 2) + (0, padding))
         return padded.unflatten(1, (-1, chunk)).transpose(0, 1)
 
@@ -413,7 +413,7 @@ def m2rnn(
     *, eps: float, norm_width: int, real: Tensor | None = None,
     initial_state: Any = None, return_final_state: bool = False, **weights: Tensor,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Everything between the projections of an M²RNN mixer, token by token; the signature is megacpp-mcore's, with ``real``.
+    """Compute an M²RNN mixer between its projections, token by token; the signature is megacpp-mcore's, with ``real``.
 
     ``c_t = tanh(h_{t−1} W + k_t v_tᵀ)``, ``h_t = f_t h_{t−1} + (1 − f_t) c_t``, ``y_t = h_tᵀ q_t`` for every head.
     """

@@ -22,7 +22,7 @@ _MARK = b"held by flock"
 
 
 def stale_locks_removed() -> contextlib.AbstractContextManager[Any]:
-    """For the duration, an extension is built despite a dead process's lock, and a lock that is waited for is named."""
+    """For the duration, build extensions despite a dead process's lock, and name a lock that is waited for."""
     from torch.utils.file_baton import FileBaton
 
     return stand_in(FileBaton, "try_acquire", _try_acquire)

@@ -362,7 +362,7 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
 
 
 def _resolve_device(device: str, nproc: int, environment: Mapping[str, str]) -> str:
-    """``cpu``, or ``cuda`` if each process has a GPU; otherwise torch would raise "invalid device ordinal" in the last ones."""
+    """Return ``cpu``, or ``cuda`` if each process has a GPU: torch would raise "invalid device ordinal" in the last ones."""
     if device not in DEVICES:
         raise LaunchError(f"--device is {device!r}; expected one of {', '.join(DEVICES)}")
     if device == "cpu":

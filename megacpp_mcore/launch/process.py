@@ -33,7 +33,7 @@ from megacpp_mcore.util.stand_in import stand_in
 
 @contextlib.contextmanager
 def revert_patches_on_exit() -> Iterator[None]:
-    """At the end, revert the patches applied in the context, except those applied once by a checkout's hook."""
+    """Revert, at the end, the patches applied in the context, except those applied once by a checkout's hook."""
     known = registry.default()
     before = {row["name"] for row in known.status() if row["state"] != "not applied"}
     try:
@@ -78,7 +78,7 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(folder: Path | None) -> Iterator[Path]:
-    """For the duration, what this process prints goes to a file in ``folder``, for None in a temporary one; yields it.
+    """For the duration, send what this process prints to a file in ``folder``, for None in a temporary one; yields it.
 
     Raises:
         LaunchError: the file cannot be written.
@@ -136,7 +136,7 @@ def leave_process_group() -> None:
 
 
 def children_end_with_it() -> contextlib.AbstractContextManager[Any]:
-    """For the duration, all processes started by ``multiprocessing`` here end with this process, even after a SIGKILL.
+    """For the duration, let processes started by ``multiprocessing`` here end with this process, even after a SIGKILL.
 
     Megatron's first save starts a process for its writers' results, and asynchronous saves start writers; only a parent that
     ends in order ends them.

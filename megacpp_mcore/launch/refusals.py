@@ -86,7 +86,7 @@ def check_installed(optimizer: str) -> None:
 
 @contextlib.contextmanager
 def in_one_line(log: Path | None) -> Iterator[None]:
-    """For the duration, what Megatron says of arguments is a LaunchError, as are a port in use, a full disk, another schedule.
+    """For the duration, make LaunchErrors of what Megatron says of arguments, a port in use, a full disk, another schedule.
 
     Any other failure shows the end of ``log``, where the process's output goes.
     """

@@ -92,7 +92,7 @@ class Schedules:
 
     @contextlib.contextmanager
     def chosen(self, full: frozenset[int]) -> Iterator[None]:
-        """Within the context, only these layers run their indexers, and each also serves the layers up to the next one."""
+        """Within the context, let only these layers run their indexers, each of which serves the layers up to the next."""
         try:
             self._assign(full)
             yield

@@ -11,7 +11,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 
 def read(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Each flag with the values that follow it, ``--flag=value`` included; the last occurrence of a flag counts."""
+    """Map each flag to the values that follow it, ``--flag=value`` included; the last occurrence of a flag counts."""
     flags: dict[str, tuple[str, ...]] = {}
     flag = ""
     for word in words:

@@ -62,13 +62,13 @@ def processor() -> str:
 
 
 def own_git(*words: str) -> str | None:
-    """Git's output in the checkout that tracks this package; None for a copy, which may be inside a foreign repository."""
+    """Return git's output in the checkout that tracks this package; None for a copy, which may be in a foreign repository."""
     root = Path(megacpp_mcore.__file__).resolve().parent
     return git(root, *words) if git(root, "ls-files", "--error-unmatch", "__init__.py") is not None else None
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """Git's output in ``folder``; None if git fails or is missing."""
+    """Return git's output in ``folder``; None if git fails or is missing."""
     command = ["git", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> str:
-    """``did you mean 'a' or 'b'? known: a, b, c``; without the question if no name is near.
+    """Return ``did you mean 'a' or 'b'? known: a, b, c``; without the question if no name is near.
 
     Args:
         word: the unknown name.
@@ -20,7 +20,7 @@ def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> st
 
 
 def suggestion(message: str, options: Iterable[str]) -> str:
-    """``did you mean '--a'? `` for what argparse's ``message`` does not know, of its choices or ``options``; else nothing."""
+    """Return ``did you mean '--a'? `` for what argparse's ``message`` does not know of choices or ``options``, or ``""``."""
     if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
         return _question(_near(found[1], [name.strip("'") for name in found[2].split(", ")], cutoff=0.7))
     if found := re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message):

@@ -20,7 +20,7 @@ class SchemaError(ValueError):
 
 
 def check(value: Any, hint: Any, where: str = "it") -> Any:
-    """``value`` checked, and converted from a whole number to a float where ``hint`` has only the latter.
+    """Check ``value``, and return it, a whole number as a float where ``hint`` has only the latter.
 
     Raises:
         SchemaError: it is not of that kind.
@@ -40,7 +40,7 @@ def wrong(where: str, value: Any, expected: str) -> str:
 
 
 def replace[T](value: T, content: Any, where: str = "") -> T:
-    """``value``, a dataclass, with the keys of ``content`` replaced, those of inner dataclasses one by one.
+    """Return the dataclass ``value`` with the keys of ``content`` replaced, those of inner dataclasses one by one.
 
     Raises:
         SchemaError: a key is unknown, or a value has the wrong type.
@@ -79,7 +79,7 @@ def read(text: str, hint: Any, where: str) -> Any:
 
 
 def plain_keys(definition: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key that one word can set, with its annotation: ``depth``, ``dsa.topk``, …; without lists and mappings."""
+    """Return every key that one word can set, with its annotation: ``depth``, ``dsa.topk``, …; without lists and mappings."""
     for name, hint in get_type_hints(definition).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from plain_keys(hint, f"{prefix}{name}.")

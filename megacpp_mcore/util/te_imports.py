@@ -89,7 +89,7 @@ def features() -> Features:
 
 
 def disabled() -> str:
-    """Why Transformer Engine is disabled although it may be installed; empty if it is not disabled.
+    """Return why Transformer Engine is disabled although it may be installed; empty if it is not disabled.
 
     Raises:
         BackendError: the environment variable has a value that is neither yes nor no.

@@ -111,7 +111,7 @@ def _problem(
 
 
 def _norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-    """Norms for errors; a gradient of probabilities is a few sums, some small by chance, so all are measured together."""
+    """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all are measured together."""
     return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
 
 

@@ -81,7 +81,7 @@ class Built:
         return list(self.module.parameters())
 
     def leaves(self, inputs: Inputs) -> Tensors:
-        """Input and parameters."""
+        """Return input and parameters."""
         return [inputs.leaves["hidden"], *self.parameters]
 
     def take_weights(self, other: Built) -> None:
@@ -310,7 +310,7 @@ def _stock_moe(plan: Plan, ours: Built) -> Variant:
                 part.copy_(value)
 
     def results(found: Tensors) -> Tensors:
-        """Output and gradients in the order of ours."""
+        """Return output and gradients in the order of ours."""
         if len(found) == 1:
             return found
         gradients = dict(zip(map(id, by_name.values()), found[2:], strict=True))

@@ -76,7 +76,7 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
         return fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """Norms for errors; in the gradient of a document's first queries everything cancels: they use the terms' norm."""
+        """Return norms for errors; in the gradient of a document's first queries all cancels: they use the terms' norm."""
         tensors = [*inputs.leaves.values(), *inputs.cotangents.values()]
         for start in range(0, S, length) if name == "dq" else ():
             document = [tensor[start : start + length] for tensor in tensors]
@@ -103,7 +103,7 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
 
 
 def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
-    """Attention with every step rounded to the dtype, one head at a time."""
+    """Attend with every step rounded to the dtype, one head at a time."""
     S = len(inputs.cotangents["o"])
     seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=inputs.cotangents["o"].device).tril()
     if (seq_idx_BS := inputs.fixed.get("seq_idx")) is not None:

@@ -25,7 +25,7 @@ EPS = 1e-5
 
 
 def latents(options: Options) -> Problem:
-    """Both down-projections and norms of the latents."""
+    """Apply both down-projections and norms of the latents."""
     (B, S, D), (Q, L, R) = options.sizes("B", "S", "hidden"), options.sizes("query_latent", "latent", "rope")
     draw = Draw(options)
     leaves = {
@@ -50,7 +50,7 @@ def absorbed(options: Options) -> Problem:
 
 
 def keys(options: Options) -> Problem:
-    """Keys and values of full MLA, from one projection and the rotary part that all heads share."""
+    """Return keys and values of full MLA, from one projection and the rotary part that all heads share."""
     (B, S, H), (K, V, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "v", "rope")
     draw = Draw(options)
     leaves = {"kv_SBHX": draw.normal(S, B, H, K - R + V), "rotary_SBR": draw.normal(S, B, R)}

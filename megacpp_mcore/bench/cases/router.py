@@ -33,7 +33,7 @@ def problem(options: Options) -> Problem:
     )
 
     def run(fn: Any, inputs: Inputs) -> torch.Tensor:
-        """Probabilities with the losses added to each of them, so that one output depends on everything."""
+        """Return probabilities with the losses added to each, so that one output depends on everything."""
         routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
         losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
         return routed.probs_TE + LOSS * losses

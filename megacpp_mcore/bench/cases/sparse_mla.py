@@ -64,7 +64,7 @@ def problem(options: Options) -> Problem:
         return fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """Norms for errors; the gradient of the first queries, which select all that they see, cancels, as in ``mla``."""
+        """Return norms for errors; the gradient of the first queries, which select all they see, cancels, as in ``mla``."""
         if name == "dq":
             (q, kv), early = inputs.leaves.values(), min(EARLY, N, S)
             shared = kv.unsqueeze(2).expand(-1, -1, H, -1)

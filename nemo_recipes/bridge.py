@@ -129,9 +129,7 @@ class _Refusing(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise LaunchError(
-            f"{self.__name__}.{name} was asked for, and there is no Transformer Engine here; use a GPU host with the extra 'te'"
-        )
+        raise LaunchError(f"{self.__name__}.{name} needs Transformer Engine; use a GPU host with the extra 'te'")
 
 
 class _WithStandIns(importlib.machinery.SourceFileLoader):

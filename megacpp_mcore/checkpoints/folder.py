@@ -261,8 +261,8 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
 
     Returns:
         The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed
-        checkpoints, latest first; whether there is no tracker file for them; and whether all that is there can have been left
-        by a run that was killed in its first save.
+        checkpoints, latest first; whether there is no tracker file for them; and whether all of the folder can be the rest of a
+        run that was killed in its first save.
     """
     # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
     found = [path for path in load.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]

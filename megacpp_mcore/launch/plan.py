@@ -373,7 +373,7 @@ def _resolve_device(device: str, nproc: int, environment: Mapping[str, str]) -> 
     # before the launch policy has set it.
     there, needed = torch.cuda.device_count(), max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     if device == "cuda" and there == 0:
-        raise LaunchError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu, or a GPU host")
+        raise LaunchError("--device cuda, but torch sees no CUDA device; use --device cpu, or a GPU host")
     if there and needed > there:
         raise LaunchError(
             f"the launch asks for {needed} GPUs on this host, one a process, and torch sees {there}; take a smaller layout "

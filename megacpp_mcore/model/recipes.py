@@ -76,7 +76,7 @@ def _on_gpus(
 
 
 def _by_muon(run: Run) -> Recipe:
-    """Use Megatron's Muon, of the package emerging-optimizers; experts are stock's then, and no layer is in CUDA graphs."""
+    """Train with Megatron's Muon (emerging-optimizers); experts are stock's then, and no layer is in CUDA graphs."""
     training = dataclasses.replace(run.training, optimizer="muon")
     on = f"1gpu_h200_{training.precision}" if run.device == "cuda" else f"1cpu_{training.precision}"
     return Recipe(

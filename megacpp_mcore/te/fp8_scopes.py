@@ -92,7 +92,7 @@ _counts: Counter[str] = Counter()
 
 
 def counts() -> dict[str, int]:
-    """Count scopes entered in this process so far, of groups left in BF16, and during a CUDA graph's capture."""
+    """Count scopes entered in this process so far, those of groups left in BF16, and those during a CUDA graph's capture."""
     return {name: _counts[name] for name in ("entered", "bf16", "captured")}
 
 

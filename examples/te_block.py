@@ -1,6 +1,6 @@
 """Trains a language model of two of Transformer Engine's attention blocks on Python's own sources, without Megatron.
 
-    python -m examples.te_block [--steps 50]
+    python examples/te_block.py [--steps 50]
 
 :class:`megacpp_mcore.te.block.Block` is LayerNormLinear, DotProductAttention, Linear and LayerNormMLP; it needs a GPU.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 
 import torch
+from ops_loop import BYTES, HIDDEN, batches
 from torch import Tensor, nn
 
-from examples.ops_loop import BYTES, HIDDEN, batches
 from megacpp_mcore.ops import linear_cross_entropy
 from megacpp_mcore.te.block import Block
 from megacpp_mcore.util import te_imports

@@ -260,7 +260,8 @@ def _symbols(
     for symbol, files in sorted(symbols.items()):
         old, new = (_definition(one, *symbol.split(":")) for one in (base, tree))
         if old is not None:
-            state, parameters = (GONE, []) if new is None else (EQUAL, [])
+            state: str = GONE if new is None else EQUAL
+            parameters: list[str] = []
             if old and new:
                 state, parameters = _compare(old, new, passed.get(symbol, 0))
             rows.append({"symbol": symbol, "state": state, "parameters": parameters, "files": sorted(files)})

@@ -150,7 +150,7 @@ def test_a_block_in_fp32(groups: int) -> None:
 
 
 def test_the_example_of_blocks_learns() -> None:
-    words = [sys.executable, "-m", "examples.te_block", "--steps", "60"]
+    words = [sys.executable, str(ROOT / "examples" / "te_block.py"), "--steps", "60"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = (float(line.split()[3]) for line in done.stdout.splitlines())

@@ -161,19 +161,29 @@ def _lock(save: Path) -> Path:
 
 def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> None:
     """Refuse a run, with ``load`` where its iterations start from, that would replace later checkpoints than that."""
+    numbers = _iterations(save)[1]
     if load is not None and os.path.realpath(load) == os.path.realpath(save):
+        if step and numbers and step < numbers[0]:  # of one that a tracker file leaves behind, choose() says it
+            say(f"{save} has a checkpoint of iteration {numbers[0]}: this run, from --ckpt-step {step}, replaces it")
         return
-    newest = read_tracker(save)
-    if newest is None or newest == RELEASE:
-        return
+    tracker = read_tracker(save)
+    newest = max([*numbers, 0 if tracker in (None, RELEASE) else int(tracker)])
     named = None if load is None else str(step) if step else read_tracker(load)
     start = 0 if named in (None, RELEASE) else int(named)
-    if start < int(newest):
+    if start < newest:
         raise CheckpointError(
             f"{save} has a checkpoint of iteration {newest}, and this run, which starts at iteration {start}, would replace "
             f"it without having loaded it; to continue from it, add --load {save} (without --finetune); otherwise name another "
             "--save folder"
         )
+
+
+def _iterations(folder: Path) -> tuple[list[Path], list[int]]:
+    """Return the folders of iterations in ``folder``, and the numbers of those that a save has completed, latest first."""
+    # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
+    found = [path for path in folder.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
+    complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG))]
+    return sorted(found), sorted((int(path.name[5:]) for path in complete), reverse=True)
 
 
 def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | None:
@@ -264,10 +274,7 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
         checkpoints, latest first; whether there is no tracker file for them; and whether all of the folder can be the rest of a
         run that was killed in its first save.
     """
-    # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
-    found = [path for path in load.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
-    complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG))]
-    numbers = sorted((int(path.name[5:]) for path in complete), reverse=True)
+    found, numbers = _iterations(load)
     if step:
         return str(step), None, numbers, False, False
     try:
@@ -275,7 +282,7 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
     except CheckpointError as error:
         return None, str(error), numbers, False, False
     if named is None:
-        lacking = [f"; {path}: lacks {METADATA} or {CONFIG}" for path in sorted(set(found) - set(complete))]
+        lacking = [f"; {path}: lacks {METADATA} or {CONFIG}" for path in found if int(path.name[5:]) not in numbers]
         problem = f"{load} has checkpoints, but no {TRACKER}{''.join(lacking)}" if found else None
         return None, problem, numbers, True, len(found) == 1 and not (found[0] / MANIFEST).exists()
     if numbers and named != RELEASE and int(named) < numbers[0]:

@@ -305,6 +305,32 @@ def test_a_run_that_starts_before_the_newest_checkpoint_is_refused(
     assert read_tracker(saved) == "6"
 
 
+@pytest.mark.parametrize("tracker", [None, "3", "release"])
+@pytest.mark.parametrize("load", [None, "older"])
+def test_a_whole_checkpoint_that_no_tracker_file_names_is_not_replaced(
+    saved: Path, tracker: str | None, load: str | None
+) -> None:
+    """The file is lost, or was cut: 100 may have become 10."""
+    (saved.parent / "older").mkdir()
+    (saved.parent / "older" / TRACKER).write_text("5")
+    (saved / TRACKER).unlink()
+    if tracker is not None:
+        (saved / TRACKER).write_text(tracker)
+    with raises(CheckpointError, "iteration 6", f"iteration {5 if load else 0}", f"--load {saved}"):
+        claim(str(saved), load and str(saved.parent / load), None, finetune=False)
+    for name in (NEWEST, OLDER):  # as a save that was killed leaves it
+        (saved / name / "metadata.json").unlink()
+    claim(str(saved), str(saved.parent / "older"), None, finetune=False)
+
+
+def test_a_step_in_the_folder_itself_says_what_it_replaces(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, says in ((3, f"{saved} has a checkpoint of iteration 6: this run, from --ckpt-step 3, rep"), (6, "")):
+        claim(str(saved), str(saved), step, finetune=False)
+        checkpoint_folder.release()
+        output = capsys.readouterr().out
+        assert says in output if says else not output
+
+
 def test_a_run_that_replaces_nothing_is_not_refused(saved: Path) -> None:
     (saved.parent / "link").symlink_to(saved)
     other = saved.parent / "other"

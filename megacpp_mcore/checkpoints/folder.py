@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from megacpp_mcore.checkpoints.integrity import CONFIG, MANIFEST, METADATA, damages
+from megacpp_mcore.checkpoints.integrity import CONFIG, MANIFEST, METADATA, damages, torch_files
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.collectives import gathered, rank_and_size, say
 from megacpp_mcore.util.files import is_remote
@@ -182,7 +182,7 @@ def _iterations(folder: Path) -> tuple[list[Path], list[int]]:
     """Return the folders of iterations in ``folder``, and the numbers of those that a save has completed, latest first."""
     # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
     found = [path for path in folder.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
-    complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG))]
+    complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG)) or torch_files(path)]
     return sorted(found), sorted((int(path.name[5:]) for path in complete), reverse=True)
 
 
@@ -206,7 +206,7 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
         if found := _damages(folder, by_digests):
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
             numbers = [number for number in numbers if named == RELEASE or number < int(named)]
-        elif not (folder / MANIFEST).exists():
+        elif not (folder / MANIFEST).exists() and not torch_files(folder):
             say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step

@@ -213,19 +213,22 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
     """List what is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
 
     Without a manifest (a checkpoint of stock Megatron, or of an earlier version) only ``.metadata``, ``metadata.json`` and the
-    sizes of files are checked. Checkpoints in the format ``torch`` are not checked.
+    sizes of files are checked, and in the format ``torch`` the sums that its zip files have of their records.
 
     Args:
         folder: of the iteration.
         rank, world_size: the ``rank``-th of ``world_size`` shares of the files is checked.
-        by_digests: whether a manifest is used.
+        by_digests: whether a manifest is used, or those sums.
     """
     try:
         if not any((folder / name).exists() for name in (CONFIG, METADATA, MANIFEST)):
             if folder.is_symlink() and not folder.exists():
                 return [f"it is a link to {folder.readlink()}, which does not exist"]
-            is_torch = folder.is_dir() and any(folder.glob("mp_rank_*"))
-            return [] if is_torch else [f"{METADATA}: not found, and no other file of a checkpoint is there"]
+            if not any(folder.glob("mp_rank_*")):
+                return [f"{METADATA}: not found, and no other file of a checkpoint is there"]
+            share = torch_files(folder)[rank::world_size] if by_digests else []
+            with ThreadPoolExecutor(max_workers=8) as pool:
+                return [one for one in pool.map(_zip_damage, share) if one]
         files = _manifest(folder) if by_digests else None
         if files is None:
             return _structural_damages(folder) if rank == 0 else []
@@ -237,6 +240,23 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
         return found
     except Exception as error:  # a damaged pickle can hold anything; the other ranks wait for an answer
         return [str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"]
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint in the format ``torch``."""
+    return sorted(folder.glob("mp_rank_*/*.pt"))
+
+
+def _zip_damage(path: Path) -> str | None:
+    """Compare the CRC-32 sums in a file of ``torch.save`` with its records, as ``torch.load`` does not."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        torch._C.PyTorchFileReader(str(path))  # refuses headers that Python's reader takes
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except Exception as error:  # a damaged header can raise anything
+        return f"{name}: damaged ({error!r})"
+    return None if record is None else f"{name}: its record {record} is not what was saved"
 
 
 def _manifest(folder: Path) -> dict[str, str] | None:

@@ -197,6 +197,56 @@ def test_checkpoints_without_a_manifest_still_load(saved: Path, capsys: pytest.C
         (saved / NEWEST / name).write_bytes(before)
 
 
+@pytest.fixture
+def of_torch(tmp_path: Path) -> Path:
+    """A folder of ``--save`` with checkpoints of two ranks in the format ``torch``, of iterations 3 and 6."""
+    for iteration in (3, 6):
+        for rank in range(2):
+            file = tmp_path / "saved" / f"iter_{iteration:07d}" / f"mp_rank_0{rank}" / "model_optim_rng.pt"
+            file.parent.mkdir(parents=True)
+            torch.save({"iteration": iteration, "model": {"weight": torch.full((64,), iteration + rank / 2)}}, file)
+    (tmp_path / "saved" / TRACKER).write_text("6")
+    return tmp_path / "saved"
+
+
+def test_a_flipped_bit_in_a_file_of_torch_is_named_or_changes_nothing(of_torch: Path) -> None:
+    """In a value it is named; in what pads records, or in their dates, it changes nothing."""
+    name = "mp_rank_01/model_optim_rng.pt"
+    path = of_torch / NEWEST / name
+    content = path.read_bytes()
+    value = content.index(torch.full((64,), 6.5).numpy().tobytes())
+    expected = torch.load(path, weights_only=True)
+    harmless = 0
+    for at in {*range(0, len(content), 19), *range(value, value + 256, 32)}:
+        path.write_bytes(content)
+        flip(path, at)
+        if (found := damages(of_torch / NEWEST)) and found[0].startswith(f"{name}: "):
+            assert damages(of_torch / NEWEST, 0, 2) == []
+            assert damages(of_torch / NEWEST, 1, 2) == found
+            assert damages(of_torch / NEWEST, 1, 2, by_digests=False) == []  # each rank would read all files
+        else:
+            assert found == []
+            assert not value <= at < value + 256
+            torch.testing.assert_close(torch.load(path, weights_only=True), expected, rtol=0, atol=0)
+            harmless += 1
+    assert 0 < harmless < len(content) // 19
+
+
+@pytest.mark.parametrize("damage", ["a bit at 0", "cut", "emptied"])
+def test_a_damaged_file_of_torch_and_the_newest_whole_checkpoint_are_named(
+    of_torch: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose(of_torch, None) is None
+    assert not capsys.readouterr().out
+    DAMAGES[damage](of_torch / NEWEST / "mp_rank_01" / "model_optim_rng.pt")
+    with raises(CheckpointError, of_torch / NEWEST, "mp_rank_01/model_optim_rng.pt", of_torch / OLDER, code="damaged"):
+        choose(of_torch, None)
+    (of_torch / TRACKER).unlink()
+    with raises(CheckpointError, "iteration 6", f"--load {of_torch}"):
+        claim(str(of_torch), None, None, finetune=False)
+    assert choose(of_torch, None) == 3
+
+
 def test_every_share_of_the_files_is_checked_by_one_rank(saved: Path) -> None:
     for name in FILES[:2]:
         flip(saved / NEWEST / name, 100)

@@ -219,8 +219,8 @@ def test_what_ended_in_status_0_is_an_error(
     folder = saved(tmp_path / "saved", 3)
     if is_torch:
         shutil.rmtree(folder / "iter_0000003")
-        (folder / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-        (folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"cut")
+        (folder / "iter_0000003" / "mp_rank_01").mkdir(parents=True)
+        torch.save({}, folder / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt")
     else:
         monkeypatch.setattr(checkpointing, "_get_checkpoint_format", mock.Mock(side_effect=SystemExit))
     with raises(CheckpointError, folder, code="not-loaded") as refused:

@@ -42,12 +42,13 @@ def write(
     tensors: Mapping[str, torch.Tensor],
     objects: Mapping[str, Any] | None = None,
     common: Mapping[str, Any] | None = None,
+    shards: int = 1,
 ) -> None:
-    """Write a ``torch_dist`` checkpoint: the tensors, objects by name, and what Megatron calls the common state."""
+    """Write a ``torch_dist`` checkpoint in ``shards`` files: the tensors, objects by name, what Megatron calls common state."""
     folder.mkdir(parents=True)
     state: dict[str, Any] = {**tensors, **(objects or {})}
     if common is not None:
         state[COMMON] = [common]
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    save(state, storage_writer=FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+    save(state, storage_writer=FileSystemWriter(folder, thread_count=shards), planner=planner, no_dist=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')

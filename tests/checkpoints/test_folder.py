@@ -29,8 +29,9 @@ from tests.errors import raises
 from tests.saved import Code, write
 
 NEWEST, OLDER = "iter_0000006", "iter_0000003"
-SHARD = "__0_0.distcp"
-FILES = (".metadata", SHARD, "metadata.json", "integrity.json")
+SHARD, OTHER = "__0_0.distcp", "__0_1.distcp"
+ABOUT_EACH_OTHER = {"metadata.json", "integrity.json"}
+FILES = (".metadata", SHARD, OTHER, "metadata.json", "integrity.json")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def saved(tmp_path: Path) -> Path:
     for iteration in (3, 6):
         made = tmp_path / "saved" / f"iter_{iteration:07d}"
         objects = {"rng_state/shard_0_1": [iteration]}
-        write(made, {"weight": torch.full((64,), float(iteration))}, objects, {"iteration": iteration})
+        write(made, {"weight": torch.full((64,), float(iteration))}, objects, {"iteration": iteration}, shards=2)
         write_manifest(made)
     (tmp_path / "saved" / TRACKER).write_text("6")
     return tmp_path / "saved"
@@ -58,12 +59,20 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def exchange(path: Path) -> None:
+    """Give a file the name of a shard, and the shard its name."""
+    content, other = path.read_bytes(), path.with_name(OTHER if path.name == SHARD else SHARD)
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"a bit at {at}": lambda path, at=at: flip(path, at) for at in (0, 7, 100, -9, -1)},  # type: ignore[misc]
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "emptied": lambda path: path.write_bytes(b""),
     "deleted": Path.unlink,
     "another's": lambda path: shutil.copyfile(path.parents[1] / OLDER / path.name, path),
+    "exchanged": exchange,
 }
 
 
@@ -78,11 +87,11 @@ def test_a_damaged_file_and_the_newest_whole_checkpoint_are_named(saved: Path, n
     with pytest.raises(CheckpointError) as refused:
         choose(saved, None)
     assert f"the checkpoint {saved / NEWEST} is damaged: " in str(refused.value)
-    named = str(refused.value).partition("is damaged: ")[2].partition(";")[0]
+    named = str(refused.value).partition("is damaged: ")[2].partition("; the newest")[0]
     assert name in named
-    assert not any(
-        other in named for other in FILES if other != name and {name, other} != {"metadata.json", "integrity.json"}
-    )
+    touched = {name} | ({SHARD, OTHER} if damage == "exchanged" else set())
+    touched |= ABOUT_EACH_OTHER if name in ABOUT_EACH_OTHER else set()
+    assert not any(other in named for other in set(FILES) - touched)
     assert f"the newest whole checkpoint is {saved / OLDER}" in str(refused.value)
 
 

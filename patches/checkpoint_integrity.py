@@ -233,8 +233,8 @@ PATCH = Patch(
     ),
     seam=(
         "_load_base_checkpoint is where Megatron's loop reads the tracker file and everything in a checkpoint, on all ranks; "
-        "write_preloaded_data writes every file of tensors, also in the process of an async save, and save_integrity_manifest "
-        "runs once all files are there, before the tracker file names them"
+        "write_preloaded_data writes every file of tensors; save_integrity_manifest runs on rank 0 once all files are there, "
+        "before the tracker file names them, and computes the digests of an async save, whose worker starts without patches"
     ),
     leaves_alone=(
         "what is saved and loaded; other formats' files; checkpoints in object storage; Megatron's own --verify-integrity, "

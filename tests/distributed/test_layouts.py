@@ -34,9 +34,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 """Relative: for losses and the gradient norm of each step, and for the norm of the first step's gradient of each parameter."""
 
-ASYNCHRONOUS = ("--async-save", "--async-strategy", "mcore")
 CASES: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in LAYOUTS if name != ONE]
-CASES += [("EP 2", ASYNCHRONOUS)]
 CASES += [(name, ("--moe-token-dispatcher-type", "alltoall")) for name in ("EP 2", "TP 2 with SP, EP 4")]
 # In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass.
 CASES += [("PP 2 × VPP 2", stock.full_recompute())]
@@ -44,7 +42,7 @@ CASES += [("PP 2 × VPP 2", stock.full_recompute())]
 CASES += [("CP 2", ("--calculate-per-token-loss",))]
 
 
-@pytest.mark.parametrize(("name", "words"), exhaustive_but(CASES, ("PP 2 × VPP 2", ()), ("EP 2", ASYNCHRONOUS)))
+@pytest.mark.parametrize(("name", "words"), exhaustive_but(CASES, ("PP 2 × VPP 2", ()), ("EP 2", ())))
 def test_losses_gradient_norm_and_every_gradient_of_the_first_step(
     laboratory: Laboratory, name: str, words: tuple[str, ...]
 ) -> None:
@@ -146,7 +144,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_repeats_bit_for_
 ) -> None:
     """Of two processes, which end as a whole: from the newest whole one, if their file says so."""
     monkeypatch.setenv("WHOLE_END", "1")
-    run, saved = laboratory.compared("EP 2", *ASYNCHRONOUS), tmp_path / "saved"
+    run, saved = laboratory.compared("EP 2"), tmp_path / "saved"
     shutil.copytree(run.checkpoints, saved)
     shard = saved / f"iter_{COMPARED:07d}" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())

@@ -22,6 +22,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.overrides import is_ours
 from megacpp_mcore.arguments.overrides import read as read_overrides
+from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError, ModelError
 from megacpp_mcore.launch import extensions, launcher, process
 from megacpp_mcore.model import Layout
@@ -124,6 +125,8 @@ def run(
         from megacpp_mcore.layer_specs import training_step
 
         callbacks = CallbackManager()
+        callbacks.register("on_train_start", lambda _: claim_save_folder(config))
+        stack.callback(checkpoint_folder.release)
         asked = _observation(config, recording or launcher.Recording(), settings)
         for line in asked.describe():
             say(line)
@@ -422,6 +425,19 @@ def data_words(config: Any) -> list[str]:
         if value is not None:
             words += ["--" + field.replace("_", "-"), str(value)]
     return words
+
+
+def claim_save_folder(config: Any) -> None:
+    """Refuse a run whose ``checkpoint.save`` another run writes to, or has checkpoints that it would overwrite.
+
+    Raises:
+        CheckpointError: as :func:`megacpp_mcore.checkpoints.folder.claim`.
+    """
+    wanted, minutes = config.checkpoint, config.dist.distributed_timeout_minutes
+    if wanted.save:
+        checkpoint_folder.claim(
+            wanted.save, wanted.load, wanted.ckpt_step, finetune=wanted.finetune, timeout_minutes=minutes
+        )
 
 
 def verify_data(config: Any) -> str:

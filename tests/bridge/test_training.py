@@ -135,6 +135,18 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
     check_checkpoints(tmp_path, folder / "saved")
 
 
+def test_a_run_that_would_overwrite_its_checkpoint_is_refused(
+    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
+) -> None:
+    words = ["--recipe", TINY, "--no-observe", f"dataset.data_path={corpus}", f"checkpoint.save={trained[0]}/saved"]
+    done = run(bridge_python, "tests.bridge.refusals", json.dumps([words]), folder=tmp_path)
+    ((status, error, replaced),) = json.loads(done.stdout.splitlines()[-1])
+    assert (status, replaced) == (2, [])
+    assert (
+        f"{trained[0]}/saved has a checkpoint of iteration {STEPS}, and this run, which starts at iteration 0" in error
+    )
+
+
 def test_the_other_host_goes_on_from_its_checkpoint(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:

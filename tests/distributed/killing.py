@@ -7,9 +7,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megacpp_mcore.checkpoints.integrity import MANIFEST
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks
 from tests.distributed.comparing import assert_same_bytes
@@ -52,19 +53,32 @@ class Job:
         with self.started():
             assert self.wait(300) == [0] * PROCESSES, self.said()
 
-    def kill(self, victim: int, step: int, later_s: float, timeout: float) -> None:
-        """Start the processes, kill one so long after ``step``, and have the others end with an error within ``timeout``."""
+    def unfinished(self, shards: int = 0) -> list[str]:
+        """The checkpoints that no manifest has completed, if so many files of tensors are there."""
+        folders = [path for path in self.saved.glob("iter_*") if not (path / MANIFEST).exists()]
+        return [path.name for path in folders if len(list(path.glob("*.distcp"))) >= shards]
+
+    def kill(self, victim: int, step: int, timeout: float, *, later_s: float = 0.0, shards: int | None = None) -> None:
+        """Start the processes, kill one after ``step``, and have the others end with an error within ``timeout``.
+
+        That is ``later_s`` after it, or in the next save, as soon as so many files of tensors are there.
+        """
         with self.started():
-            until = time.monotonic() + 240
-            while not (self.record.exists() and any(one.step >= step for one in read_steps(self.record))):
-                assert {rank.poll() for rank in self.ranks} == {None}, self.said()
-                assert time.monotonic() < until, self.said()
-                time.sleep(0.05)
+            self._wait_until(lambda: self.record.exists() and any(one.step >= step for one in read_steps(self.record)))
+            if shards is not None:
+                self._wait_until(lambda: self.unfinished(shards), every_s=0.001)
             time.sleep(later_s)
             os.killpg(self.ranks[victim].pid, signal.SIGKILL)
             statuses = self.wait(timeout)
             assert statuses[victim] == -signal.SIGKILL
             assert 0 not in statuses, self.said()
+
+    def _wait_until(self, holds: Callable[[], object], every_s: float = 0.05) -> None:
+        until = time.monotonic() + 240
+        while not holds():
+            assert {rank.poll() for rank in self.ranks} == {None}, self.said()
+            assert time.monotonic() < until, self.said()
+            time.sleep(every_s)
 
     def said(self) -> str:
         """The end of what all processes printed."""
@@ -72,11 +86,19 @@ class Job:
 
 
 def check_a_killed_run(whole: Job, job: Job, seed: int, timeout: float) -> None:
-    """Fail unless ``job``, killed where ``seed`` says and started again, leaves what ``whole`` did, bit for bit."""
+    """Fail unless ``job``, killed where ``seed`` says and started again, leaves what ``whole`` did, bit for bit.
+
+    With an odd seed it is killed in a save, with others anywhere.
+    """
     draw = random.Random(seed)
-    # Anywhere in a step, or in a save.
-    job.kill(draw.randrange(PROCESSES), draw.randrange(1, STEPS), draw.random() / 2, timeout)
+    victim, step, later_s = draw.randrange(PROCESSES), draw.randrange(1, STEPS), draw.random() / 2
+    if seed % 2:
+        job.kill(victim, step, timeout, shards=seed // 2)
+        assert job.unfinished()
+    else:
+        job.kill(victim, step, timeout, later_s=later_s)
     job.finish()
+    assert not job.unfinished()
     expected = read_scalars(whole.record)
     assert len(expected["lm loss"]) == STEPS
     assert read_scalars(job.record) == expected

@@ -18,7 +18,7 @@ TRITON_DIRECT = "3.6"
 (:mod:`megacpp_mcore.ops.triton_launch`)."""
 TRITON: dict[str, dict[str, dict[str, int]]] = {
     TRITON_DIRECT: {},
-    "3.7": {},
+    "3.7": {"mamba3": {"mimo_rank": 4, "state": 128}},
     "3.8": {"sparse_mla": {"qk_dim": 576}},
     "3.9": {"mamba3": {"mimo_rank": 4, "state": 128}},
 }

@@ -357,8 +357,11 @@ def test_ops_have_kernels_where_they_can(
     working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON, probes.TRANSFORMER_ENGINE)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
     widths = {"qk_dim": 128, "v_dim": 64, "dim": 64, "heads": 32, "hidden": 3584, "ffn": 896}
-    usual = {"device": "cuda", "dtype": "torch.bfloat16", "packed": True, "capturable": name == "triton"} | widths
-    answer = Dispatcher().request(op, **usual | needs)
+    given = {"device": "cuda", "dtype": "torch.bfloat16", "packed": True} | widths | needs
+    spilling = versions.TRITON.get(probes.triton_release(), {}).get(op)  # with the installed one
+    if name == "triton" and spilling and spilling.items() <= given.items():
+        name, function = "reference", "spill registers"
+    answer = Dispatcher().request(op, **given, capturable=name == "triton")
     fell_back = name == "reference" and "device" not in needs
     assert (answer.observed, answer.slower_than_best) == (name, fell_back)
     assert function in (answer.reason if name == "reference" else answer.fn.__name__)

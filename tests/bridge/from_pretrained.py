@@ -43,6 +43,7 @@ for checkpointing in (True, False):
     found[f"gradient {checkpointing}"] = model.model.layers[0].norm.weight.grad.clone()
     model.gradient_checkpointing_disable()
 found["loss"] = loss.detach()
+torch.manual_seed(1)
 fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
 found["fresh"] = max(float(one.abs().max()) for one in fresh.parameters())
 model.save_pretrained(f"{folder}_saved")

@@ -250,6 +250,7 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
     content, commands = yaml.safe_load(found[1]), found[2].replace("train_iters=20", ON_CPU)
     content["overrides"] = SMALL | content["overrides"] | {name: SMALL[name] for name in ("hidden_size", "heads")}
     (tmp_path / "half_mamba.yaml").write_text(yaml.safe_dump(content))
+    commands = re.sub(r".*pip install.*\n", "", commands)  # the package is on the path of this environment
     if not checkout:
         commands = re.sub(r".*pretrain_hybrid.py.*\n", "", commands)
     for name, words in (("script", "-- pretrain_hybrid.py "), ("wheel", '-- "$')):

@@ -105,9 +105,10 @@ def launch(
     # Refuses what the words alone show to be wrong, before torch is imported.
     observation.choose(command, **vars(recording))
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
-    check_sources(chosen)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         host.end_with_the_parent()
+    else:  # a launch that started this process has compared them
+        check_sources(chosen)
     if chosen.nproc > 1:
         options = ["--device", chosen.device, *recording.words(), *["--verbose"] * verbose]
         options += [word for prefix in allowed_spec_prefixes for word in ("--allow-spec-from", prefix)]

@@ -155,18 +155,16 @@ def _by_digests_of_writers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``write_preloaded_data(transform_list, local_proc_idx, write_bucket, …)``, which writes one file."""
+    """Replace ``get_save_function_and_args(self)``, whose function writes this rank's files, here or in a worker's process."""
 
     @functools.wraps(original)
-    def write_preloaded_data(
-        transform_list: Any, local_proc_idx: int, write_bucket: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        from megacpp_mcore.checkpoints.integrity import digested
+    def get_save_function_and_args(self: Any) -> Any:
+        from megacpp_mcore.checkpoints.integrity import save_with_digests
 
-        with digested(Path(write_bucket[0])):
-            return original(transform_list, local_proc_idx, write_bucket, *args, **kwargs)
+        save, preload, arguments = original(self)
+        return None if save is None else functools.partial(save_with_digests, save), preload, arguments
 
-    return write_preloaded_data
+    return get_save_function_and_args
 
 
 def _without_strides(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,8 +219,8 @@ PATCH = Patch(
             _by_digests_of_writers,
         ),
         Edit(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
-            ("d6182c03ee672d1a8751c7dc6d27fee22e2bce89be41cbffa9bf4b3c84eedbd6",),
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.get_save_function_and_args",
+            ("91b193455aa9c1418a55f9f89eae8086721d4f294306ade696b942fd888dff56",),
             _digested,
         ),
         Edit(
@@ -233,8 +231,8 @@ PATCH = Patch(
     ),
     seam=(
         "_load_base_checkpoint is where Megatron's loop reads the tracker file and everything in a checkpoint, on all ranks; "
-        "write_preloaded_data writes every file of tensors; save_integrity_manifest runs on rank 0 once all files are there, "
-        "before the tracker file names them, and computes the digests of an async save, whose worker starts without patches"
+        "what get_save_function_and_args returns writes every file of tensors, also in the worker's process of an async save; "
+        "save_integrity_manifest runs on rank 0 once all files are there, before the tracker file names them"
     ),
     leaves_alone=(
         "what is saved and loaded; other formats' files; checkpoints in object storage; Megatron's own --verify-integrity, "

@@ -16,7 +16,7 @@ import threading
 import uuid
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,19 @@ def digested(path: Path) -> Iterator[None]:
         written.set()
         if following.is_alive():
             following.join()
+
+
+def save_with_digests(save: Callable[..., None], rank: int, write_buckets: list[Any], results: Any) -> None:
+    """Write a rank's files by Megatron's ``save``, each :func:`digested`; a spawned worker finds this function by its name.
+
+    Args:
+        save: ``FileSystemWriterAsync.write_preloaded_data_multithread`` without its first arguments; the others are its own.
+        write_buckets: of each file its path, its key and its content.
+    """
+    with contextlib.ExitStack() as files:
+        for path, *_ in write_buckets:
+            files.enter_context(digested(Path(path)))
+        save(rank, write_buckets, results)
 
 
 def _follow(path: Path, known: Path, written: threading.Event) -> None:

@@ -5,6 +5,7 @@ Legend: B batch, S rows.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -69,3 +70,47 @@ def test_what_nobody_waits_for_ends_the_process(what: str) -> None:
     assert done.returncode != 0
     assert "device-side assert" in done.stderr
     assert words in done.stderr
+
+
+ENDS = {"mask": True, "mask without Transformer Engine": False, "lengths": False}
+"""How a stock model is told where a document ends, and whether tokens attend to the other document nevertheless."""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+@pytest.mark.parametrize("told_by", ENDS)
+def test_what_a_stock_models_document_learns_of_the_one_before(process: None, told_by: str) -> None:
+    """NVIDIA/Megatron-LM#2357, for which ``launch`` refuses the first of them and names the others."""
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import TransformerConfig
+
+    second = 100  # its first token
+    config = TransformerConfig(
+        num_layers=2, hidden_size=256, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=True, params_dtype=torch.bfloat16, masked_softmax_fusion=False,
+    )  # fmt: skip
+    is_local = told_by == "mask without Transformer Engine"
+    spec = specs.get_gpt_layer_local_spec() if is_local else specs.get_gpt_layer_with_transformer_engine_spec()
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=S, position_embedding_type="rope").cuda()
+    cu_seqlens = torch.tensor([0, second, S], dtype=torch.int32, device="cuda")
+    lengths = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=S - second, max_seqlen_kv=S - second)
+
+    def losses(tokens_S: torch.Tensor) -> torch.Tensor:
+        mask, _, positions_S = _get_ltor_masks_and_position_ids(tokens_S, 0, True, True, True, told_by != "lengths")
+        labels_BS = tokens_S.roll(-1)[None]
+        given = {"packed_seq_params": lengths} if mask is None else {}
+        of_all_BS = model(
+            tokens_S[None], positions_S[None], None if mask is None else mask[None], labels=labels_BS, **given
+        )
+        return of_all_BS[0, second:-1].detach()  # the last label is the first token
+
+    tokens_S = torch.randint(1, 128, (S,), device="cuda")
+    tokens_S[second - 1] = 0  # the token that ends a document
+    other_S = tokens_S.clone()
+    other_S[: second - 1] = 1 + tokens_S[: second - 1] % 127
+    assert torch.equal(losses(tokens_S), losses(tokens_S))
+    assert torch.equal(losses(tokens_S), losses(other_S)) is not ENDS[told_by]

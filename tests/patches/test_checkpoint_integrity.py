@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -320,9 +321,12 @@ def test_a_local_checkpoint_is_left_to_its_manager(checkpointing: ModuleType, bo
     assert manager.find_latest.call_count == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize("is_async", [False, True])
 def test_a_save_has_a_manifest_of_digests_that_were_computed_while_it_was_written(
-    checkpointing: ModuleType, tmp_path: Path
+    checkpointing: ModuleType, tmp_path: Path, is_async: bool
 ) -> None:
+    """Asynchronously by a process of its own, which is spawned and in which no patch is applied."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -331,7 +335,15 @@ def test_a_save_has_a_manifest_of_digests_that_were_computed_while_it_was_writte
     with mock.patch.object(integrity, "sha256_of", wraps=integrity.sha256_of) as late:
         weight = ShardedTensor.from_rank_offsets("weight", torch.ones(1000), replica_id=0)
         folder.mkdir()
-        dist_checkpointing.save({"weight": weight, "iteration": 3}, str(folder))
+        state = {"weight": weight, "iteration": 3}
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=is_async, async_strategy="mcore")
+        if is_async:
+            worker = multiprocessing.get_context("spawn").Process(target=request.async_fn, args=request.async_fn_args)
+            worker.start()
+            worker.join(60)
+            assert (worker.exitcode, late.call_count) == (0, 0)
+            for finish in request.finalize_fns:
+                finish()
         assert {call.args[0].name for call in late.call_args_list} == {".metadata", "metadata.json"}
         stock_manifest(str(folder))
     assert not integrity.damages(folder)

@@ -28,6 +28,6 @@ def whole(laboratory: Laboratory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_others_end_and_a_restart_goes_on_bit_for_bit(laboratory: Laboratory, whole: Job, seed: int) -> None:
     check_a_killed_run(whole, job_of(laboratory, f"killed {seed}"), seed, TIMEOUT_S)

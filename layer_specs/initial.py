@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
 from megacpp_mcore.model import Model
-from megacpp_mcore.ops.initial import Initializer, by_fan_in
+from megacpp_mcore.ops.initializers import Initializer, by_fan_in
 
 
 def set_start(model: Model, config: TransformerConfig) -> None:

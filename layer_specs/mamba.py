@@ -20,7 +20,7 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part, inexact_rows
 from megacpp_mcore.model import Model
-from megacpp_mcore.ops.initial import constant, inverse_softplus_of_step, ones
+from megacpp_mcore.ops.initializers import constant, inverse_softplus_of_step, ones
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:

@@ -19,7 +19,7 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part
 from megacpp_mcore.model import Model
-from megacpp_mcore.ops.initial import convolution, identities, inverse_softplus_of_step, log_of_decay, ones
+from megacpp_mcore.ops.initializers import convolution, identities, inverse_softplus_of_step, log_of_decay, ones
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, preset
 from megacpp_mcore.model import pattern as grammar
-from megacpp_mcore.model.families.mamba import wide_width
+from megacpp_mcore.model.families.mamba_family import wide_width
 from megacpp_mcore.util.nearest import nearest
 
 OP, LAYER = "op", "layer"
@@ -112,12 +112,12 @@ def _benchmark(
     for size, sizes in _MODELS.items():
         given = {**sizes, **changes.get(size, {})}
         shapes[size] = {each: given[each] for each in ("B", "S", *names.split())}
-    problem = problem or f"{covers}:problem"
+    problem = problem or f"{covers}_benchmark:problem"
     return Benchmark(name=name, kind=kind, covers=covers, title=title, problem=problem, shapes=shapes)
 
 
 def _layer(name: str, covers: str, title: str) -> Benchmark:
-    return _benchmark(name, LAYER, covers, title, "hidden", f"layers:{name}")
+    return _benchmark(name, LAYER, covers, title, "hidden", f"layers_benchmark:{name}")
 
 
 _MAMBA3 = "mamba_heads head_dim state rank groups chunk"
@@ -129,18 +129,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _benchmark("mla", OP, "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention",
                    "heads qk v"),
         _benchmark("mla_packed", OP, "mla", "core attention of full MLA in rows of several documents", "heads qk v documents",
-                   "mla:packed_problem", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
+                   "mla_benchmark:packed_problem", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
         _benchmark("sparse_mla", OP, "sparse_mla", "absorbed attention to selected keys", "heads latent rope topk"),
         _benchmark("indexer", OP, "indexer", "selection of keys by the DSA indexer", "indexer_heads indexer_dim topk"),
         _benchmark("indexer_grad", OP, "indexer_grad", "gradient of the DSA indexer's loss",
-                   "indexer_heads indexer_dim topk", "indexer:gradient_problem"),
+                   "indexer_heads indexer_dim topk", "indexer_benchmark:gradient_problem"),
         _benchmark("mla_latents", OP, "mla_latents", "MLA's down-projections and the norms of its latents",
-                   "query_latent latent rope hidden", "mla_projection:latents"),
+                   "query_latent latent rope hidden", "mla_projection_benchmark:latents"),
         _benchmark("mla_projection", OP, "mla_projection", "queries of sparse MLA: absorption and rotary embedding",
-                   "heads qk latent rope", "mla_projection:absorbed"),
-        _benchmark("mla_keys", OP, "mla_keys", "keys and values of full MLA", "heads qk v rope", "mla_projection:keys"),
+                   "heads qk latent rope", "mla_projection_benchmark:absorbed"),
+        _benchmark("mla_keys", OP, "mla_keys", "keys and values of full MLA", "heads qk v rope",
+                   "mla_projection_benchmark:keys"),
         _benchmark("indexer_inputs", OP, "indexer_inputs", "what the DSA indexer's scores are made of",
-                   "indexer_heads indexer_dim query_latent hidden", "mla_projection:indexer_inputs"),
+                   "indexer_heads indexer_dim query_latent hidden", "mla_projection_benchmark:indexer_inputs"),
         _benchmark("mamba3", OP, "mamba3", "Mamba-3, MIMO, between its projections", _MAMBA3),
         _benchmark("mamba3_siso", OP, "mamba3", "Mamba-3, SISO, between its projections", _MAMBA3,
                    full=_SISO | {"chunk": 64}, tiny=_SISO),
@@ -151,7 +152,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _benchmark("grouped_mlp", OP, "grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
                    "experts routed hidden expert_width"),
         _benchmark("routed_mlp", OP, "routed_mlp", "the same with the gather of tokens' rows and the sum of each token's",
-                   "experts routed hidden expert_width", "grouped_mlp:routed_problem"),
+                   "experts routed hidden expert_width", "grouped_mlp_benchmark:routed_problem"),
         _benchmark("rms_norm", OP, "rms_norm", "the norm that a layer begins with, and its residual", "hidden"),
         _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",

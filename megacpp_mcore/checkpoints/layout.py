@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.families.attention import FULL_ATTENTION, WINDOWED
+from megacpp_mcore.model.families.attention_family import FULL_ATTENTION, WINDOWED
 from megacpp_mcore.util.collectives import gathered
 
 LAYOUT = 2

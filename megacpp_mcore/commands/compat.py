@@ -51,15 +51,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison; returns the exit status."""
-    from megacpp_mcore.patches.machinery import compat
+    from megacpp_mcore.patches.machinery import drift
     from megacpp_mcore.patches.machinery.checkout import Checkout
 
-    report = compat.examine(Checkout(args.checkout), args.since)
+    report = drift.examine(Checkout(args.checkout), args.since)
     report["runs"] = {}
     if args.train:
         report["runs"] = {host: _trained(Path(report["root"]), host) for host in (GPT, HYBRID)}
         if any(report["runs"].values()):
-            report |= {"status": len(compat.VERDICTS) - 1, "verdict": compat.VERDICTS[-1]}
+            report |= {"status": len(drift.VERDICTS) - 1, "verdict": drift.VERDICTS[-1]}
     if args.json:
         print(json.dumps(report, indent=2))
     else:

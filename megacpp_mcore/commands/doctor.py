@@ -374,10 +374,10 @@ def _checkout() -> Finding | None:
     version, problem = _megatron(folder)
     if problem:
         return Finding(CHECKOUT_VARIABLE, BROKEN, version, problem, blocks=True)
-    from megacpp_mcore.patches.machinery import compat
+    from megacpp_mcore.patches.machinery import drift
     from megacpp_mcore.patches.machinery.checkout import Checkout
 
-    report = compat.examine(Checkout(folder))
+    report = drift.examine(Checkout(folder))
     return Finding(
         CHECKOUT_VARIABLE, WORKS, version, f"{report['head'] or 'no commits'}; `compat`: {report['verdict']}"
     )

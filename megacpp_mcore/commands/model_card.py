@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megacpp_mcore.model import PRESETS, Model, flops, hybrid
 from megacpp_mcore.model.families import EXPERTS, FAMILIES, mixers_first
-from megacpp_mcore.model.families.attention import ROLES
+from megacpp_mcore.model.families.attention_family import ROLES
 
 _PARTS = {
     **{family.letter: family.part for family in FAMILIES.values()},

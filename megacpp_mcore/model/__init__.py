@@ -29,7 +29,7 @@ from megacpp_mcore.model.definition import (
     preset,
     with_overrides,
 )
-from megacpp_mcore.model.families.attention import OWN, SERVED
+from megacpp_mcore.model.families.attention_family import OWN, SERVED
 
 __all__ = [
     "DEFAULT",

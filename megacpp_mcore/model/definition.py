@@ -17,12 +17,12 @@ from typing import Any
 from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model import parameters
 from megacpp_mcore.model import pattern as grammar
-from megacpp_mcore.model.families import FAMILIES, Family, mamba, recurrent
-from megacpp_mcore.model.families.attention import ATTENTION, DSA, FULL_ATTENTION, MLA, WINDOWED, YaRN
+from megacpp_mcore.model.families import FAMILIES, Family, mamba_family, recurrent_family
+from megacpp_mcore.model.families.attention_family import ATTENTION, DSA, FULL_ATTENTION, MLA, WINDOWED, YaRN
 from megacpp_mcore.model.families.base import Shape, divides, not_negative, positive
-from megacpp_mcore.model.families.experts import MoE
-from megacpp_mcore.model.families.mamba import Mamba3
-from megacpp_mcore.model.families.recurrent import M2RNN
+from megacpp_mcore.model.families.experts_family import MoE
+from megacpp_mcore.model.families.mamba_family import Mamba3
+from megacpp_mcore.model.families.recurrent_family import M2RNN
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest, nearest_number
 
@@ -200,17 +200,17 @@ class Model:
     @property
     def mamba_inner(self) -> int:
         """Width of the Mamba-3 mixer's inner stream."""
-        return mamba.inner_width(self.hidden_size, self.mamba3)
+        return mamba_family.inner_width(self.hidden_size, self.mamba3)
 
     @property
     def mamba_heads(self) -> int:
         """Mamba-3 heads."""
-        return mamba.heads_of(self.hidden_size, self.mamba3)
+        return mamba_family.heads_of(self.hidden_size, self.mamba3)
 
     @property
     def recurrent_heads(self) -> int:
         """M²RNN heads."""
-        return recurrent.heads_of(self.hidden_size, self.m2rnn)
+        return recurrent_family.heads_of(self.hidden_size, self.m2rnn)
 
     def layer_numbers(self, letter: str) -> tuple[int, ...]:
         """Return 1-based numbers of the layers of one family."""

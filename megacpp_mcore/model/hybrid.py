@@ -19,7 +19,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import FAMILIES
-from megacpp_mcore.model.families.attention import FULL_MLA, MTP_BLOCK, SPARSE, SPARSE_MLA
+from megacpp_mcore.model.families.attention_family import FULL_MLA, MTP_BLOCK, SPARSE, SPARSE_MLA
 from megacpp_mcore.model.families.base import Slot
 
 

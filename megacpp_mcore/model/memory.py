@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.definition import Layout, Model
 from megacpp_mcore.model.families import ATTENTION, FAMILIES, MAMBA, Family
-from megacpp_mcore.model.families.mamba import wide_width
+from megacpp_mcore.model.families.mamba_family import wide_width
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.model.parameters import by_stage

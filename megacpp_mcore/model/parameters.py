@@ -11,7 +11,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.model.families import ATTENTION, FAMILIES
-from megacpp_mcore.model.families.attention import FULL_ATTENTION
+from megacpp_mcore.model.families.attention_family import FULL_ATTENTION
 from megacpp_mcore.model.families.base import Count
 
 if TYPE_CHECKING:

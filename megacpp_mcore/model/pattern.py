@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from megacpp_mcore.errors import ModelError, PatternError
 from megacpp_mcore.model.families import FAMILIES
-from megacpp_mcore.model.families.attention import FULL_ATTENTION as FULL_ATTENTION
-from megacpp_mcore.model.families.attention import FULL_INDEX, ROLES, SHARED_INDEX
-from megacpp_mcore.model.families.attention import SPARSE as SPARSE
-from megacpp_mcore.model.families.attention import WINDOWED as WINDOWED
+from megacpp_mcore.model.families.attention_family import FULL_ATTENTION as FULL_ATTENTION
+from megacpp_mcore.model.families.attention_family import FULL_INDEX, ROLES, SHARED_INDEX
+from megacpp_mcore.model.families.attention_family import SPARSE as SPARSE
+from megacpp_mcore.model.families.attention_family import WINDOWED as WINDOWED
 
 
 def _letters() -> str:

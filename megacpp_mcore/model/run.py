@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.definition import Layout, Model
 from megacpp_mcore.model.families import EXPERTS, FAMILIES
-from megacpp_mcore.model.families.attention import FULL_INDEX
+from megacpp_mcore.model.families.attention_family import FULL_INDEX
 from megacpp_mcore.model.training import DEFAULT_HOST, Training
 from megacpp_mcore.util import flags
 

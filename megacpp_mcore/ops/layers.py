@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megacpp_mcore import ops
 from megacpp_mcore.backends import AUTO
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops import initial
+from megacpp_mcore.ops import initializers
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState
 from megacpp_mcore.ops.mamba3.reference import Mamba3State
 from megacpp_mcore.ops.mla_projection.reference import rotation_table
@@ -38,7 +38,7 @@ class _Mixer(nn.Module):
 
     def _linear(self, inputs: int, outputs: int, *, to_residual: bool = False) -> nn.Linear:
         linear = nn.Linear(inputs, outputs, bias=False)
-        initial.by_fan_in(linear.weight, gain=1 / math.sqrt(2 * self.depth) if to_residual else 1.0)
+        initializers.by_fan_in(linear.weight, gain=1 / math.sqrt(2 * self.depth) if to_residual else 1.0)
         return linear
 
     def _add(self, init: Callable[[Tensor], Any], **shapes: tuple[int, ...]) -> None:
@@ -103,14 +103,19 @@ class Mamba3(_Mixer):
         self.out_proj = self._linear(inner, hidden_size, to_residual=True)
         by_rank, of_state = (mimo_rank * inner,), (heads * mimo_rank * state,)
         self._add(
-            initial.ones, b_norm_weight=(state,), c_norm_weight=(state,), D=(heads,), b_bias=of_state, c_bias=of_state
+            initializers.ones,
+            b_norm_weight=(state,),
+            c_norm_weight=(state,),
+            D=(heads,),
+            b_bias=of_state,
+            c_bias=of_state,
         )
-        self._add(initial.inverse_softplus_of_step, dt_bias=(heads,))
+        self._add(initializers.inverse_softplus_of_step, dt_bias=(heads,))
         if out_norm:
-            self._add(initial.ones, out_norm_weight=(inner,))
+            self._add(initializers.ones, out_norm_weight=(inner,))
         if mimo_rank > 1:
-            self._add(initial.constant(1 / mimo_rank), mimo_x=by_rank, mimo_o=by_rank)
-            self._add(initial.ones, mimo_z=by_rank)
+            self._add(initializers.constant(1 / mimo_rank), mimo_x=by_rank, mimo_o=by_rank)
+            self._add(initializers.ones, mimo_z=by_rank)
 
     def forward(
         self, hidden_BSD: Tensor, seq_idx: Tensor | None = None, state: Mamba3State | None = None, return_state: bool = False
@@ -150,12 +155,14 @@ class M2RNN(_Mixer):
         sizes = dict.fromkeys("qk", key_dim) | dict.fromkeys("vg", values) | {"f": heads}
         self.in_proj = nn.ModuleDict({name: self._linear(hidden_size, size) for name, size in sizes.items()})
         self.out_proj = self._linear(values, hidden_size, to_residual=True)
-        self._add(initial.convolution, qk_conv_weight=(2 * key_dim, conv_kernel), v_conv_weight=(values, conv_kernel))
+        self._add(
+            initializers.convolution, qk_conv_weight=(2 * key_dim, conv_kernel), v_conv_weight=(values, conv_kernel)
+        )
         self._add(nn.init.zeros_, qk_conv_bias=(2 * key_dim,), v_conv_bias=(values,))
-        self._add(initial.ones, norm_weight=(values,), D=(values,))
-        self._add(partial(initial.identities, width=value_dim), W=(values * value_dim,))
-        self._add(initial.log_of_decay, A_log=(heads,))
-        self._add(initial.inverse_softplus_of_step, dt_bias=(heads,))
+        self._add(initializers.ones, norm_weight=(values,), D=(values,))
+        self._add(partial(initializers.identities, width=value_dim), W=(values * value_dim,))
+        self._add(initializers.log_of_decay, A_log=(heads,))
+        self._add(initializers.inverse_softplus_of_step, dt_bias=(heads,))
 
     def forward(
         self, hidden_BSD: Tensor, seq_idx: Tensor | None = None, state: M2RNNState | None = None, return_state: bool = False

@@ -16,7 +16,7 @@ import torch
 from megacpp_mcore import backends
 from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure
-from megacpp_mcore.bench.cases import layers, sparse_mla
+from megacpp_mcore.bench.cases import layers_benchmark, sparse_mla_benchmark
 from megacpp_mcore.bench.catalog import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.bench.measure import AgainstTruth, Outcome
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
@@ -47,7 +47,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any]) -> None:
     """A backend of ``m2rnn`` called ``injected`` that ``auto`` prefers."""
     known = backends.own_candidates()
     ours = Candidate(name="injected", op="m2rnn", speed=Speed.KERNEL, load=lambda: fn)
-    for module in (backends, backends.candidates, layers):
+    for module in (backends, backends.candidates, layers_benchmark):
         monkeypatch.setattr(module, "own_candidates", lambda: (*known, ours))
 
 
@@ -267,12 +267,12 @@ def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.Monkey
 
     def attend(q: Any, key: Any, index: Any, scale: float, value_dim: int, length: Any, factor: float = 1.0) -> Any:
         assert (index.dtype, length) == (torch.int32, None)
-        return factor * sparse_mla.attend(q, key.squeeze(2), index, softmax_scale=scale, value_dim=value_dim)
+        return factor * sparse_mla_benchmark.attend(q, key.squeeze(2), index, softmax_scale=scale, value_dim=value_dim)
 
     made = measure.load(BENCHMARKS["sparse_mla"], tiny("sparse_mla", topk=16))
     V, K = made.inputs.cotangents["o"].shape[-1], made.inputs.leaves["q"].shape[-1]
-    call = partial(sparse_mla._stock_tilelang, softmax_scale=K**-0.5, value_dim=V)
-    variant, hook = Variant.of(sparse_mla.TILELANG, PEER, call), "run_fused_absorbed_sparse_attention"
+    call = partial(sparse_mla_benchmark._stock_tilelang, softmax_scale=K**-0.5, value_dim=V)
+    variant, hook = Variant.of(sparse_mla_benchmark.TILELANG, PEER, call), "run_fused_absorbed_sparse_attention"
     monkeypatch.setattr(dsa_tilelang_kernels, hook, attend)
     assert [made.check(variant, work, made.inputs).right for work in (FORWARD, BOTH)] == [True, True]
     monkeypatch.setattr(dsa_tilelang_kernels, hook, partial(attend, factor=1.01))
@@ -286,7 +286,7 @@ def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with raises(BenchmarkError, "hidden is 100", "3584 (nam56r)"):
-        layers.layer_m(tiny("layer_m", hidden=100))
+        layers_benchmark.layer_m(tiny("layer_m", hidden=100))
 
     def stopped(benchmark: Any, options: Options, say: Any) -> Outcome:
         if benchmark.name == "mla":
@@ -307,7 +307,9 @@ def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
 
 
 def test_no_weight_of_a_layer_stays_its_own() -> None:
-    ours, theirs = (layers.Built(torch.nn.Linear(2, 2, bias), torch.relu, "", False) for bias in (False, True))
+    ours, theirs = (
+        layers_benchmark.Built(torch.nn.Linear(2, 2, bias), torch.relu, "", False) for bias in (False, True)
+    )
     ours.take_weights(theirs)
     assert torch.equal(ours.module.weight, theirs.module.weight)
     with pytest.raises(KeyError, match="bias"):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import CheckoutError, PatchError
-from megacpp_mcore.patches.machinery import compat, hook_line
+from megacpp_mcore.patches.machinery import drift, hook_line
 from megacpp_mcore.patches.machinery import git as git_module
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.hook_line import Content
@@ -280,7 +280,7 @@ def test_no_command_of_a_checkouts_own_configuration_runs(
     # What `compat` looks for in the checkout: little, as it is not what is tried here.
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("from megatron.core import timers\n")
-    monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(tmp_path / "package/__init__.py"))
+    monkeypatch.setattr(drift.megacpp_mcore, "__file__", str(tmp_path / "package/__init__.py"))
     timers, sprung = lm.root / "megatron/core/timers.py", tmp_path / "sprung"
     sprung.mkdir()
     ways = {
@@ -321,7 +321,7 @@ def test_no_command_of_a_checkouts_own_configuration_runs(
     refuses(lm.root, ["megatron/core/timers.py"], lambda: lm.apply(["identity"]), code="dirty")
     lm.apply(["identity"], allow_dirty=True)
     with contextlib.suppress(CheckoutError):  # as a partial clone lacks a file
-        compat.examine(lm, "HEAD")
+        drift.examine(lm, "HEAD")
     assert list(sprung.iterdir()) == []
     for command in ("diff", "status"):
         with contextlib.suppress(subprocess.CalledProcessError):

@@ -21,7 +21,7 @@ from megacpp_mcore.errors import CheckoutError
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.patches import watched
 from megacpp_mcore.patches.machinery import checkout as checkout_module
-from megacpp_mcore.patches.machinery import compat
+from megacpp_mcore.patches.machinery import drift
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
@@ -96,7 +96,7 @@ def tree(tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root, package = shutil.copytree(tagged, tmp_path / "lm"), tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text(textwrap.dedent(PACKAGE))
-    monkeypatch.setattr(compat.megacpp_mcore, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(drift.megacpp_mcore, "__file__", str(package / "__init__.py"))
     registry = Registry([patch_of(root, "one", FORWARD, upstream=(7, 8)), patch_of(root, "two", SCALE)])
     monkeypatch.setattr(checkout_module, "default", lambda: registry)
     monkeypatch.setattr(watched, "SOURCES", {CALLED: patch_of(root, "watched", CALLED).edits[0].fingerprints})
@@ -122,7 +122,7 @@ def report(tree: Path, capsys: pytest.CaptureFixture[str], status: int, *words: 
     assert cli.main(["compat", "--checkout", str(tree), "--json", *words]) == status
     assert snapshot(tree) == before
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["verdict"]) == (status, compat.VERDICTS[status])
+    assert (found["status"], found["verdict"]) == (status, drift.VERDICTS[status])
     return found
 
 
@@ -157,7 +157,7 @@ def test_changes_of_a_target_are_told_apart(
     seed("core/layers.py", '"""A layer."""', '"""A class of layers."""')
     one, two, watched = report(tree, capsys, status)["patches"]
     (target,) = one["targets"]
-    assert (one["verdict"], two["verdict"], watched["verdict"]) == (compat.VERDICTS[status], "fits", "fits")
+    assert (one["verdict"], two["verdict"], watched["verdict"]) == (drift.VERDICTS[status], "fits", "fits")
     assert (target["state"], target["parameters"]) == (state, parameters)
     (changed,) = target["commits"]
     assert changed.endswith(f"{old.strip()} becomes {new.strip()} (#7)")
@@ -267,7 +267,7 @@ def test_trees_that_cannot_be_compared(
         (tmp_path, None, "no-checkout", [str(tmp_path), "megatron/core/__init__.py"]),
     ):
         with raises(CheckoutError, *values, code=code):
-            compat.examine(Checkout(folder), since)
+            drift.examine(Checkout(folder), since)
     assert cli.main(["compat", "--checkout", str(shallow), "--since", TAG]) == 2
     assert capsys.readouterr().out == ""
     # Without a tag that somebody asked for: fingerprints alone, and said so. What is installed is the tree itself.
@@ -282,7 +282,7 @@ def test_trees_that_cannot_be_compared(
     assert any("no commit in common" in note for note in found["notes"])
     (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
     with raises(Refusal, "megatron.training.arguments", code="target-changed"):
-        compat.examine(Checkout(tree))
+        drift.examine(Checkout(tree))
 
 
 def test_a_run_that_does_not_end_well_is_broken(

@@ -5,11 +5,11 @@ A new family is a record here, a spec in :mod:`megacpp_mcore.layer_specs`, and i
 
 from __future__ import annotations
 
-from megacpp_mcore.model.families.attention import ATTENTION
+from megacpp_mcore.model.families.attention_family import ATTENTION
 from megacpp_mcore.model.families.base import Family
-from megacpp_mcore.model.families.experts import EXPERTS
-from megacpp_mcore.model.families.mamba import MAMBA
-from megacpp_mcore.model.families.recurrent import RECURRENT
+from megacpp_mcore.model.families.experts_family import EXPERTS
+from megacpp_mcore.model.families.mamba_family import MAMBA
+from megacpp_mcore.model.families.recurrent_family import RECURRENT
 
 FAMILIES: dict[str, Family] = {one.letter: one for one in (ATTENTION, EXPERTS, MAMBA, RECURRENT)}
 """Letter to family."""

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Self
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.families import ATTENTION, FAMILIES, mixers_first
-from megacpp_mcore.model.families.attention import indexer
+from megacpp_mcore.model.families.attention_family import indexer
 from megacpp_mcore.model.families.base import Batch, Work, causal_pairs, feed_forward, product, selected_pairs
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.families import FAMILIES, attention
+from megacpp_mcore.model.families import FAMILIES, attention_family
 from megacpp_mcore.model.families.base import Work
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.count import NAMES, Families, Step
@@ -157,12 +157,12 @@ def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, 
     found = [forward(family.recomputed) for family in FAMILIES.values() if family.recompute in how.own.on]
     if "core_attn" in how.modules:  # our core attention contains the indexer and the value up-projection
         found.append(forward(("attention_core", "indexer")))
-        if role in attention.SPARSE:
-            up = attention.mla_value_up_projection(tokens, model.heads, model.mla)
+        if role in attention_family.SPARSE:
+            up = attention_family.mla_value_up_projection(tokens, model.heads, model.mla)
             found.append(Families(attention_projections=Work(up.forward)))
     if "mla_up_proj" in how.modules and role is not None:
-        absorbed = role in attention.SPARSE
-        up = attention.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
+        absorbed = role in attention_family.SPARSE
+        up = attention_family.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
         found.append(Families(attention_projections=Work(up.forward)))
     if "mlp" in how.modules:
         found.append(forward(("dense_ffn",)))

@@ -23,7 +23,7 @@ from typing import Any
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Work
-from megacpp_mcore.model.families.mamba import wide_inputs
+from megacpp_mcore.model.families.mamba_family import wide_inputs
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops.count import NAMES, Families, Step
 from megacpp_mcore.model.flops.peaks import Peak

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import gelu
 
 from megacpp_mcore.backends.candidates import TRITON_FP8
-from megacpp_mcore.bench.cases.mamba3_projection import QUANTIZED, Scope, engine_in_fp8
+from megacpp_mcore.bench.cases.mamba3_projection_benchmark import QUANTIZED, Scope, engine_in_fp8
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant

@@ -143,7 +143,7 @@ def _later(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grad_by_total_norm_fp32(
         parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
     ) -> None:
-        from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
+        from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 
         owner = _owners.get(id(parameters[0])) if isinstance(parameters, list) and parameters else None
         found: Any = None

@@ -293,7 +293,7 @@ def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -
     import torch
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-    from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
+    from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 
     numbers = [group["params"] for group in optimizer.optimizer.state_dict()[_GROUPS]]
     groups = [

@@ -2,7 +2,7 @@
 
 Upstream's is Transformer Engine's ``FusedAdam``, which saves a copy of an fp32 parameter from before the first step, expands
 16-bit moments to fp32 to save them, and needs a GPU. The distributed optimizer is given
-:class:`megacpp_mcore.ops.precision_aware_adam.PrecisionAwareAdam` instead, whose states are saved as they are kept.
+:class:`megacpp_mcore.ops.remainder_adam.PrecisionAwareAdam` instead, whose states are saved as they are kept.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
 ``megacpp_mcore.patches.apply(["precision-aware-adam"])``.
@@ -61,7 +61,7 @@ def _with_own_adam(original: Callable[..., Any]) -> Callable[..., Any]:
             or not (config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or module.USING_PYTORCH_OPTIMIZER)
         ):
             return original(config, model_chunks, param_groups, *args, **kwargs)
-        from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam
+        from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 
         if (obstacle := _obstacle(config)) is not None:
             dtypes = {str(parameter.dtype) for group in param_groups for parameter in group["params"]}

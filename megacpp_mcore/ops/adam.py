@@ -3,7 +3,7 @@
 The arithmetic is that of Transformer Engine's ``FusedAdam`` (2.20) in its AdamW mode, in float32. A gradient is scaled as it is
 read, so that clipping needs no pass of its own, and a weight's 16-bit copy is written with it: 30 bytes an element in place of
 42. Moments may be kept in bfloat16, and a weight as its copy in bfloat16 and what that leaves of it
-(:func:`megacpp_mcore.ops.precision_aware_adam.joined`).
+(:func:`megacpp_mcore.ops.remainder_adam.joined`).
 """
 
 # mypy: allow-untyped-defs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacpp_mcore.ops import adam
-from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam, joined
+from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam, joined
 from tests.gpu.device import without_waiting
 
 pytestmark = pytest.mark.gpu

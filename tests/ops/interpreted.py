@@ -39,8 +39,8 @@ from megacpp_mcore.ops.mamba3 import triton as mamba3
 from megacpp_mcore.ops.mamba3_projection import triton as mamba3_projection
 from megacpp_mcore.ops.mla_projection import reference as projection_reference
 from megacpp_mcore.ops.mla_projection import triton as projection
-from megacpp_mcore.ops.precision_aware_adam import _step as reference_step
-from megacpp_mcore.ops.precision_aware_adam import joined, split
+from megacpp_mcore.ops.remainder_adam import _step as reference_step
+from megacpp_mcore.ops.remainder_adam import joined, split
 from megacpp_mcore.ops.rms_norm import triton as norm
 from megacpp_mcore.ops.router import triton as router
 from megacpp_mcore.ops.sparse_mla import triton as sparse_mla

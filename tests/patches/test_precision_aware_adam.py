@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.precision_aware_adam import PrecisionAwareAdam, joined, split
+from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam, joined, split
 from megacpp_mcore.patches import adam_in_one_pass, mixed_precision_optimizer, optimizer_resharding, torch_adam_resume
 from megacpp_mcore.patches.precision_aware_adam import PATCH
 from tests import stock

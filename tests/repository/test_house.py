@@ -124,11 +124,11 @@ def test_an_unknown_attribute_is_an_attribute_error() -> None:
 
 
 def test_a_file_is_known_by_its_name() -> None:
-    """Outside of ``ops/<op>/`` two names are of two files each: of a program that users type, of a patch with its optimizer."""
+    """Outside of ``ops/<op>/``, but for ``run``: the description of one, and the program that users of nemo-run type."""
     rooms = ("megacpp_mcore", "layer_specs", "patches", "nemo_recipes")
     files = (
         file.relative_to(ROOT).as_posix() for room in rooms for file in (ROOT / room).rglob("*.py")
     )  # follows no link
     stems = collections.Counter(Path(file).stem for file in files if not re.match(r"megacpp_mcore/ops/\w+/", file))
     twice = {stem for stem, times in stems.items() if times > 1 and not stem.startswith("__")}
-    assert twice == {"run", "precision_aware_adam"}
+    assert twice == {"run"}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from megacpp_mcore.checkpoints.integrity import CONFIG, MANIFEST, METADATA, damages, torch_files
+from megacpp_mcore.checkpoints.integrity import COMMON, CONFIG, MANIFEST, METADATA, damages, torch_files
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.collectives import gathered, rank_and_size, say
 from megacpp_mcore.util.files import is_remote
@@ -97,7 +97,10 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool, time
             code="not-shared",
         )
     if not is_remote(load):
-        _on_rank_0(lambda: _refuse_to_overwrite(Path(save), None if finetune or not load else Path(load), step))
+        start = None if finetune or not load else Path(load)
+        if _on_rank_0(lambda: _refuse_to_overwrite(Path(save), start, step)) and start and load_newest_whole:
+            step = choose(start, step)  # an earlier one, if that is damaged
+            _on_rank_0(lambda: _refuse_to_overwrite(Path(save), start, step))
     _claimed = save
 
 
@@ -159,13 +162,13 @@ def _lock(save: Path) -> Path:
     return seen
 
 
-def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> None:
-    """Refuse a run, with ``load`` where its iterations start from, that would replace later checkpoints than that."""
+def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> bool:
+    """Refuse a run that starts from ``load`` and would replace later checkpoints; return whether an earlier start would."""
     numbers = _iterations(save)[1]
     if load is not None and os.path.realpath(load) == os.path.realpath(save):
         if step and numbers and step < numbers[0]:  # of one that a tracker file leaves behind, choose() says it
             say(f"{save} has a checkpoint of iteration {numbers[0]}: this run, from --ckpt-step {step}, replaces it")
-        return
+        return False
     tracker = read_tracker(save)
     newest = max([*numbers, 0 if tracker in (None, RELEASE) else int(tracker)])
     named = None if load is None else str(step) if step else read_tracker(load)
@@ -176,14 +179,21 @@ def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> Non
             f"it without having loaded it; to continue from it, add --load {save} (without --finetune); otherwise name another "
             "--save folder"
         )
+    return newest > 0
 
 
 def _iterations(folder: Path) -> tuple[list[Path], list[int]]:
     """Return the folders of iterations in ``folder``, and the numbers of those that a save has completed, latest first."""
     # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
     found = [path for path in folder.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
-    complete = [path for path in found if all((path / one).exists() for one in (METADATA, CONFIG)) or torch_files(path)]
+    complete = [path for path in found if torch_files(path) or _is_complete(path)]
     return sorted(found), sorted((int(path.name[5:]) for path in complete), reverse=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether the last file is there: ``metadata.json``; ``.metadata`` of ``torch_dcp``, which names no common state."""
+    metadata = folder / METADATA
+    return metadata.exists() and ((folder / CONFIG).exists() or COMMON.encode() not in metadata.read_bytes())
 
 
 def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | None:

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
@@ -256,6 +257,32 @@ def test_a_damaged_file_of_torch_and_the_newest_whole_checkpoint_are_named(
     assert choose(of_torch, None) == 3
 
 
+@pytest.fixture
+def of_dcp(tmp_path: Path) -> Path:
+    """A folder of ``--save`` with checkpoints in the format ``torch_dcp``, of iterations 3 and 6, and no tracker file."""
+    for iteration in (3, 6):
+        state = {"iteration": iteration, "model": {"weight": torch.full((64,), float(iteration))}}
+        dcp.save(state, checkpoint_id=tmp_path / "saved" / f"iter_{iteration:07d}", no_dist=True)
+    return tmp_path / "saved"
+
+
+def test_a_checkpoint_of_torch_dcp_that_no_tracker_file_names_is_not_replaced(of_dcp: Path) -> None:
+    """Nor a damaged one; of a save that was killed there is no ``.metadata``."""
+    for damage, newest in (("", 6), ("emptied", 6), ("deleted", 3)):
+        if damage:
+            DAMAGES[damage](of_dcp / NEWEST / ".metadata")
+        with raises(CheckpointError, f"iteration {newest}", "iteration 0", f"--load {of_dcp}"):
+            claim(str(of_dcp), None, None, finetune=False)
+
+
+def test_the_newest_whole_checkpoint_of_torch_dcp_is_loaded_without_a_tracker_file(of_dcp: Path) -> None:
+    assert choose(of_dcp, None) == 6
+    DAMAGES["cut"](of_dcp / NEWEST / SHARD)
+    assert choose(of_dcp, None) == 3
+    shutil.rmtree(of_dcp / NEWEST)  # of one alone, too, which is no rest of a first save
+    assert choose(of_dcp, None) == 3
+
+
 def test_every_share_of_the_files_is_checked_by_one_rank(saved: Path) -> None:
     for name in FILES[:2]:
         flip(saved / NEWEST / name, 100)
@@ -380,6 +407,22 @@ def test_a_whole_checkpoint_that_no_tracker_file_names_is_not_replaced(
     for name in (NEWEST, OLDER):  # as a save that was killed leaves it
         (saved / name / "metadata.json").unlink()
     claim(str(saved), str(saved.parent / "older"), None, finetune=False)
+
+
+@pytest.mark.parametrize("step", [None, 6])
+def test_a_damaged_checkpoint_does_not_lead_back_behind_those_of_another_folder(saved: Path, step: int | None) -> None:
+    """An earlier one is loaded in its place where that is set."""
+    other = saved.parent / "other"
+    shutil.copytree(saved / OLDER, other / "iter_0000005")
+    (other / TRACKER).write_text("5")
+    flip(saved / NEWEST / SHARD, 100)
+    claim(str(other), str(saved), step, finetune=False)  # choose() refuses it
+    checkpoint_folder.release()
+    checkpoint_folder.load_newest_whole = True
+    with raises(CheckpointError, f"{other} has", "iteration 5", "iteration 3", f"--load {other}"):
+        claim(str(other), str(saved), step, finetune=False)
+    flip(saved / NEWEST / SHARD, 100)
+    claim(str(other), str(saved), step, finetune=False)
 
 
 def test_a_step_in_the_folder_itself_says_what_it_replaces(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

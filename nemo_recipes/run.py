@@ -34,9 +34,11 @@ from megacpp_mcore.nemo_recipes.bridge_loop import BridgeLoop
 from megacpp_mcore.nemo_recipes.read_bridge import read
 from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.policy import ranks
 from megacpp_mcore.settings import PluginConfig
 from megacpp_mcore.util import schema, stand_in
 from megacpp_mcore.util.collectives import say
+from megacpp_mcore.util.files import is_remote
 from megacpp_mcore.util.nearest import nearest
 
 PATCHES = ("dataset-helpers", "sample-indices")
@@ -118,6 +120,8 @@ def run(
         stack.enter_context(policy.active(settings))
         stack.enter_context(torch.autograd.set_multithreading_enabled(True))  # as in the launcher
         say(verify_data(config))
+        if doubt := doubt_about(config):
+            say(doubt)
         from megatron.bridge.training.callbacks import CallbackManager
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
@@ -125,6 +129,8 @@ def run(
         from megacpp_mcore.layer_specs import training_step
 
         callbacks = CallbackManager()
+        cache = config.dataset.path_to_cache
+        callbacks.register("on_train_start", lambda _: ranks.compare_facts(lambda: ranks.of_datasets(cache)))
         callbacks.register("on_train_start", lambda _: claim_save_folder(config))
         stack.callback(checkpoint_folder.release)
         asked = _observation(config, recording or launcher.Recording(), settings)
@@ -425,6 +431,14 @@ def data_words(config: Any) -> list[str]:
         if value is not None:
             words += ["--" + field.replace("_", "-"), str(value)]
     return words
+
+
+def doubt_about(config: Any) -> str | None:
+    """Return a line that asks for trust in a checkpoint of another user, which Bridge unpickles without a list of classes."""
+    load = config.checkpoint.load
+    if not load or is_remote(load) or not os.path.exists(load) or os.stat(load).st_uid == os.geteuid():
+        return None
+    return f"{load} belongs to another user, and Megatron-Bridge runs what its pickles say: end the run unless you trust it"
 
 
 def claim_save_folder(config: Any) -> None:

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,11 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def compare(settings: PluginConfig | None) -> None:
+    """Refuse a run whose ranks differ in what :func:`collect` says of ``settings``, as :func:`compare_facts` does."""
+    compare_facts(lambda: collect(settings))
+
+
+def compare_facts(collected: Callable[[], dict[str, str]]) -> None:
     """Refuse a run whose ranks differ; every rank has to call this, once torch.distributed is initialized.
 
     Raises:
@@ -130,7 +135,7 @@ def compare(settings: PluginConfig | None) -> None:
     hosts[:] = gathered(socket.gethostname())
     facts: dict[str, str] = {}
     try:
-        facts = collect(settings)
+        facts = collected()
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     except Exception as error:  # the others wait
         digest = f"rank {rank} cannot be compared: {error!r}"
@@ -156,11 +161,16 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
     else:
         given = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
         facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in given.items()}
-        if found := re.fullmatch(r".*/([0-9a-f]{16})", str(getattr(arguments, "data_cache_path", ""))):
-            facts["the datasets, by their manifests' digest"] = found[1]  # as the launcher names the folder
+        facts |= of_datasets(getattr(arguments, "data_cache_path", None))
     if settings is not None:
         facts |= dict(_flat(VARIABLE, settings))
     return facts
+
+
+def of_datasets(cache: object) -> dict[str, str]:
+    """Return the digest of the datasets' manifests by which ``megacpp_mcore.data.arguments`` named the folder ``cache``."""
+    found = re.fullmatch(r".*/([0-9a-f]{16})", str(cache))
+    return {"the datasets, by their manifests' digest": found[1]} if found else {}
 
 
 def peers(address: str | None) -> str:

@@ -93,7 +93,7 @@ def check_a_killed_run(whole: Job, job: Job, seed: int, timeout: float) -> None:
     draw = random.Random(seed)
     victim, step, later_s = draw.randrange(PROCESSES), draw.randrange(1, STEPS), draw.random() / 2
     if seed % 2:
-        job.kill(victim, step, timeout, shards=seed // 2)
+        job.kill(victim, step, timeout, shards=seed // 2 % PROCESSES)
         assert job.unfinished()
     else:
         job.kill(victim, step, timeout, later_s=later_s)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.nemo_recipes.run import claim_save_folder
+from megacpp_mcore.nemo_recipes.run import claim_save_folder, doubt_about
 from tests.errors import raises
 
 
@@ -32,3 +35,13 @@ def test_a_run_claims_its_folder_unless_it_would_overwrite_a_checkpoint(tmp_path
         assert checkpoint_folder._claimed == str(tmp_path)
     finally:
         checkpoint_folder.release()
+
+
+def test_another_users_checkpoint_is_said_to_need_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bridge's own loader unpickles what it finds."""
+    given = config(None, load=str(tmp_path))
+    assert doubt_about(given) is None
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    assert str(tmp_path) in str(doubt_about(given))
+    for load in (None, "msc://bucket/saved", str(tmp_path / "none")):
+        assert doubt_about(config(None, load=load)) is None

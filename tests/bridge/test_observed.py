@@ -17,13 +17,13 @@ from tests.bridge.processes import ROOT, TINY, answer
 STEPS, SAVED, WITHIN_S = 4, 2, 1.0
 
 
-def start(python: Path, corpus: str, folder: Path) -> subprocess.Popen[str]:
+def start(python: Path, corpus: str, folder: Path, steps: int = STEPS) -> subprocess.Popen[str]:
     """The tiny recipe, which goes on where it can and begins where it cannot; recorded beside its checkpoints."""
     settings = folder / "settings.yaml"
     settings.write_text("model: nam56r_tiny\nobservability: {heartbeat_s: 0.02}\n")
     saved = folder / "saved"
     words = [
-        "--recipe", TINY, f"dataset.data_path={corpus}", f"train.train_iters={STEPS}", f"checkpoint.save={saved}",
+        "--recipe", TINY, f"dataset.data_path={corpus}", f"train.train_iters={steps}", f"checkpoint.save={saved}",
         f"checkpoint.load={saved}", f"checkpoint.save_interval={SAVED}", "checkpoint.exit_on_missing_checkpoint=false",
         "train.global_batch_size=2",
     ]  # fmt: skip
@@ -76,6 +76,19 @@ def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, 
     receipt = receipts.read(observed)
     assert receipt["status"] == "finished"
     assert receipt["goodput"]["starts"] == 2
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_sigterm_ends_saves_and_is_stopped(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    process = start(bridge_python, corpus, tmp_path, steps=1000)
+    wait_for_step(process, tmp_path, 1)
+    process.terminate()
+    assert process.wait() == 0, (tmp_path / "log").read_text()[-4000:]
+    last = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    receipt = receipts.read(saved / "observe")
+    assert (receipt["status"], read_steps(saved / "observe")[-1].step) == ("stopped", last)
+    assert receipt["notes"] == ["stopped: exiting program after receiving SIGTERM."]
 
 
 def test_what_cannot_be_recorded(bridge_python: Path, corpus: str, tmp_path: Path) -> None:

@@ -118,18 +118,19 @@ def test_resiliency(folder: Path, version: str, state: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "state"), [("0.19.1+abc1234", WORKS), ("0.18.4", BROKEN), ("0.20.0rc1", BROKEN), ("local", BROKEN)]
+    ("name", "version", "state"),
+    [
+        *(("megatron-core", version, BROKEN) for version in ("0.18.4", "1.0.0rc1", "local")),
+        *(("torch", version, BROKEN) for version in ("2.10.0", "3.0.0+cpu")),
+        *(("megatron-core", "0.19.1+abc1234", WORKS), ("torch", "2.11.0+cpu", WORKS)),
+    ],
 )
-def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state: str) -> None:
-    core = package(folder, "fakemegatron.core")
-    (core / "package_info.py").write_text(f"__version__ = {version!r}")
-    probe = "import fakemegatron.core.package_info as p\nversion = p.__version__\ndetails['file'] = p.__file__"
-    component = Component(
-        name="megatron-core", module="fakemegatron.core", probe=probe, required=True, versions=">=0.19,<0.20"
-    )
-    finding = examine([component], 60)[1]
+def test_the_megatron_and_the_torch_that_are_imported_count(folder: Path, name: str, version: str, state: str) -> None:
+    package(folder, "imported", f"__version__ = {version!r}")
+    probe = "import imported\nversion = imported.__version__"
+    finding = examine([component := dataclasses.replace(BY_NAME[name], module="imported", probe=probe)], 60)[1]
     assert (finding.state, finding.version, finding.blocks) == (state, version, state == BROKEN)
-    assert ("megatron-core>=0.19,<0.20 is needed" in finding.reason) == (state == BROKEN)
+    assert (f"{name}{component.versions} is needed" in finding.reason) == (state == BROKEN)
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,9 @@ class Laboratory:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
         return self.run(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], learning_rate=0.0)
 
-    def moved(self, source: Run, name: str, *, optimizer: bool = True) -> Run:
+    def moved(self, source: Run, name: str) -> Run:
         """The last checkpoint of ``source`` loaded in layout ``name`` and saved again as it is."""
         extra = [*WARM_UP, "--load", str(source.checkpoints)]
-        extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
         label = f"{source.checkpoints.parent.name} to {name}"
         return self.run(label, LAYOUTS[name], COMPARED, extra, save_only=True)
 

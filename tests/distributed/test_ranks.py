@@ -60,12 +60,12 @@ def test_under_bridge_the_command_line_is_compared_without_what_is_a_rank_s_own(
     assert told("optimizer.lr=0.1") != told("optimizer.lr=0.2")
 
 
-# A training with one argument more on one rank.
+# A training of which one rank is started in another way.
 SECOND = """
 import os, runpy, sys
 script, words = sys.argv[1], sys.argv[2:]
 if os.environ["RANK"] == "1":
-    words += ["--weight-decay", "0.25"]
+    {}
 sys.argv = [script, *words]
 """
 LAUNCHED = SECOND + "from megacpp_mcore.commands.cli import main\nsys.exit(main([*script.split(), *words]))"
@@ -76,23 +76,30 @@ BARE = SECOND + (
     "sys.path.insert(0, os.path.dirname(script))\n"
     "runpy.run_path(script, run_name='__main__')"
 )
-DIFFERENCE = "--weight-decay: 0.1 on rank 0; 0.25 on rank 1"
+STARTS = {
+    "--weight-decay: 0.1 on rank 0; 0.25 on rank 1": 'words += ["--weight-decay", "0.25"]',
+    "--lr: 0.0003 on rank 0; 0.25 on rank 1": 'words += ["--lr", "0.25"]',
+    "MEGACPP_CONFIG recompute.m: False on rank 0; True on rank 1": 'os.environ["MEGACPP_CONFIG"] += ".of rank 1"',
+}
 
 
-def refused(code: str, script: str, data: Path) -> str:
-    words = tiny_run.words(data, 2)
-    file = str(data / "config.yaml")
-    status, output = forks.run_ranks(["-c", code, script, *words], 2, megatron=code is LAUNCHED, MEGACPP_CONFIG=file)
+def refused(code: str, script: str, data: Path, tmp_path: Path, difference: str) -> str:
+    file, of_second = tmp_path / "config.yaml", tmp_path / "config.yaml.of rank 1"
+    file.write_text((data / file.name).read_text())
+    of_second.write_text(f"{file.read_text()}recompute: [m]\n")
+    program = ["-c", code.format(STARTS[difference]), script, *tiny_run.words(data, 2)]
+    status, output = forks.run_ranks(program, 2, megatron=code is LAUNCHED, MEGACPP_CONFIG=str(file))
     assert status != 0
     assert not re.search(r"iteration +1/", output), output[-3000:]
+    assert f"  {difference}\n" in output, output[-3000:]  # once or twice: the rank that ends first ends the other
     return output
 
 
 @pytest.mark.slow
-def test_the_launcher_refuses_before_process_groups_are_made(data: Path) -> None:
+@pytest.mark.parametrize("difference", STARTS)
+def test_the_launcher_refuses_before_process_groups_are_made(data: Path, tmp_path: Path, difference: str) -> None:
     """Groups of other sizes would wait for each other."""
-    output = refused(LAUNCHED, "launch --device cpu --no-observe --", data)
-    assert DIFFERENCE in output, output[-3000:]  # once or twice: the rank that ends first ends the other
+    output = refused(LAUNCHED, "launch --device cpu --no-observe --", data, tmp_path, difference)
     assert "initialized tensor model parallel" not in output
 
 
@@ -138,6 +145,6 @@ def test_a_port_that_rank_0_cannot_listen_at_is_not_a_missing_rank(monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_spec_refuses_under_a_stock_script(data: Path, megatron_lm: Path) -> None:
-    output = refused(BARE, str(megatron_lm / "pretrain_gpt.py"), data)
-    assert DIFFERENCE in output, output[-3000:]
+@pytest.mark.parametrize("difference", STARTS)
+def test_the_spec_refuses_under_a_stock_script(data: Path, tmp_path: Path, megatron_lm: Path, difference: str) -> None:
+    refused(BARE, str(megatron_lm / "pretrain_gpt.py"), data, tmp_path, difference)

@@ -1,8 +1,8 @@
 """A training one of whose values is NaN or infinite: ``python -m tests.patches.non_finite HOW FILE ARGUMENTS``.
 
 HOW is a case that spoils steps from the second on, after ``first`` from the first on, after ``late`` with checks that wait as
-on a GPU; FILE.RANK gets whether no parameter has changed. After ``every`` the first step is tried with all of :data:`TRIED`
-before, and what each raised goes to FILE. The launcher's device is DEVICE.
+on a GPU, before ``on rank N`` there alone; FILE.RANK gets whether no parameter has changed. After ``every`` the first step is
+tried with all of :data:`TRIED` before, and what each raised goes to FILE. The launcher's device is DEVICE.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def main(how: str, file: Path, words: list[str]) -> None:
             loss = step()
             assert all(math.isfinite(float(value)) for value in loss[0].values())
             return loss
-        with spoilt(chunks, how.removeprefix("first ").removeprefix("every ")):
+        case, _, rank = how.removeprefix("first ").removeprefix("every ").partition(" on rank ")
+        with spoilt(chunks, case) if rank in ("", os.environ.get("RANK")) else contextlib.nullcontext():
             before = parameters(chunks)
             try:
                 return step()

@@ -122,6 +122,7 @@ def resolve(
             *policy_values.nccl(run, lookup),
             *policy_values.interfaces(run, lookup),
             *policy_values.caches(run, lookup, speed),
+            *policy_values.cudnn(run, lookup),
             policy_values.blocking(lookup, taxes),
             *policy_values.dynamo(compile_disabled_by(environment)),
             *policy_values.logs(lookup, observability),

@@ -18,6 +18,7 @@ from megacpp_mcore.model.run import FEATURES, Run, usual_log_interval
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaults
+from megacpp_mcore.util import host
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
 """Source of a value: the user's argument, file or environment; the recipe; this package or the software it runs on."""
@@ -215,6 +216,23 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
         refused = f"speed_defaults.cache_root asks for {wanted}" if wanted and asked not in (None, wanted) else ""
         found.append(lookup.find(name, default=wanted or default, note=note, refused=refused))
     return tuple(found)
+
+
+def cudnn(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+    """Decide which cuDNN Transformer Engine loads, where it is installed: that of torch, which has to be imported.
+
+    By itself it prefers one of the system (2.20.2, ``common/__init__.py``: ``_load_cuda_library``). One of another version
+    finds torch's parts in place of its own, refuses them, and attention runs unfused without a word.
+    """
+    if run.device != "cuda" or host.version("transformer-engine") is None:
+        return ()
+    name, folder = "CUDNN_HOME", host.loaded_from("libcudnn")
+    default = None if folder is None or lookup.asked("CUDNN_PATH") else str(folder)
+    return (
+        lookup.find(
+            name, default=default, note="torch's cuDNN: with another, Transformer Engine's attention is unfused"
+        ),
+    )
 
 
 def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:

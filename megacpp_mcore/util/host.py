@@ -54,6 +54,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def loaded_from(library: str) -> Path | None:
+    """Return the folder from which this process has loaded the shared library ``lib…``; None if it has not."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        found = (line.rpartition(" ")[2].rstrip("\n") for line in maps if f"/{library}.so" in line)
+        return next((Path(path).parent for path in found), None)
+
+
 def processor() -> str:
     """Return the processor's model, or its architecture if the system does not name the model."""
     facts = CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.exists() else ""

@@ -42,7 +42,10 @@ def package(folder: Path, name: str, text: str = "", distribution: str = "", ver
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """First on the path of this process, and so of the children; with a torch that imports at once."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "torch.py").write_text("__version__ = '2.11.0'\n")
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace as Some\n__version__ = '2.11.0'\nversion = Some(cuda='13.0')\n"
+        "backends = Some(cudnn=Some(version=lambda: 91900))\n"
+    )
     return tmp_path
 
 
@@ -100,6 +103,7 @@ def test_the_switch_of_transformer_engine_is_said_and_one_that_a_launch_refuses_
     assert (broken.state, broken.blocks) == (BROKEN, True)  # Megatron imports it all the same
     assert "No module named 'transformer_engine.pytorch'" in broken.reason
     package(folder, "transformer_engine.pytorch", "Linear = object")
+    package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 19, 0")
     package(folder, "tilelang")
     found = only("transformer-engine", "tilelang")
     finding = found["transformer-engine"]
@@ -107,6 +111,17 @@ def test_the_switch_of_transformer_engine_is_said_and_one_that_a_launch_refuses_
     assert (finding.version, finding.blocks) == ("2.20.2", value == "yes")
     assert value == "yes" or finding.state == state
     assert (found["tilelang"].blocks, found["tilelang"].reason) == (False, "")
+
+
+def test_another_cudnn_than_torchs_is_said(folder: Path) -> None:
+    """With which Transformer Engine's attention runs unfused, without a word."""
+    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
+    package(folder, "transformer_engine.pytorch", "Linear = object")
+    package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 1, 2")
+    finding = only("transformer-engine")["transformer-engine"]
+    assert finding.state == WORKS
+    assert "it has found cuDNN (9, 1, 2), torch has (9, 19, 0): " in finding.reason
+    assert "CUDNN_HOME" in finding.reason
 
 
 @pytest.mark.parametrize(("version", "state"), [("0.4.1", BROKEN), ("0.5.0", WORKS)])

@@ -224,6 +224,17 @@ def patched(process: None) -> Iterator[list[str]]:
         registry.revert()
 
 
+@pytest.fixture
+def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine as on a host where it cannot load cuDNN, as when it finds another version than torch's."""
+    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    select = module.dpa_utils.get_attention_backend
+    monkeypatch.setattr(
+        module.dpa_utils, "get_attention_backend", lambda asked: (False, None, False, None, True, select(asked)[5])
+    )
+    monkeypatch.setitem(module._attention_backends, "attention_params", None)
+
+
 def attention(kind: str, H: int, K: int, V: int) -> Any:
     """What ``MultiLatentAttention._run_core_attention`` reads of its module."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -275,7 +286,7 @@ def packed_seam(layer: Any, parameters: Any, stock: bool = False) -> Op:
 
 
 @needs_engine
-def test_transformer_engine_at_128_64(patched: list[str]) -> None:
+def test_transformer_engine_at_128_64(patched: list[str], unfused: None) -> None:
     layer, inputs = attention("TEDotProductAttention", 56, 128, 64), draw(4096, 2, 56)
     found, peer = outcome(seam(layer), inputs), outcome(stocks(layer), inputs)
     assert patched == [
@@ -335,7 +346,7 @@ def test_transformer_engine_is_asked_what_it_asks_itself(
 
 
 @needs_engine
-def test_transformer_engine_in_a_cuda_graph(patched: list[str]) -> None:
+def test_transformer_engine_in_a_cuda_graph(patched: list[str], unfused: None) -> None:
     assert_replays(seam(attention("TEDotProductAttention", 4, 128, 64)), draw(640, 2, 4))
     assert "CUDNN_ATTENTION" in patched[0]
 

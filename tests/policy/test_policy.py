@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import socket
@@ -247,6 +248,19 @@ def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
     assert found.environment()["TORCHINDUCTOR_CACHE_DIR"] == "/caches/inductor"
     without = settings(tmp_path, "speed_defaults: {expandable_segments: false}\n")
     assert name not in resolve(by(GPU, without), environment={}).environment()
+
+
+def test_transformer_engine_loads_torchs_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, installed = "CUDNN_HOME", importlib.metadata.version
+    assert name not in resolve(GPU, environment={}).environment()  # without it
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda of: "2.20" if of == "transformer-engine" else installed(of)
+    )
+    folder = Path(resolve(GPU, environment={}).environment()[name])
+    assert any(folder.glob("libcudnn.so*"))
+    assert name not in resolve(CPU, environment={}).environment()
+    for set_before in (name, "CUDNN_PATH"):
+        assert name not in resolve(GPU, environment={set_before: "/mine"}).environment()
 
 
 def test_the_ranks_of_a_host_share_a_cache_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from megatron.core import package_info
 
+from megacpp_mcore.backends import vendor_switches
 from megacpp_mcore.commands import doctor, trial
 from megacpp_mcore.commands.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
 from megacpp_mcore.patches.machinery.checkout import Checkout
@@ -282,6 +283,8 @@ def test_a_step_is_trained_as_launch_would(
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(doctor.trial, "train", lambda *_, **given: calls.append(given) or ([{"lm loss": 6.5}], []))
     (tmp_path / "megacpp.yaml").write_text("model: nam56r_tiny\nvendors: {flash4: false}\n")
+    for name, before in vendor_switches._switches.items():
+        monkeypatch.setitem(vendor_switches._switches, name, before)
     monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "megacpp.yaml"))
     monkeypatch.delenv("MEGATRON_LM", raising=False)
     for engine in (WORKS, OFF):

@@ -1,4 +1,7 @@
-"""What the launch policy sets is there before CUDA reads it, as the streams and the allocator of a launched script show."""
+"""What the launch policy sets is there before CUDA reads it, as the streams and the allocator of a launched script show.
+
+So is what Transformer Engine reads: it has torch's cuDNN, whatever the system has.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from megacpp_mcore.model.training import Training
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import json, os
+import importlib.util, json, os
 
 import torch
 
@@ -41,6 +44,11 @@ torch.cuda.synchronize()
 variable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 kept = torch.ones(1 << 20, device="cuda")
 segments = torch.cuda.memory._snapshot()["segments"]
+if importlib.util.find_spec("transformer_engine"):
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    major, rest = divmod(torch.backends.cudnn.version(), 10000)
+    assert get_cudnn_version() == (major, *divmod(rest, 100)), os.environ.get("CUDNN_HOME")
 print("seen", json.dumps([variable, began.elapsed_time(ended), [segment["is_expandable"] for segment in segments]]))
 """
 
@@ -53,7 +61,8 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
     layout = Layout(tensor=tensor, sequence_parallel=tensor > 1)
     words = lower(Run(preset("nam56r_tiny"), layout, Training(data=("--mock-data",))))
     words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r_tiny")]
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    decided = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDNN_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in decided}
     with socket.socket() as one:
         one.bind(("localhost", 0))
         port = one.getsockname()[1]

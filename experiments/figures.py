@@ -77,7 +77,7 @@ def ops() -> Iterator[Line]:
     experts = "Megatron, Transformer Engine"
     table = (
         ("MLA core", te, "mla", "stock Transformer Engine", "sdpa", "", BOTH),
-        ("MLA core by FlashAttention-4[^fa4]", te, "mla", "stock Transformer Engine", "flash4", "", BOTH),
+        ("MLA core by FlashAttention-4", "none[^fa4]", "mla", "", "flash4", "", BOTH),
         ("sparse MLA", unfused, "sparse_mla", "stock unfused", "triton", "heads=56", BOTH),
         ("DSA's indexer: selection", "Megatron", "indexer", "stock", "triton", "", "forward"),
         ("DSA's indexer: gradient", "none[^gradient]", "indexer_grad", "", "triton", "", "gradient"),

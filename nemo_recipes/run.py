@@ -36,7 +36,7 @@ from megacpp_mcore.observe import recording as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.settings import PluginConfig
-from megacpp_mcore.util import schema, stand_in
+from megacpp_mcore.util import schema, stand_in, te_imports
 from megacpp_mcore.util.collectives import say
 from megacpp_mcore.util.files import is_remote
 from megacpp_mcore.util.nearest import nearest
@@ -100,6 +100,8 @@ def run(
         on_cpu = chosen.run.training.device == "cpu"
         if on_cpu:
             stack.enter_context(process.cpu_lane())
+        else:
+            os.environ |= te_imports.cudnn_home(environment)  # before Bridge imports Transformer Engine
         stack.enter_context(process.children_end_with_it())
         stack.enter_context(extensions.stale_locks_removed())
         stack.enter_context(process.revert_patches_on_exit())
@@ -435,10 +437,10 @@ def data_words(config: Any) -> list[str]:
 
 def doubt_about(config: Any) -> str | None:
     """Return a line that asks for trust in a checkpoint of another user, which Bridge unpickles without a list of classes."""
-    load = config.checkpoint.load
-    if not load or is_remote(load) or not os.path.exists(load) or os.stat(load).st_uid == os.geteuid():
-        return None
-    return f"{load} belongs to another user, and Megatron-Bridge runs what its pickles say: end the run unless you trust it"
+    for load in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
+        if load and not is_remote(load) and os.path.exists(load) and os.stat(load).st_uid != os.geteuid():
+            return f"{load} is another user's, and Megatron-Bridge runs what its pickles say: end the run unless you trust it"
+    return None
 
 
 def claim_save_folder(config: Any) -> None:

@@ -26,6 +26,9 @@ _PLAIN_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONL
 _checked: tuple[tuple[Any, int | None], int, int | None] | None = None
 """By the load with ``rank0``: its folder and ``--ckpt-step``; what is loaded, as :func:`_check` returns it."""
 
+_has_manifest = False
+"""Whether what is being saved gets a manifest, which takes the digests; formats that write by themselves have none."""
+
 _flat: str | None = None
 """The folder of the checkpoint that the load with ``rank0`` read, if its optimizer state is in flat buckets."""
 
@@ -132,9 +135,14 @@ def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_remote(checkpoint_dir):
-            kwargs["verify_integrity"] = True
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        global _has_manifest
+        if is_remote(checkpoint_dir):
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        _has_manifest = True
+        try:
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs | {"verify_integrity": True})
+        finally:
+            _has_manifest = False
 
     return save
 
@@ -162,7 +170,8 @@ def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
         from megacpp_mcore.checkpoints.integrity import save_with_digests
 
         save, preload, arguments = original(self)
-        return None if save is None else functools.partial(save_with_digests, save), preload, arguments
+        is_digested = _has_manifest and save is not None
+        return functools.partial(save_with_digests, save) if is_digested else save, preload, arguments
 
     return get_save_function_and_args
 

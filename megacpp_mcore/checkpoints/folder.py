@@ -191,9 +191,10 @@ def _iterations(folder: Path) -> tuple[list[Path], list[int]]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether the last file is there: ``metadata.json``; ``.metadata`` of ``torch_dcp``, which names no common state."""
+    """Return whether the last file is there: ``metadata.json``; ``.metadata`` of ``torch_dcp``, which has no common state."""
     metadata = folder / METADATA
-    return metadata.exists() and ((folder / CONFIG).exists() or COMMON.encode() not in metadata.read_bytes())
+    has_common = (folder / "common.pt").exists() or (metadata.exists() and COMMON.encode() in metadata.read_bytes())
+    return metadata.exists() and ((folder / CONFIG).exists() or not has_common)
 
 
 def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | None:

@@ -38,7 +38,7 @@ _ID = "manifest_id"
 _SUFFIX = ".sha256"
 """Of the file with the digest of a file of this checkpoint, until the manifest has been written."""
 _CHUNK = 1 << 23
-_POLL_S = 0.005
+_POLL_S, _LONGEST_PAUSE_S = 0.005, 0.2
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _METADATA_CLASSES = {
@@ -175,9 +175,11 @@ def save_with_digests(save: Callable[..., None], rank: int, write_buckets: list[
 def _follow(path: Path, known: Path, written: threading.Event) -> None:
     """Write the digest of a file that grows until ``written`` is set to ``known``, unless it does not exist then."""
     with contextlib.suppress(OSError):
+        pause_s = _POLL_S
         while not path.exists():
-            if written.wait(_POLL_S) and not path.exists():
-                return  # as in object storage
+            if written.wait(pause_s) and not path.exists():
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # a writer's later files begin when its last one is there
         digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         with open(path, "rb", buffering=0) as stream:
             while True:

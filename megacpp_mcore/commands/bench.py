@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import traceback
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from megacpp_mcore.bench import catalog, csv_table
 from megacpp_mcore.bench.catalog import FULL, KINDS, SIZES, Benchmark, Options
 from megacpp_mcore.errors import BenchmarkError, MegacppError
-from megacpp_mcore.util import flags
+from megacpp_mcore.util import flags, te_imports
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = catalog.select(args.names, all_of_them=args.all)
     options = _options(chosen, args)
     import torch
+
+    os.environ |= te_imports.cudnn_home(os.environ)
 
     from megacpp_mcore.bench import measure
 

@@ -133,17 +133,19 @@ if not known.ok:
     raise SystemExit(known.reason)
 """
 _ENGINE = """
+import torch
+from megacpp_mcore.util import host
+folder = host.loaded_from("libcudnn")
 import transformer_engine.pytorch as te
 te.Linear
-import torch, transformer_engine
+import transformer_engine
 version = transformer_engine.__version__
-from megacpp_mcore.util import host
 from transformer_engine.pytorch import utils
 numbers = divmod(torch.backends.cudnn.version() or 0, 10000)
 own, other = (numbers[0], *divmod(numbers[1], 100)), tuple(utils.get_cudnn_version())
 if torch.version.cuda and own != other:
-    details["note"] = (f"it has found cuDNN {other}, torch has {own}: its attention may run unfused; a launch sets CUDNN_HOME="
-                       f"{host.loaded_from('libcudnn')}, set it where you start a script yourself")
+    details["note"] = (f"it has found cuDNN {other}, torch has {own}: its attention may run unfused; a launch sets "
+                       f"CUDNN_HOME={folder}, set it where you start a script yourself")
 """
 
 # Importing does not prove that vendors' kernels work: on a GPU one call is run, and compared with plain PyTorch.

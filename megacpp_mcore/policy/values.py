@@ -18,7 +18,7 @@ from megacpp_mcore.model.run import FEATURES, Run, usual_log_interval
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaults
-from megacpp_mcore.util import host
+from megacpp_mcore.util import host, te_imports
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
 """Source of a value: the user's argument, file or environment; the recipe; this package or the software it runs on."""
@@ -219,20 +219,12 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
 
 
 def cudnn(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """Decide which cuDNN Transformer Engine loads, where it is installed: that of torch, which has to be imported.
-
-    By itself it prefers one of the system (2.20.2, ``common/__init__.py``: ``_load_cuda_library``). One of another version
-    finds torch's parts in place of its own, refuses them, and attention runs unfused without a word.
-    """
+    """Decide which cuDNN Transformer Engine loads, where it is installed: torch's, which has to be imported."""
     if run.device != "cuda" or host.version("transformer-engine") is None:
         return ()
-    name, folder = "CUDNN_HOME", host.loaded_from("libcudnn")
-    default = None if folder is None or lookup.asked("CUDNN_PATH") else str(folder)
-    return (
-        lookup.find(
-            name, default=default, note="torch's cuDNN: with another, Transformer Engine's attention is unfused"
-        ),
-    )
+    default = te_imports.cudnn_home(lookup.environment).get(te_imports.CUDNN_HOME)
+    note = "with another cuDNN than torch's, Transformer Engine's attention is unfused"
+    return (lookup.find(te_imports.CUDNN_HOME, default=default, note=note),)
 
 
 def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:

@@ -55,10 +55,14 @@ def versions() -> dict[str, str]:
 
 
 def loaded_from(library: str) -> Path | None:
-    """Return the folder from which this process has loaded the shared library ``lib…``; None if it has not."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        found = (line.rpartition(" ")[2].rstrip("\n") for line in maps if f"/{library}.so" in line)
-        return next((Path(path).parent for path in found), None)
+    """Return the folder from which this process has loaded the shared library ``lib…``; None if from none, or from several."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if f"/{library}.so" in line}
+    folders = {path.parent for path in paths if path.exists()}
+    return folders.pop() if len(folders) == 1 else None
 
 
 def processor() -> str:

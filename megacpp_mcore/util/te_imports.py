@@ -26,6 +26,8 @@ DISABLE_TE = "MEGACPP_DISABLE_TE"
 """The environment variable that keeps this package from using Transformer Engine: 1 or 0."""
 
 TRANSFORMER_ENGINE = "transformer_engine"
+CUDNN_HOME = "CUDNN_HOME"
+"""The environment variable that names the folder of its cuDNN."""
 
 ALIGNMENT = 16
 """Rows and columns of FP8 GEMM operands have to be multiples of this (Transformer Engine 2.20.2)."""
@@ -102,6 +104,19 @@ def disabled() -> str:
     if not features().enabled:
         return f"transformer_engine: {{enabled: false}} in {_switches['source']} disables Transformer Engine"
     return ""
+
+
+def cudnn_home(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which Transformer Engine, not imported yet, loads the cuDNN that torch has loaded.
+
+    By itself it prefers one of the system (2.20.2, ``common/__init__.py``: ``_load_cuda_library``). One of another version
+    finds torch's parts in place of its own, refuses them, and attention runs unfused without a word.
+
+    Args:
+        environment: the process's; what a user has set there is left.
+    """
+    folder = None if host.version("transformer-engine") is None else host.loaded_from("libcudnn")
+    return {} if folder is None or {CUDNN_HOME, "CUDNN_PATH"} & environment.keys() else {CUDNN_HOME: str(folder)}
 
 
 def available() -> ProbeResult:

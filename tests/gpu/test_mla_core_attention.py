@@ -225,14 +225,16 @@ def patched(process: None) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+def unfused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Transformer Engine as on a host where it cannot load cuDNN, as when it finds another version than torch's."""
     module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     select = module.dpa_utils.get_attention_backend
     monkeypatch.setattr(
         module.dpa_utils, "get_attention_backend", lambda asked: (False, None, False, None, True, select(asked)[5])
     )
-    monkeypatch.setitem(module._attention_backends, "attention_params", None)
+    module._attention_backends["attention_params"] = None
+    yield
+    module._attention_backends["attention_params"] = None
 
 
 def attention(kind: str, H: int, K: int, V: int) -> Any:

@@ -16,7 +16,7 @@ from tests.errors import raises
 
 
 def config(save: Path | None, **checkpoint: Any) -> Any:
-    defaults = {"load": None, "ckpt_step": None, "finetune": False}
+    defaults = {"load": None, "ckpt_step": None, "finetune": False, "pretrained_checkpoint": None}
     return SimpleNamespace(
         checkpoint=SimpleNamespace(save=save and str(save), **defaults | checkpoint),
         dist=SimpleNamespace(distributed_timeout_minutes=10),
@@ -42,6 +42,7 @@ def test_another_users_checkpoint_is_said_to_need_trust(tmp_path: Path, monkeypa
     given = config(None, load=str(tmp_path))
     assert doubt_about(given) is None
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    assert str(tmp_path) in str(doubt_about(given))
+    for named in ("load", "pretrained_checkpoint"):
+        assert str(tmp_path) in str(doubt_about(config(None, **{named: str(tmp_path)})))
     for load in (None, "msc://bucket/saved", str(tmp_path / "none")):
         assert doubt_about(config(None, load=load)) is None

@@ -359,6 +359,16 @@ def test_a_save_has_a_manifest_of_digests_that_were_computed_while_it_was_writte
     assert {path.name for path in folder.iterdir()} == {".metadata", "metadata.json", "integrity.json", "__0_0.distcp"}
 
 
+def test_a_format_without_manifest_gets_no_digests(checkpointing: ModuleType, tmp_path: Path) -> None:
+    """Megatron's loop saves torch_dcp by the same writer, and nothing would take them."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    writer = FileSystemWriterAsync(tmp_path)
+    assert writer.get_save_function_and_args() == (None, None, [])
+    writer.write_buckets = [(tmp_path / "shard", "shard", ([], []))]
+    assert writer.get_save_function_and_args()[0].func is FileSystemWriterAsync.write_preloaded_data_multithread
+
+
 @pytest.mark.parametrize(("folder", "has_manifest"), [("saved", True), ("msc://bucket/saved", False)])
 def test_object_storage_is_not_read_back(folder: str, has_manifest: bool) -> None:
     save = mock.Mock(__name__="save")

@@ -76,8 +76,8 @@ def ops() -> Iterator[Line]:
     te, unfused, fused = "Transformer Engine", "Megatron, unfused", "Megatron, fused"
     experts = "Megatron, Transformer Engine"
     table = (
-        ("MLA core", te, "mla", "stock Transformer Engine", "sdpa", "", BOTH),
-        ("MLA core by FlashAttention-4", "none[^fa4]", "mla", "", "flash4", "", BOTH),
+        ("MLA core[^mla]", te, "mla", "stock Transformer Engine", "sdpa", "", BOTH),
+        ("MLA core by FlashAttention-4", "none[^mla]", "mla", "", "flash4", "", BOTH),
         ("sparse MLA", unfused, "sparse_mla", "stock unfused", "triton", "heads=56", BOTH),
         ("DSA's indexer: selection", "Megatron", "indexer", "stock", "triton", "", "forward"),
         ("DSA's indexer: gradient", "none[^gradient]", "indexer_grad", "", "triton", "", "gradient"),

@@ -1,4 +1,4 @@
-"""The table of benchmarks: columns, CSV files, floors in milliseconds, comparison with a committed table. No torch."""
+"""The table of benchmarks: columns, CSV files, comparison with a committed table. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from typing import Any
 
 from megacpp_mcore.bench.catalog import LAYER
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.model.flops import peaks
 
 Row = Mapping[str, Any]
-
-BYTES_PER_SECOND = 4.2e12
-"""What an H200 moves in practice, for floors."""
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "mamba-ssm", "liger-kernel")
 """Packages whose versions a row carries."""
@@ -97,19 +93,6 @@ class Table:
                 writer.writerows(rows)
         except OSError as error:
             raise BenchmarkError(f"{len(rows)} rows could not be added to {self.path} ({error})") from error
-
-
-def floor_time(operations: int, moved: int, precision: str, device: str) -> tuple[float | None, str]:
-    """Return milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at
-    :data:`BYTES_PER_SECOND`, whichever takes longer.
-    """
-    peak = peaks.peak(device, precision)
-    if peak.flops_per_s is None:
-        return None, f"not known: {peak.reason}"
-    by_operations, by_bytes = operations / peak.flops_per_s * 1e3, moved / BYTES_PER_SECOND * 1e3
-    if by_operations >= by_bytes:
-        return by_operations, f"operations at {peak.name}"
-    return by_bytes, f"bytes at {BYTES_PER_SECOND / 1e12:g} TB/s"
 
 
 def shape_text(shape: Mapping[str, Any]) -> str:

@@ -22,11 +22,8 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench import csv_table
-from megacpp_mcore.bench import problem as parts
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Benchmark, Options
-from megacpp_mcore.bench.csv_table import GREEN, IS_REFERENCE
-from megacpp_mcore.bench.problem import BOTH, FORWARD, Call, Floor, Inputs, Problem, Result, Tensors, Variant
-from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
+from megacpp_mcore.bench.problem import Floor, Problem, Result, Variant
 from megacpp_mcore.util import host
 
 FEWEST = 3
@@ -109,78 +106,6 @@ def versions(*packages: str) -> dict[str, str]:
     return {**found, "commit": commit or "unknown"}
 
 
-# --- Parity ---------------------------------------------------------------------------------------------------------------
-
-YARDSTICK_LIMIT = 0.1
-"""Error above which the yardstick itself does not count as an implementation of the op."""
-
-
-def in_double(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Compute the truth of a forward pass that supports float64: its output and the gradient of every leaf, by name."""
-    return dict(zip(inputs.names, parts.with_gradients(call, inputs.in_double()), strict=True))
-
-
-@dataclass(frozen=True)
-class AgainstTruth:
-    """Compares each result's worst row with the truth (:mod:`megacpp_mcore.ops.testing`).
-
-    Anything not finite, or of a different shape, fails. A peer may leave out the last gradients; ours must return all. A
-    variant that is the very program of the truth is checked, and labelled as such.
-
-    Attributes:
-        truth: the results by name, outputs first.
-        limit: the largest error of a row, for all results or by name.
-        outputs: number of results of the forward pass.
-        yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
-        norms: maps a result's name and its truth's row norms to the norms that errors are measured against.
-        rows: maps a result and its truth to the rows of both that are compared.
-    """
-
-    truth: Mapping[str, torch.Tensor]
-    limit: float | Mapping[str, float]
-    outputs: int = 1
-    yardstick: str = ""
-    norms: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, norm: norm
-    rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want)
-    _allowed: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Result:
-        """Run ``variant`` once on ``inputs`` and compare its results."""
-        given = variant.runs[work](inputs)
-        found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
-        least = len(self.truth) if variant.side == OURS and work == BOTH else self.outputs
-        if len(found) < least:
-            return Result(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
-        names = list(self.truth)[: self.outputs if work == FORWARD else len(found)]
-        truth = variant.truth or self.truth
-        errors = {name: self._error(name, have.detach(), truth[name]) for name, have in zip(names, found, strict=False)}
-        limits = self._limits(variant, errors)
-        wrong = [
-            f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
-        ]
-        if wrong:
-            return Result(False, f"FAILS: worst row {', '.join(wrong)}", errors)
-        return Result(None, IS_REFERENCE, errors) if variant.is_reference else Result(True, GREEN, errors)
-
-    def _limits(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
-        if variant.name == self.yardstick:
-            # A yardstick that is not an implementation of the op allows no larger errors.
-            right = all(error <= YARDSTICK_LIMIT for error in errors.values())
-            self._allowed.update({name: PEER_RATIO * error for name, error in errors.items() if right})
-            return dict.fromkeys(errors, YARDSTICK_LIMIT)
-        limit = self.limit if variant.limit is None else variant.limit
-        limits = dict(limit) if isinstance(limit, Mapping) else dict.fromkeys(errors, limit)
-        allowed = self._allowed if variant.limit is None else {}
-        return {name: max(limits[name], allowed.get(name, 0.0)) for name in errors}
-
-    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor) -> float:
-        try:
-            have, want = self.rows(have, want.detach())
-            return worst_row(have, want, name, self.norms(name, row_norms(want)))
-        except AssertionError:  # a different shape, or not finite
-            return float("inf")
-
-
 # --- Rows -----------------------------------------------------------------------------------------------------------------
 
 OUT_OF_MEMORY = "out of memory"
@@ -255,7 +180,7 @@ def _attempt(problem: Problem, variant: Variant, work: str, options: Options) ->
     result = Result(None, csv_table.A_BOUND)
     try:
         if variant.side != BOUND:
-            result = problem.check(variant, work, problem.inputs)
+            result = problem.check(variant, work)
         if result.right is False:
             return result
         call = partial(variant.runs[work], problem.inputs)
@@ -280,7 +205,7 @@ def _collect(options: Options) -> None:
 
 def _cells(result: Result, floor: Floor, device: str) -> dict[str, Any]:
     """Return the cells for one variant and piece of work."""
-    floor_ms, floor_by = csv_table.floor_time(floor.operations, floor.moved, floor.precision, device)
+    floor_ms, floor_by = floor.time(device)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
     cells = {
         "ms": result.ms and f"{result.ms:.4f}",

@@ -1,4 +1,4 @@
-"""The parts of a benchmark: inputs, the variants that are compared on them, floors."""
+"""The parts of a benchmark: inputs, the variants that are compared on them, their parity, floors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,26 @@ import torch
 
 from megacpp_mcore import backends
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
+from megacpp_mcore.bench.csv_table import GREEN, IS_REFERENCE
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.model.flops import Work
+from megacpp_mcore.model.flops import Work, peaks
 from megacpp_mcore.ops import quantised_weights
 from megacpp_mcore.ops.main_grad import MainGrad
+from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
 FORWARD, BOTH = "forward", "forward+backward"
 
 PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 """Fastest precision for products of inputs of a dtype, by the names of :mod:`megacpp_mcore.model.flops.peaks`."""
 
+BYTES_PER_SECOND = 4.2e12
+"""What an H200 moves in practice, for floors."""
+
 Tensors = Sequence[torch.Tensor]
+Weights = Mapping[str, torch.Tensor | Tensors]
+"""Tensors that take the place of leaves, by the leaf's name: one, or one for each part along the leaf's first axis."""
+Call = Callable[..., Any]
+"""A forward pass: from the inputs to its one output, or to a tuple of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +66,18 @@ class Inputs:
         cotangents = {name: given.double() for name, given in self.cotangents.items()}
         return dataclasses.replace(self, leaves=leaves, cotangents=cotangents)
 
+    def truth(self, call: Call) -> dict[str, torch.Tensor]:
+        """Compute what a forward pass that supports float64 gives in it: outputs and the gradient of every leaf, by name."""
+        return dict(zip(self.names, with_gradients(call, self.in_double()), strict=True))
 
-Call = Callable[..., Any]
-"""A forward pass: from the inputs to its one output, or to a tuple of them."""
+    @torch.no_grad()
+    def copied_to(self, weights: Weights) -> Weights:
+        """Copy the leaves of these names into ``weights``, and return them."""
+        for name, own in weights.items():
+            leaf = self.leaves[name]
+            for part, value in [(own, leaf)] if isinstance(own, torch.Tensor) else zip(own, leaf, strict=True):
+                part.copy_(value)
+        return weights
 
 
 class Captured:
@@ -169,18 +187,30 @@ class Variant:
         return cls(name=name, side=side, absent=reason)
 
     @classmethod
-    def of(
-        cls, name: str, side: str, call: Call, leaves: Callable[[Inputs], Tensors] | None = None, **more: Any
-    ) -> Variant:
+    def of(cls, name: str, side: str, call: Call, weights: Weights | None = None, **more: Any) -> Variant:
         """Return the variant whose forward pass is ``call`` and whose backward pass is autograd's.
 
-        ``leaves`` returns the tensors to differentiate, by default the leaves of the inputs; ``more`` are other fields.
+        ``weights`` are its own in place of the last leaves (:meth:`Inputs.copied_to`); ``more`` are other fields.
         """
+        own = list((weights or {}).values())
+        parts = [part for given in own for part in ([given] if isinstance(given, torch.Tensor) else given)]
 
         def both(inputs: Inputs, **how: Any) -> list[torch.Tensor]:
-            return with_gradients(partial(call, **how), inputs, None if leaves is None else leaves(inputs))
+            leaves = list(inputs.leaves.values())[: len(inputs.leaves) - len(own)]
+            return with_gradients(partial(call, **how), inputs, [*leaves, *parts])
 
-        return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **more)
+        def stacked(found: Tensors) -> Tensors:
+            """Return one gradient for each leaf."""
+            if len(found) <= len(parts):  # of a forward pass
+                return found
+            others, gradients = found[: -len(parts)], iter(found[-len(parts) :])
+            each = (
+                [next(gradients) for _ in given] if isinstance(given, Sequence) else next(gradients) for given in own
+            )
+            return [*others, *(one if isinstance(one, torch.Tensor) else torch.stack(one) for one in each)]
+
+        results = stacked if any(isinstance(given, Sequence) for given in own) else list
+        return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **{"results": results} | more)
 
     @classmethod
     def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
@@ -238,6 +268,18 @@ class Floor:
             BOTH: cls(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
         }
 
+    def time(self, device: str) -> tuple[float | None, str]:
+        """Return milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at
+        :data:`BYTES_PER_SECOND`, whichever takes longer.
+        """
+        peak = peaks.peak(device, self.precision)
+        if peak.flops_per_s is None:
+            return None, f"not known: {peak.reason}"
+        by_operations, by_bytes = self.operations / peak.flops_per_s * 1e3, self.moved / BYTES_PER_SECOND * 1e3
+        if by_operations >= by_bytes:
+            return by_operations, f"operations at {peak.name}"
+        return by_bytes, f"bytes at {BYTES_PER_SECOND / 1e12:g} TB/s"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -261,6 +303,10 @@ class Result:
     note: str = ""
 
 
+YARDSTICK_LIMIT = 0.1
+"""Error above which the yardstick itself does not count as an implementation of the op."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One benchmark at one size.
@@ -269,17 +315,67 @@ class Problem:
         inputs: of every variant.
         variants: in the order in which they run.
         works: the pieces of work to check and time, each with its floor.
-        check: runs a variant on a piece of work and the inputs, within its context, and judges parity.
+        truth: the results by name, outputs first.
+        limit: the largest error of a row, for all results or by name.
+        outputs: number of results of the forward pass.
+        yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
+        norms: maps a result's name and its truth's row norms to the norms that errors are measured against.
+        rows: maps a result and its truth to the rows of both that are compared.
         stock: the peer that ours are compared with; empty: the fastest correct one.
         shape: sizes for the table, where they are not just those requested.
     """
 
-    inputs: Any
+    inputs: Inputs
     variants: Sequence[Variant]
     works: Mapping[str, Floor]
-    check: Callable[[Variant, str, Any], Result]
+    truth: Mapping[str, torch.Tensor]
+    limit: float | Mapping[str, float]
+    outputs: int = 1
+    yardstick: str = ""
+    norms: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, norm: norm
+    rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want)
     stock: str = ""
     shape: Mapping[str, Any] = field(default_factory=dict)
+    _allowed: dict[str, float] = field(default_factory=dict)
+
+    def check(self, variant: Variant, work: str) -> Result:
+        """Run ``variant`` once, and compare each result's worst row with the truth (:mod:`megacpp_mcore.ops.testing`).
+
+        Anything not finite, or of a different shape, fails. A peer may leave out the last gradients; ours must return all. A
+        variant that is the very program of the truth is checked, and labelled as such.
+        """
+        given = variant.runs[work](self.inputs)
+        found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
+        least = len(self.truth) if variant.side == OURS and work == BOTH else self.outputs
+        if len(found) < least:
+            return Result(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
+        names = list(self.truth)[: self.outputs if work == FORWARD else len(found)]
+        truth = variant.truth or self.truth
+        errors = {name: self._error(name, have.detach(), truth[name]) for name, have in zip(names, found, strict=False)}
+        limits = self._limits(variant, errors)
+        wrong = [
+            f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
+        ]
+        if wrong:
+            return Result(False, f"FAILS: worst row {', '.join(wrong)}", errors)
+        return Result(None, IS_REFERENCE, errors) if variant.is_reference else Result(True, GREEN, errors)
+
+    def _limits(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
+        if variant.name == self.yardstick:
+            # A yardstick that is not an implementation of the op allows no larger errors.
+            if all(error <= YARDSTICK_LIMIT for error in errors.values()):
+                self._allowed.update({name: PEER_RATIO * error for name, error in errors.items()})
+            return dict.fromkeys(errors, YARDSTICK_LIMIT)
+        limit, allowed = (self.limit, self._allowed) if variant.limit is None else (variant.limit, {})
+        limits = limit if isinstance(limit, Mapping) else dict.fromkeys(errors, limit)
+        return {name: max(limits[name], allowed.get(name, 0.0)) for name in errors}
+
+    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor) -> float:
+        try:
+            have, want = self.rows(have, want.detach())
+            return worst_row(have, want, name, self.norms(name, row_norms(want)))
+        except AssertionError:  # a different shape, or not finite
+            return float("inf")
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure
 from megacpp_mcore.bench.cases import layers_benchmark, sparse_mla_benchmark
 from megacpp_mcore.bench.catalog import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
-from megacpp_mcore.bench.measure import AgainstTruth, Outcome
+from megacpp_mcore.bench.measure import Outcome
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
@@ -118,7 +118,9 @@ def problem(*variants: Variant, stock: str = "") -> Problem:
         variants=variants,
         inputs=Inputs(leaves={"x": LEAF}, cotangents={"y": torch.ones(6, 4)}),
         works={FORWARD: floor, BOTH: floor},
-        check=AgainstTruth({"y": 2 * double, "dx": torch.full_like(double, 2)}, 1e-6, yardstick="yardstick"),
+        truth={"y": 2 * double, "dx": torch.full_like(double, 2)},
+        limit=1e-6,
+        yardstick="yardstick",
         stock=stock,
     )
 
@@ -249,7 +251,7 @@ def test_shapes_and_what_is_no_number_fail(spoil: Callable[[Any], Any], outcome:
 def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
     made = measure.load(BENCHMARKS["indexer"], tiny("indexer", topk=4))
     ours = next(variant for variant in made.variants if variant.side == OURS and variant.runs)
-    assert made.check(ours, FORWARD, made.inputs).right is True
+    assert made.check(ours, FORWARD).right is True
     index = ours.runs[FORWARD](made.inputs).clone()
     last = index[0, -1].tolist()
     second_best = next(key for key in range(len(index[0])) if key not in last)
@@ -258,7 +260,7 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
     )
     index[0, row, slot] = key
     spoiled = dataclasses.replace(ours, runs={FORWARD: lambda _: index})
-    assert made.check(spoiled, FORWARD, made.inputs).right is False
+    assert made.check(spoiled, FORWARD).right is False
 
 
 def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,12 +276,12 @@ def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.Monkey
     call = partial(sparse_mla_benchmark._stock_tilelang, softmax_scale=K**-0.5, value_dim=V)
     variant, hook = Variant.of(sparse_mla_benchmark.TILELANG, PEER, call), "run_fused_absorbed_sparse_attention"
     monkeypatch.setattr(dsa_tilelang_kernels, hook, attend)
-    assert [made.check(variant, work, made.inputs).right for work in (FORWARD, BOTH)] == [True, True]
+    assert [made.check(variant, work).right for work in (FORWARD, BOTH)] == [True, True]
     monkeypatch.setattr(dsa_tilelang_kernels, hook, partial(attend, factor=1.01))
-    assert made.check(variant, FORWARD, made.inputs).right is False
+    assert made.check(variant, FORWARD).right is False
     monkeypatch.setattr(dsa_tilelang_kernels, hook, lambda *call: None)
     with pytest.raises(BenchmarkError, match="TileLang"):
-        made.check(variant, FORWARD, made.inputs)
+        made.check(variant, FORWARD)
 
 
 def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
@@ -307,10 +309,10 @@ def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
 
 
 def test_no_weight_of_a_layer_stays_its_own() -> None:
-    ours, theirs = (
-        layers_benchmark.Built(torch.nn.Linear(2, 2, bias), torch.relu, "", False) for bias in (False, True)
-    )
-    ours.take_weights(theirs)
-    assert torch.equal(ours.module.weight, theirs.module.weight)
+    layer = layers_benchmark.Built(torch.nn.Linear(2, 2), torch.relu, "", False)
+    weight, bias = torch.randn(2, 2), torch.randn(2)
+    layer.variant("ours", OURS, Inputs(leaves={"hidden": LEAF, "weight": weight, "bias": bias}))
+    assert torch.equal(layer.module.weight, weight)
+    assert torch.equal(layer.module.bias, bias)
     with pytest.raises(KeyError, match="bias"):
-        theirs.take_weights(ours)
+        layer.variant("ours", OURS, Inputs(leaves={"hidden": LEAF, "weight": weight}))

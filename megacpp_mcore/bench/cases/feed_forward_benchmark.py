@@ -6,16 +6,15 @@ Legend: S sequence, B batch, D hidden, F inner width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import gelu
 
 from megacpp_mcore.backends.candidates import TRITON_FP8
-from megacpp_mcore.bench.cases.mamba3_projection_benchmark import QUANTIZED, Scope, engine_in_fp8
+from megacpp_mcore.bench.cases.peers import QUANTIZED, engine_in_fp8
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.families.base import feed_forward
 from megacpp_mcore.ops.feed_forward.reference import feed_forward as reference
@@ -31,48 +30,36 @@ def problem(options: Options) -> Problem:
     inputs = Inputs(leaves=draw.leaves(x=draw.normal(S, B, D), **weights), cotangents={"y": draw.normal(S, B, D)})
     x, w = inputs.leaves["x"].nbytes, sum(weight.nbytes for weight in weights.values())
 
-    def truth(inputs: Inputs) -> torch.Tensor:
+    def plain(inputs: Inputs) -> torch.Tensor:
         x, w1, w2 = inputs.leaves.values()
         return reference(x, w1, w2)
 
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of("PyTorch", PEER, truth),
-            *engine_in_fp8(options, *weights.values(), make=_engine),
+            Variant.of("PyTorch", PEER, plain),
+            *engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(gelu(first(x)))),
             *_ours(options),
         ],
         works=Floor.pair(feed_forward(S * B, D, F), 2 * x + w, 5 * x + 3 * w, options.dtype),
-        check=AgainstTruth(in_double(truth, inputs), LIMITS[options.dtype]),
+        truth=inputs.truth(plain),
+        limit=LIMITS[options.dtype],
         stock="PyTorch",
-    )
-
-
-def _engine(name: str, linears: Sequence[Any], scope: Scope) -> Variant:
-    """Return Transformer Engine's linear layers in an FP8 recipe."""
-    first, second = linears
-
-    def call(inputs: Inputs) -> Any:
-        with scope():
-            return second(gelu(first(inputs.leaves["x"])))
-
-    return Variant.of(
-        name, PEER, call, lambda inputs: [inputs.leaves["x"], first.weight, second.weight], limit=QUANTIZED
     )
 
 
 def _ours(options: Options) -> Iterator[Variant]:
     """Yield our backends; in FP8 with the weights quantised in each call, or kept, also as graphs, which quantise them."""
 
-    def run(fn: Callable[..., torch.Tensor], inputs: Inputs, main_grads: Any = (None, None)) -> torch.Tensor:
+    def run(fn: Any, inputs: Inputs, main_grads: Any = (None, None)) -> torch.Tensor:
         return fn(*inputs.leaves.values(), main_grads)
 
     D, F = options.shape["hidden"], options.shape["ffn"]
-    for kept in Variant.candidates("feed_forward", options, run, hidden=D, ffn=F):
-        if not kept.runs or kept.name != TRITON_FP8:
-            yield kept
+    for one in Variant.candidates("feed_forward", options, run, hidden=D, ffn=F):
+        if not one.runs or one.name != TRITON_FP8:
+            yield one
             continue
-        kept = dataclasses.replace(kept, limit=QUANTIZED)
+        kept = dataclasses.replace(one, limit=QUANTIZED)
         yield kept.captured()
         yield kept.quantising()
         kept = dataclasses.replace(kept, name=f"{TRITON_FP8}, weights kept quantised")

@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_mcore.backends.candidates import TRITON_FP8
-from megacpp_mcore.bench.cases.peers import ENGINE, lacking
+from megacpp_mcore.bench.cases.peers import ENGINE, engine_linear, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
-from megacpp_mcore.util import te_imports
 
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
@@ -44,22 +42,18 @@ def problem(options: Options) -> Problem:
     T, draw = options.shape["B"] * options.shape["S"] * options.shape["routed"], Draw(options)
     counts_E = torch.bincount(draw.integers(options.shape["experts"], T), minlength=options.shape["experts"])
     x, w1, w2 = _drawn(draw, options, T)
-    probs = torch.rand(T, generator=draw.generator, device=options.device)
-    inputs = Inputs(
-        leaves=draw.leaves(x=x, probs=probs, w1=w1, w2=w2),
-        cotangents={"y": draw.normal(*x.shape)},
-        fixed={"counts": counts_E},
-    )
+    leaves = draw.leaves(x=x, probs=torch.rand(T, generator=draw.generator, device=options.device), w1=w1, w2=w2)
+    inputs = Inputs(leaves=leaves, cotangents={"y": draw.normal(*x.shape)}, fixed={"counts": counts_E})
 
     def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
         x, probs, w1, w2 = inputs.leaves.values()
         return fn(x, inputs.fixed["counts"], w1, w2, probs, **how)
 
-    def by_engine(engine: _Engine, inputs: Inputs) -> Any:
-        return engine(inputs.leaves["x"], inputs.leaves["probs"], counts)
+    def by_engine(experts: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
+        return experts(inputs.leaves["x"], inputs.leaves["probs"], counts)
 
     counts = counts_E.tolist()
-    peers = [_grouped_mm(options), _Engine.variant("TE GroupedLinear", options, inputs, by_engine)]
+    peers = [_grouped_mm(options), _by_engine("TE GroupedLinear", options, inputs, by_engine)]
     return _problem("grouped_mlp", options, inputs, run, grouped_mlp, peers, shape={**options.shape, "T": T})
 
 
@@ -70,11 +64,8 @@ def routed_problem(options: Options) -> Problem:
     routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
     probs_TE = score_TE.sigmoid() * routing_TE
     x, w1, w2 = _drawn(draw, options, T)
-    inputs = Inputs(
-        leaves=draw.leaves(x=x, probs=probs_TE / probs_TE.sum(1, keepdim=True), w1=w1, w2=w2),
-        cotangents={"y": draw.normal(*x.shape)},
-        fixed={"routing": routing_TE},
-    )
+    leaves = draw.leaves(x=x, probs=probs_TE / probs_TE.sum(1, keepdim=True), w1=w1, w2=w2)
+    inputs = Inputs(leaves=leaves, cotangents={"y": draw.normal(*x.shape)}, fixed={"routing": routing_TE})
 
     def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
         x, probs, w1, w2 = inputs.leaves.values()
@@ -82,7 +73,7 @@ def routed_problem(options: Options) -> Problem:
 
     # Megatron's permutation around TE's linears, as the alltoall dispatcher and TEGroupedMLP of one process have it.
     stock = [
-        _Engine.variant(f"stock TEGroupedMLP{name}", options, inputs, partial(_permuted, K, fused))
+        _by_engine(f"stock TEGroupedMLP{name}", options, inputs, partial(_permuted, K, fused))
         for name, fused in (("", False), (", fused permutation", True))
     ]
     return _problem("routed_mlp", options, inputs, run, routed_mlp, stock)
@@ -105,7 +96,9 @@ def _problem(
         inputs=inputs,
         variants=[*peers, *_ours(op, options, run)],
         works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        check=AgainstTruth(in_double(partial(run, reference), inputs), LIMITS[options.dtype], norms=_norms),
+        truth=inputs.truth(partial(run, reference)),
+        limit=LIMITS[options.dtype],
+        norms=_norms,
         **more,
     )
 
@@ -147,47 +140,27 @@ def _grouped_mm(options: Options) -> Variant:
     return Variant.of(name, PEER, call, limit=ROUNDED)
 
 
-def _permuted(topk: int, fused: bool, engine: _Engine, inputs: Inputs) -> torch.Tensor:
+def _permuted(topk: int, fused: bool, experts: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
     counts = routing.sum(0).tolist()  # the host waits, as it does in stock
     row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=len(x) * topk, fused=fused)
-    return moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
+    return moe_utils.unpermute(experts(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
 
 
-class _Engine:
-    """TE's linears of the experts with their activation; the gradient of each weight matrix is one tensor per expert."""
+def _by_engine(name: str, options: Options, inputs: Inputs, call: Callable[..., torch.Tensor]) -> Variant:
+    """Return ``call``, given TE's linears of the experts with their activation, and inputs; or why it cannot run here."""
+    if reason := lacking(options.device, ENGINE, "Transformer Engine"):
+        return Variant.missing(name, reason)
+    numbers, matrices = range(options.shape["experts"]), ("w1", "w2")
+    first, second = linears = [engine_linear(inputs.leaves[weight]) for weight in matrices]
 
-    def __init__(self, options: Options, inputs: Inputs) -> None:
-        self.dtype, self.linears = getattr(torch, options.dtype), []
-        made: dict[str, Any] = {"bias": False, "params_dtype": self.dtype, "device": options.device}
-        for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
-            self.experts, outputs, width = weight_EOI.shape
-            linear = te_imports.entry("GroupedLinear")(self.experts, width, outputs, **made)
-            with torch.no_grad():
-                for number, weight in enumerate(weight_EOI):
-                    getattr(linear, f"weight{number}").copy_(weight)
-            self.linears.append(linear)
-        self.weights = [getattr(linear, f"weight{number}") for linear in self.linears for number in range(self.experts)]
+    def experts(x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> Any:
+        hidden = (F.gelu(first(x, counts)) * probs[:, None]).to(x.dtype)
+        return second(hidden, counts)
 
-    def __call__(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> Any:
-        hidden = (F.gelu(self.linears[0](x, counts)) * probs[:, None]).to(self.dtype)
-        return self.linears[1](hidden, counts)
-
-    @classmethod
-    def variant(cls, name: str, options: Options, inputs: Inputs, call: Callable[[_Engine, Inputs], Any]) -> Variant:
-        """Make a variant of ``call``, which uses such linears, or say why it cannot run here."""
-        if reason := lacking(options.device, ENGINE, "Transformer Engine"):
-            return Variant.missing(name, reason)
-        engine = cls(options, inputs)
-
-        def leaves(inputs: Inputs) -> Tensors:
-            return [inputs.leaves["x"], inputs.leaves["probs"], *engine.weights]
-
-        def results(found: Tensors) -> Tensors:
-            if len(found) == 1:
-                return found
-            starts = (3, 3 + engine.experts)
-            return [*found[:3], *(torch.stack(list(found[start:][: engine.experts])) for start in starts)]
-
-        return Variant.of(name, PEER, partial(call, engine), leaves=leaves, results=results, limit=ROUNDED)
+    weights = {
+        weight: [getattr(linear, f"weight{number}") for number in numbers]
+        for weight, linear in zip(matrices, linears, strict=True)
+    }
+    return Variant.of(name, PEER, partial(call, experts), inputs.copied_to(weights), limit=ROUNDED)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth
 from megacpp_mcore.bench.problem import FORWARD, PRECISIONS, Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.model.flops import causal_pairs, selected_pairs
 from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
@@ -46,7 +45,9 @@ def problem(options: Options) -> Problem:
             *Variant.candidates("indexer", options, run, dim=D, heads=H),
         ],
         works={FORWARD: floor},
-        check=AgainstTruth(truth, SELECTED, rows=selected_scores),
+        truth=truth,
+        limit=SELECTED,
+        rows=selected_scores,
         stock=STOCK,
     )
 
@@ -76,7 +77,9 @@ def gradient_problem(options: Options) -> Problem:
             *(dataclasses.replace(one, runs={GRADIENT: one.runs[FORWARD]} if one.runs else {}) for one in ours),
         ],
         works={GRADIENT: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        check=AgainstTruth(truth, LIMITS, outputs=len(LIMITS)),
+        truth=truth,
+        limit=LIMITS,
+        outputs=len(LIMITS),
     )
 
 

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,8 +29,16 @@ from megacpp_mcore.backends import STOCK, Dispatcher, own_candidates
 from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
-from megacpp_mcore.bench.measure import YARDSTICK_LIMIT, AgainstTruth
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    YARDSTICK_LIMIT,
+    Draw,
+    Floor,
+    Inputs,
+    Problem,
+    Variant,
+    Weights,
+)
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model import pattern as grammar
@@ -71,32 +79,18 @@ class Built:
     backends: str
     is_reference: bool
 
-    def run(self, inputs: Inputs) -> torch.Tensor:
-        """Return the layer's output."""
-        return self.call(inputs.leaves["hidden"])
+    def variant(self, name: str, side: str, inputs: Inputs, weights: Weights | None = None) -> Variant:
+        """Return the layer as a variant with the values of ``inputs`` in its ``weights``, by default all of its parameters.
 
-    @cached_property
-    def parameters(self) -> Tensors:
-        """Those of the module, which takes a while to list them: a training step does not."""
-        return list(self.module.parameters())
-
-    def leaves(self, inputs: Inputs) -> Tensors:
-        """Return input and parameters."""
-        return [inputs.leaves["hidden"], *self.parameters]
-
-    def take_weights(self, other: Built) -> None:
-        """Copy every parameter from another layer of the same kind."""
-        weights = dict(other.module.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                parameter.copy_(weights[name])
-
-    def variant(self, name: str, side: str) -> Variant:
-        """Return the layer as a variant, with the gradients of its input and of every parameter."""
-        return Variant.of(name, side, self.run, leaves=self.leaves, is_reference=side == OURS and self.is_reference)
+        Raises:
+            KeyError: one is not among the inputs.
+        """
+        own = inputs.copied_to(dict(self.module.named_parameters()) if weights is None else weights)
+        is_reference = side == OURS and self.is_reference
+        return Variant.of(name, side, lambda given: self.call(given.leaves["hidden"]), own, is_reference=is_reference)
 
 
-def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Variant], options: Options) -> Problem:
+def _problem(letter: str, role: str | None, peer: Callable[[Plan, Inputs], Variant], options: Options) -> Problem:
     by_width, hidden_size = {preset(name).hidden_size: preset(name) for name in MODELS}, options.shape["hidden"]
     if hidden_size not in by_width:
         known = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
@@ -107,47 +101,48 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     plan = Plan(options, model, _config(options, model), number)
     draw, ours = Draw(options), _build(plan, {})
     _stir(ours.module, draw)
-    shape = (*options.sizes("S", "B"), model.hidden_size)
+    weights, shape = dict(ours.module.named_parameters()), (*options.sizes("S", "B"), model.hidden_size)
     hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
-    inputs = Inputs(leaves={"hidden": hidden}, cotangents={"out": draw.normal(*shape)})
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
-    rows = hidden.numel() * hidden.element_size()
-    variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
+    inputs = Inputs(leaves={"hidden": hidden, **weights}, cotangents={"out": draw.normal(*shape)})
+    variants = [peer(plan, inputs), ours.variant(f"ours ({ours.backends})", OURS, inputs)]
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
     step = flops.step(model, options.shape["B"], seq_length=options.shape["S"])
     whole, head = (step.layers[number - 1].total, Work(0, 0)) if number else (step.mtp[0].total, step.mtp[0].head)
     work = Work(whole.forward - head.forward, whole.backward - head.backward)
+    stored, rows = sum(weight.nbytes for weight in weights.values()), hidden.nbytes
+    truth, limits = _truth_and_limits(plan, inputs)
     return Problem(
         shape={"model": model.name, **options.shape},
         inputs=inputs,
         variants=variants,
-        works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        check=AgainstTruth(*_truth_and_limits(plan, ours, inputs)),
+        works=Floor.pair(work, stored + 2 * rows, 3 * stored + 5 * rows, options.dtype),
+        truth=truth,
+        limit=limits,
     )
 
 
-def _truth_and_limits(plan: Plan, ours: Built, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the results on the ops' references (except :data:`BEFORE_SELECTION` in a layer that selects), and the limits."""
-    number = plan.number - 1
-    selects = plan.number and (plan.model.layers[number] == "E" or plan.model.roles[number] == grammar.FULL_INDEX)
-    same = BEFORE_SELECTION if selects else ()
+    letter, role = (
+        (plan.model.layers[plan.number - 1], plan.model.roles[plan.number - 1]) if plan.number else ("", None)
+    )
+    same = BEFORE_SELECTION if letter == "E" or role == grammar.FULL_INDEX else ()
     references = [one.op for one in own_candidates() if one.name == REFERENCE and one.op not in same]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
-    layer.take_weights(ours)
-    names = (*inputs.names, *(f"d{name}" for name, _ in layer.module.named_parameters()))
+    run = layer.variant(REFERENCE, OURS, inputs).runs[BOTH]
 
     def results() -> dict[str, torch.Tensor]:
-        return dict(zip(names, with_gradients(layer.run, inputs, layer.leaves(inputs)), strict=True))
+        return dict(zip(inputs.names, run(inputs), strict=True))
 
-    found, limits = results(), dict.fromkeys(names, LIMITS[plan.options.dtype])
-    if not plan.number or plan.model.layers[plan.number - 1] != "R":
+    found, limits = results(), dict.fromkeys(inputs.names, LIMITS[plan.options.dtype])
+    if letter != "R":
         return found, limits
     mixer = layer.module.self_attention
     mixer.backend = SimpleNamespace(fn=partial(_in_double, mixer.backend.fn))
     truth = results()
-    errors = {name: PEER_RATIO * worst_row(found[name], truth[name], name) for name in names}
-    return truth, {name: max(limits[name], min(errors[name], YARDSTICK_LIMIT)) for name in names}
+    errors = {name: PEER_RATIO * worst_row(found[name], truth[name], name) for name in truth}
+    return truth, {name: max(limits[name], min(errors[name], YARDSTICK_LIMIT)) for name in truth}
 
 
 def _in_double(fn: Callable[..., Any], first: torch.Tensor, *given: Any, **weights: Any) -> Any:
@@ -281,43 +276,24 @@ def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]
 # --- peers ----------------------------------------------------------------------------------------------------------------
 
 
-def _none(reason: str) -> Callable[[Plan, Built], Variant]:
-    return lambda plan, ours: Variant.missing("stock", f"no peer: {reason}")
+def _none(reason: str) -> Callable[[Plan, Inputs], Variant]:
+    return lambda plan, inputs: Variant.missing("stock", f"no peer: {reason}")
 
 
-def _with_stock_core(plan: Plan, ours: Built) -> Variant:
+def _with_stock_core(plan: Plan, inputs: Inputs) -> Variant:
     """Return the same layer with the core attention that stock's own specs use."""
-    theirs = _build(plan, {}, stock_core=True)
-    theirs.take_weights(ours)
-    return theirs.variant("stock core attention", PEER)
+    return _build(plan, {}, stock_core=True).variant("stock core attention", PEER, inputs)
 
 
-def _stock_moe(plan: Plan, ours: Built) -> Variant:
+def _stock_moe(plan: Plan, inputs: Inputs) -> Variant:
     """Return the layer with stock's router, dispatcher and experts, whose matrices are separate parameters."""
     from megacpp_mcore.layer_specs.experts import expert_matrices
 
     theirs = _build(plan, dict.fromkeys((EXPERTS, "router", "rms_norm"), STOCK))
     first, second = expert_matrices(theirs.module.mlp.experts)
-    by_name = dict(theirs.module.named_parameters())
-    # For each parameter of ours: the parameters of theirs that it equals or stacks.
-    parts = {
-        name: {"mlp.experts.weight1": first, "mlp.experts.weight2": second}.get(name) or [by_name[name]]
-        for name, _ in ours.module.named_parameters()
-    }
-    with torch.no_grad():
-        for name, weight in ours.module.named_parameters():
-            for part, value in zip(parts[name], weight if len(parts[name]) > 1 else [weight], strict=True):
-                part.copy_(value)
-
-    def results(found: Tensors) -> Tensors:
-        """Return output and gradients in the order of ours."""
-        if len(found) == 1:
-            return found
-        gradients = dict(zip(map(id, by_name.values()), found[2:], strict=True))
-        given = [[gradients[id(part)] for part in each] for each in parts.values()]
-        return [*found[:2], *(torch.stack(each) if len(each) > 1 else each[0] for each in given)]
-
-    return Variant.of("stock MoELayer", PEER, theirs.run, leaves=theirs.leaves, results=results)
+    by_name = {**dict(theirs.module.named_parameters()), "mlp.experts.weight1": first, "mlp.experts.weight2": second}
+    weights = {name: by_name[name] for name in inputs.leaves if name != "hidden"}
+    return theirs.variant("stock MoELayer", PEER, inputs, weights)
 
 
 # --- the benchmarks, each a function of its options -----------------------------------------------------------------------

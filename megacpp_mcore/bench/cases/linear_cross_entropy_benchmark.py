@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, PRECISIONS, Call, Draw, Floor, Inputs, Problem, Tensors, Variant, obstacle
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
@@ -54,7 +53,9 @@ def problem(options: Options) -> Problem:
         variants=variants,
         # No forward pass by itself: some variants compute gradients in it.
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        check=AgainstTruth(in_double(_called(_dense), inputs), LIMITS[options.dtype], yardstick=STOCK),
+        truth=inputs.truth(_called(_dense)),
+        limit=LIMITS[options.dtype],
+        yardstick=STOCK,
     )
 
 

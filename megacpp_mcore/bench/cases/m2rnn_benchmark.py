@@ -13,7 +13,6 @@ import torch
 
 from megacpp_mcore.bench.cases.peers import lacking
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import m2rnn_recurrence
 from megacpp_mcore.ops.m2rnn.reference import m2rnn, m2rnn_sequential
@@ -66,13 +65,14 @@ def problem(options: Options) -> Problem:
         peer = Variant.of(XMA, PEER, partial(recur, partial(m2rnn, recurrence=theirs)), limit=ROUNDED_STATE)
     ours = list(Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
-    sequential = partial(recur, partial(m2rnn, recurrence=m2rnn_sequential))
     values, given = (B * S * width * draw.itemsize for width in (H * V, sum(widths)))
     return Problem(
         inputs=inputs,
         variants=[peer, *sorted(ours, key=lambda one: one.name != YARDSTICK), *graphs],
         works=Floor.pair(m2rnn_recurrence(B * S, H, K, V), given + values, 3 * given + 2 * values, options.dtype),
-        check=AgainstTruth(in_double(sequential, inputs), LIMITS[options.dtype], yardstick=YARDSTICK),
+        truth=inputs.truth(partial(recur, partial(m2rnn, recurrence=m2rnn_sequential))),
+        limit=LIMITS[options.dtype],
+        yardstick=YARDSTICK,
     )
 
 

@@ -12,8 +12,7 @@ import torch
 
 from megacpp_mcore.bench.cases.peers import mamba3_source
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model import Mamba3
 from megacpp_mcore.model.flops import mamba_scan
 from megacpp_mcore.ops.mamba3.reference import mamba3
@@ -66,8 +65,6 @@ def problem(options: Options) -> Problem:
     moved = B * S * (sum(widths) + H * P) * draw.itemsize
     wider = SUMMED | (ONE_RANK if R == 1 else {})
     limits = {name: LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names}
-    # In float64, keeping the states of few tokens at a time.
-    sequential = partial(scan, partial(mamba3, method="sequential", segment_size=256))
     ours = list(Variant.candidates("mamba3", options, scan, head_dim=P, mimo_rank=R, state=N))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
     return Problem(
@@ -76,7 +73,10 @@ def problem(options: Options) -> Problem:
         works=Floor.pair(
             mamba_scan(B, S, H, ssm), moved, 2 * moved + B * S * sum(widths) * draw.itemsize, options.dtype
         ),
-        check=AgainstTruth(in_double(sequential, inputs), limits),
+        truth=inputs.truth(
+            partial(scan, partial(mamba3, method="sequential", segment_size=256))
+        ),  # which keeps few states
+        limit=limits,
     )
 
 
@@ -97,17 +97,12 @@ def _peer(options: Options, inputs: Inputs) -> Variant:
         device=options.device, dtype=getattr(torch, options.dtype),
     )  # fmt: skip
     module.in_proj = module.out_proj = torch.nn.Identity()
-    norm_weight = inputs.leaves["out_norm_weight"].detach().clone().requires_grad_()
-    weights = {leaf: module.get_parameter(theirs) for leaf, theirs in THEIRS.items() if leaf in inputs.leaves}
-    with torch.no_grad():
-        for leaf, weight in weights.items():
-            weight.copy_(inputs.leaves[leaf].view(weight.shape))
+    norm_weight = torch.empty_like(inputs.leaves["out_norm_weight"], requires_grad=True)
+    given = {leaf: module.get_parameter(theirs) for leaf, theirs in THEIRS.items() if leaf in inputs.leaves}
+    weights = inputs.copied_to(given | {"out_norm_weight": norm_weight})
 
     def call(inputs: Inputs) -> torch.Tensor:
         by_head = module(inputs.leaves["u"]).view(inputs.cotangents["y"].shape)
         return torch.nn.functional.rms_norm(by_head, (P,), eps=EPS) * norm_weight.view(H, P)  # as ours norms its output
 
-    def leaves(inputs: Inputs) -> Tensors:
-        return [inputs.leaves["u"], *weights.values(), norm_weight]
-
-    return Variant.of(name, PEER, call, leaves=leaves, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)
+    return Variant.of(name, PEER, call, weights, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product
@@ -87,19 +86,21 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
     forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
     backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
     work = product(B * H * documents * causal_pairs(length) * (K + V))  # two products under the causal mask
-    truth = in_double(partial(attend, mla_attention), inputs)
-    check = AgainstTruth(truth, LIMITS[options.dtype], yardstick=PLAIN, norms=norms)
-    check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH, inputs)
     ours = list(Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=bool(fixed)))
     ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
     graphs = [one.captured() for one in ours if one.name in ("sdpa", "flash4") and one.runs]
-    return Problem(
+    made = Problem(
         inputs=inputs,
         variants=[*beside, *ours, *ordered, *graphs],
         works=Floor.pair(work, forward, forward + backward, options.dtype),
-        check=check,
+        truth=inputs.truth(partial(attend, mla_attention)),
+        limit=LIMITS[options.dtype],
+        yardstick=PLAIN,
+        norms=norms,
         stock=beside[0].name,
     )
+    made.check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH)
+    return made
 
 
 def _plain(inputs: Inputs, scale: float) -> torch.Tensor:

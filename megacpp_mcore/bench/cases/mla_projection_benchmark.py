@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.catalog import Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import Work, product
 from megacpp_mcore.ops.mla_projection import reference
@@ -124,5 +123,8 @@ def _problem(
             *ours[::-1],
         ],
         works=Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype),
-        check=AgainstTruth(in_double(truth, inputs), LIMITS[options.dtype], len(outputs), yardstick="reference"),
+        truth=inputs.truth(truth),
+        limit=LIMITS[options.dtype],
+        outputs=len(outputs),
+        yardstick="reference",
     )

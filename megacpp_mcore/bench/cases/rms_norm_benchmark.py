@@ -12,7 +12,6 @@ import torch
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.rms_norm.reference import rms_norm
@@ -41,8 +40,8 @@ def problem(options: Options) -> Problem:
 
     moved = S * B * D * draw.itemsize
     variants = [
-        *_engine(inputs),
-        Variant.of("PyTorch", PEER, lambda inputs: run(plain, inputs)),
+        *_engine(options, inputs),
+        Variant.of("PyTorch", PEER, partial(run, plain)),
         *Variant.candidates("rms_norm", options, run, hidden=D),
     ]
     if options.device == "cuda":  # on the host, launching these takes longer than computing them on the device
@@ -51,31 +50,31 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=variants,
         works=Floor.pair(Work(0, 0), 2 * moved, 6 * moved, "float32"),
-        check=AgainstTruth(in_double(lambda inputs: run(rms_norm, inputs), inputs), LIMIT, outputs=2),
+        truth=inputs.truth(partial(run, rms_norm)),
+        limit=LIMIT,
+        outputs=2,
     )
 
 
-def _engine(inputs: Inputs) -> list[Variant]:
+def _engine(options: Options, inputs: Inputs) -> list[Variant]:
     """Return Transformer Engine's norm, and stock's subclass that adds both gradients (``--fused-residual-rmsnorm``)."""
     names = ("Transformer Engine", "Transformer Engine, residual fused")
-    device = str(inputs.leaves["x"].device.type)
-    if missing := lacking(device, ENGINE, names[0]):
+    if missing := lacking(options.device, ENGINE, names[0]):
         return [Variant.missing(name, missing) for name in names]
     import transformer_engine.pytorch as te
     from megatron.core.extensions import transformer_engine as stock
 
-    made = []
-    for name, kind in zip(names, (te.RMSNorm, stock.TEFusedResidualRMSNorm), strict=True):
-        weight = inputs.leaves["weight"]
-        module = kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
-        with torch.no_grad():
-            module.weight.copy_(weight)
+    def call(module: Any, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        found = module(x := inputs.leaves["x"])
+        normed, residual = found if isinstance(found, tuple) else (found, x)
+        return normed, residual.view_as(residual)
 
-        def call(inputs: Inputs, module: Any = module) -> tuple[torch.Tensor, torch.Tensor]:
-            found = module(x := inputs.leaves["x"])
-            normed, residual = found if isinstance(found, tuple) else (found, x)
-            return normed, residual.view_as(residual)
-
-        leaves = partial(lambda module, inputs: [inputs.leaves["x"], module.weight], module)
-        made.append(Variant.of(name, PEER, call, leaves))
-    return made
+    weight = inputs.leaves["weight"]
+    modules = [
+        kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
+        for kind in (te.RMSNorm, stock.TEFusedResidualRMSNorm)
+    ]
+    return [
+        Variant.of(name, PEER, partial(call, module), inputs.copied_to({"weight": module.weight}))
+        for name, module in zip(names, modules, strict=True)
+    ]

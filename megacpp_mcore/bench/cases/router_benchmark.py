@@ -5,12 +5,12 @@ Legend: S sequence, B batch, T tokens (S × B), E experts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.router.reference import Routed, route
@@ -42,11 +42,12 @@ def problem(options: Options) -> Problem:
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of("stock's functions", PEER, lambda inputs: run(_stock, inputs)),
+            Variant.of("stock's functions", PEER, partial(run, _stock)),
             *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
         ],
         works=Floor.pair(Work(0, 0), moved, 3 * moved, "float32"),
-        check=AgainstTruth(in_double(lambda inputs: run(route, inputs), inputs), LIMIT),
+        truth=inputs.truth(partial(run, route)),
+        limit=LIMIT,
     )
 
 

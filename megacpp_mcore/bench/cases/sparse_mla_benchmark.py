@@ -17,7 +17,6 @@ import torch
 from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
-from megacpp_mcore.bench.measure import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import product, selected_pairs
@@ -88,7 +87,9 @@ def problem(options: Options) -> Problem:
             *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
         ],
         works=Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype),
-        check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
+        truth=inputs.truth(partial(run, attend)),
+        limit=limits,
+        norms=norms,
     )
 
 

@@ -104,59 +104,58 @@ _MODELS = {
 }
 
 
+def _op(name: str, module: str, title: str, names: str, *, covers: str = "", **changes: Mapping[str, int]) -> Benchmark:
+    """Make a benchmark of an op, whose problem has the op's name, at sizes ``names`` with ``changes``."""
+    return _benchmark(name, OP, covers or name, title, names, f"{module}_benchmark:{covers or name}", changes)
+
+
+def _layer(name: str, covers: str, title: str) -> Benchmark:
+    return _benchmark(name, LAYER, covers, title, "hidden", f"layers_benchmark:{name}", {})
+
+
 def _benchmark(
-    name: str, kind: str, covers: str, title: str, names: str, problem: str = "", **changes: Mapping[str, int]
+    name: str, kind: str, covers: str, title: str, names: str, problem: str, changes: Mapping[str, Mapping[str, int]]
 ) -> Benchmark:
-    """Make a benchmark of sizes ``names`` at the widths of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), with ``changes``."""
     shapes = {}
     for size, sizes in _MODELS.items():
         given = {**sizes, **changes.get(size, {})}
         shapes[size] = {each: given[each] for each in ("B", "S", *names.split())}
-    problem = problem or f"{covers}_benchmark:problem"
     return Benchmark(name=name, kind=kind, covers=covers, title=title, problem=problem, shapes=shapes)
-
-
-def _layer(name: str, covers: str, title: str) -> Benchmark:
-    return _benchmark(name, LAYER, covers, title, "hidden", f"layers_benchmark:{name}")
 
 
 _MAMBA3 = "mamba_heads head_dim state rank groups chunk"
 _SISO = {"rank": 1, "groups": 1}
+_INDEXER = "indexer_heads indexer_dim"
+_EXPERTS = "experts routed hidden expert_width"
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        _benchmark("mla", OP, "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention",
-                   "heads qk v"),
-        _benchmark("mla_packed", OP, "mla", "core attention of full MLA in rows of several documents", "heads qk v documents",
-                   "mla_benchmark:packed_problem", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
-        _benchmark("sparse_mla", OP, "sparse_mla", "absorbed attention to selected keys", "heads latent rope topk"),
-        _benchmark("indexer", OP, "indexer", "selection of keys by the DSA indexer", "indexer_heads indexer_dim topk"),
-        _benchmark("indexer_grad", OP, "indexer_grad", "gradient of the DSA indexer's loss",
-                   "indexer_heads indexer_dim topk", "indexer_benchmark:gradient_problem"),
-        _benchmark("mla_latents", OP, "mla_latents", "MLA's down-projections and the norms of its latents",
-                   "query_latent latent rope hidden", "mla_projection_benchmark:latents"),
-        _benchmark("mla_projection", OP, "mla_projection", "queries of sparse MLA: absorption and rotary embedding",
-                   "heads qk latent rope", "mla_projection_benchmark:absorbed"),
-        _benchmark("mla_keys", OP, "mla_keys", "keys and values of full MLA", "heads qk v rope",
-                   "mla_projection_benchmark:keys"),
-        _benchmark("indexer_inputs", OP, "indexer_inputs", "what the DSA indexer's scores are made of",
-                   "indexer_heads indexer_dim query_latent hidden", "mla_projection_benchmark:indexer_inputs"),
-        _benchmark("mamba3", OP, "mamba3", "Mamba-3, MIMO, between its projections", _MAMBA3),
-        _benchmark("mamba3_siso", OP, "mamba3", "Mamba-3, SISO, between its projections", _MAMBA3,
-                   full=_SISO | {"chunk": 64}, tiny=_SISO),
-        _benchmark("mamba3_projection", OP, "mamba3_projection", "the input projection of a Mamba-3 mixer",
-                   "hidden wide narrow"),
-        _benchmark("feed_forward", OP, "feed_forward", "the dense feed-forward layer of MTP", "hidden ffn"),
-        _benchmark("m2rnn", OP, "m2rnn", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
-        _benchmark("grouped_mlp", OP, "grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
-                   "experts routed hidden expert_width"),
-        _benchmark("routed_mlp", OP, "routed_mlp", "the same with the gather of tokens' rows and the sum of each token's",
-                   "experts routed hidden expert_width", "grouped_mlp_benchmark:routed_problem"),
-        _benchmark("rms_norm", OP, "rms_norm", "the norm that a layer begins with, and its residual", "hidden"),
-        _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
-        _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
-                   "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
+        _op("mla", "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads qk v"),
+        _op("mla_packed", "mla", "core attention of full MLA in rows of several documents", "heads qk v documents",
+            covers="mla", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
+        _op("sparse_mla", "dsa", "absorbed attention to selected keys", "heads latent rope topk"),
+        _op("indexer", "dsa", "selection of keys by the DSA indexer", f"{_INDEXER} topk"),
+        _op("indexer_grad", "dsa", "gradient of the DSA indexer's loss", f"{_INDEXER} topk"),
+        _op("mla_latents", "mla_projection", "MLA's down-projections and the norms of its latents",
+            "query_latent latent rope hidden"),
+        _op("mla_projection", "mla_projection", "queries of sparse MLA: absorption and rotary embedding",
+            "heads qk latent rope"),
+        _op("mla_keys", "mla_projection", "keys and values of full MLA", "heads qk v rope"),
+        _op("indexer_inputs", "mla_projection", "what the DSA indexer's scores are made of",
+            f"{_INDEXER} query_latent hidden"),
+        _op("mamba3", "recurrence", "Mamba-3, MIMO, between its projections", _MAMBA3),
+        _op("mamba3_siso", "recurrence", "Mamba-3, SISO, between its projections", _MAMBA3, covers="mamba3",
+            full=_SISO | {"chunk": 64}, tiny=_SISO),
+        _op("mamba3_projection", "linear", "the input projection of a Mamba-3 mixer", "hidden wide narrow"),
+        _op("feed_forward", "linear", "the dense feed-forward layer of MTP", "hidden ffn"),
+        _op("m2rnn", "recurrence", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
+        _op("grouped_mlp", "experts", "routed experts, two matrices each, rows sorted by expert", _EXPERTS),
+        _op("routed_mlp", "experts", "the same with the gather of tokens' rows and the sum of each token's", _EXPERTS),
+        _op("rms_norm", "rms_norm", "the norm that a layer begins with, and its residual", "hidden"),
+        _op("router", "experts", "from logits to probabilities, routing and losses", "experts routed"),
+        _op("linear_cross_entropy", "linear_cross_entropy",
+            "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
         _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
         _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
         _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),

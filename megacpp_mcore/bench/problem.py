@@ -23,7 +23,7 @@ from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
 FORWARD, BOTH = "forward", "forward+backward"
 
-PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
+PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
 """Fastest precision for products of inputs of a dtype, by the names of :mod:`megacpp_mcore.model.flops.peaks`."""
 
 BYTES_PER_SECOND = 4.2e12

@@ -16,7 +16,7 @@ import torch
 from megacpp_mcore import backends
 from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure
-from megacpp_mcore.bench.cases import layers_benchmark, sparse_mla_benchmark
+from megacpp_mcore.bench.cases import dsa_benchmark, layers_benchmark
 from megacpp_mcore.bench.catalog import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.bench.measure import Outcome
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
@@ -269,12 +269,12 @@ def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.Monkey
 
     def attend(q: Any, key: Any, index: Any, scale: float, value_dim: int, length: Any, factor: float = 1.0) -> Any:
         assert (index.dtype, length) == (torch.int32, None)
-        return factor * sparse_mla_benchmark.attend(q, key.squeeze(2), index, softmax_scale=scale, value_dim=value_dim)
+        return factor * dsa_benchmark.attend(q, key.squeeze(2), index, softmax_scale=scale, value_dim=value_dim)
 
     made = measure.load(BENCHMARKS["sparse_mla"], tiny("sparse_mla", topk=16))
     V, K = made.inputs.cotangents["o"].shape[-1], made.inputs.leaves["q"].shape[-1]
-    call = partial(sparse_mla_benchmark._stock_tilelang, softmax_scale=K**-0.5, value_dim=V)
-    variant, hook = Variant.of(sparse_mla_benchmark.TILELANG, PEER, call), "run_fused_absorbed_sparse_attention"
+    call = partial(dsa_benchmark._stock_tilelang, softmax_scale=K**-0.5, value_dim=V)
+    variant, hook = Variant.of(dsa_benchmark.TILELANG, PEER, call), "run_fused_absorbed_sparse_attention"
     monkeypatch.setattr(dsa_tilelang_kernels, hook, attend)
     assert [made.check(variant, work).right for work in (FORWARD, BOTH)] == [True, True]
     monkeypatch.setattr(dsa_tilelang_kernels, hook, partial(attend, factor=1.01))

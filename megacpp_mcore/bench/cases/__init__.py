@@ -1,1 +1,1 @@
-"""The comparison of each benchmark: one module per op, one for the layers."""
+"""The comparison of each benchmark: modules by op, or by ops that are compared alike; one for the layers."""

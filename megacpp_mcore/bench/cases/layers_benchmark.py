@@ -31,6 +31,7 @@ from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.bench.problem import (
     BOTH,
+    PRECISIONS,
     YARDSTICK_LIMIT,
     Draw,
     Floor,
@@ -67,6 +68,8 @@ class Plan:
     options: Options
     model: Model
     config: Any
+    letter: str
+    role: str | None
     number: int
 
 
@@ -98,7 +101,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Inputs], Varia
     model = with_overrides(by_width[hidden_size], {"seq_length": options.shape["S"]})
     kinds = zip(model.layers, model.roles, strict=True)
     number = 0 if letter == "mtp" else list(kinds).index((letter, role)) + 1
-    plan = Plan(options, model, _config(options, model), number)
+    plan = Plan(options, model, _config(options, model), letter, role, number)
     draw, ours = Draw(options), _build(plan, {})
     _stir(ours.module, draw)
     weights, shape = dict(ours.module.named_parameters()), (*options.sizes("S", "B"), model.hidden_size)
@@ -124,10 +127,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Inputs], Varia
 
 def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the results on the ops' references (except :data:`BEFORE_SELECTION` in a layer that selects), and the limits."""
-    letter, role = (
-        (plan.model.layers[plan.number - 1], plan.model.roles[plan.number - 1]) if plan.number else ("", None)
-    )
-    same = BEFORE_SELECTION if letter == "E" or role == grammar.FULL_INDEX else ()
+    same = BEFORE_SELECTION if plan.letter == "E" or plan.role == grammar.FULL_INDEX else ()
     references = [one.op for one in own_candidates() if one.name == REFERENCE and one.op not in same]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
     run = layer.variant(REFERENCE, OURS, inputs).runs[BOTH]
@@ -136,7 +136,7 @@ def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tenso
         return dict(zip(inputs.names, run(inputs), strict=True))
 
     found, limits = results(), dict.fromkeys(inputs.names, LIMITS[plan.options.dtype])
-    if letter != "R":
+    if plan.letter != "R":
         return found, limits
     mixer = layer.module.self_attention
     mixer.backend = SimpleNamespace(fn=partial(_in_double, mixer.backend.fn))
@@ -179,7 +179,7 @@ def _config(options: Options, model: Model) -> Any:
     from megacpp_mcore.model.training import GPT, Training
 
     training = Training(
-        device=options.device, precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
+        device=options.device, precision=PRECISIONS[options.dtype],
         transformer_impl="transformer_engine" if with_engine(options.device) else "local",
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip

@@ -25,7 +25,7 @@ LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 STOCK = "stock"
 
 
-def problem(options: Options) -> Problem:
+def linear_cross_entropy(options: Options) -> Problem:
     """Compute in every variant per-token losses and both gradients for random weights of the tokens."""
     hidden, vocab = options.sizes("hidden", "vocab")
     tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)

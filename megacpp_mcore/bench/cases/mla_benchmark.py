@@ -5,7 +5,6 @@ Legend: S queries and keys, B batch, H heads, K query-key width, V value width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,44 +30,24 @@ PLAIN = "plain PyTorch"
 """In the dtype of the inputs: a kernel's allowed error is a multiple of this one's. It has no row."""
 
 
-def problem(options: Options) -> Problem:
-    """Compare every implementation on one set of queries, keys and values."""
-    engine = with_engine(options.device)
-    stock = f"stock {'Transformer Engine' if engine else 'local'}"
-    seam = partial(_seam, _stock_core(options, engine), None)
-    patch = Variant.of(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH))
-    return _problem(options, 1, [Variant.of(stock, PEER, seam), patch])
+def mla(options: Options) -> Problem:
+    """Compare every implementation on one set of queries, keys and values.
 
-
-def packed_problem(options: Options) -> Problem:
-    """Compare as :func:`problem` does, on rows of documents of one length, marked by their numbers, or packed for stock's seam.
+    With a size ``documents``, each row has so many of one length, marked by their numbers, or packed for stock's seam.
 
     Raises:
         BenchmarkError: the documents do not fill the rows.
     """
-    B, S, documents = options.sizes("B", "S", "documents")
+    B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
+    packed, documents = "documents" in options.shape, options.shape.get("documents", 1)
     if S % documents:
         raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
-    engine = with_engine(options.device)
-    seam = partial(_seam, _stock_core(options, engine), S // documents)
-    stock, patch = "stock Transformer Engine", f"patch {PATCH}"
-    if B > 1:
-        beside = [Variant.missing(stock, NO_BATCH), Variant.missing(patch, NO_BATCH, OURS)]
-    else:
-        peer = Variant.of(stock, PEER, seam) if engine else Variant.missing(stock, NO_ENGINE)
-        beside = [peer, Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]
-    seq_idx_BS = torch.arange(documents, device=options.device, dtype=torch.int32).repeat_interleave(S // documents)
-    return _problem(options, documents, beside, seq_idx=seq_idx_BS.expand(B, S).contiguous())
-
-
-def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixed: torch.Tensor) -> Problem:
-    """Compare the backends on rows of ``documents`` of equal length, and the variants ``beside`` them, stock first."""
-    B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
     draw, scale, length = Draw(options), K**-0.5, S // documents
+    seq_idx_S = torch.arange(documents, device=options.device, dtype=torch.int32).repeat_interleave(length)
     inputs = Inputs(
         leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
         cotangents={"o": draw.normal(S, B, H, V)},
-        fixed=fixed,
+        fixed={"seq_idx": seq_idx_S.expand(B, S).contiguous()} if packed else {},
     )
 
     def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
@@ -86,21 +65,33 @@ def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixe
     forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
     backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
     work = product(B * H * documents * causal_pairs(length) * (K + V))  # two products under the causal mask
-    ours = list(Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=bool(fixed)))
+    stock = _stock(options, length if packed else None)
+    ours = list(Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=packed))
     ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
     graphs = [one.captured() for one in ours if one.name in ("sdpa", "flash4") and one.runs]
     made = Problem(
         inputs=inputs,
-        variants=[*beside, *ours, *ordered, *graphs],
+        variants=[*stock, *ours, *ordered, *graphs],
         works=Floor.pair(work, forward, forward + backward, options.dtype),
         truth=inputs.truth(partial(attend, mla_attention)),
         limit=LIMITS[options.dtype],
         yardstick=PLAIN,
         norms=norms,
-        stock=beside[0].name,
+        stock=stock[0].name,
     )
     made.check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH)
     return made
+
+
+def _stock(options: Options, length: int | None) -> list[Variant]:
+    """Return stock's module and the same with the patch, in packed documents of ``length`` tokens; None: in whole rows."""
+    engine = with_engine(options.device)
+    stock, patch = f"stock {'Transformer Engine' if engine or length else 'local'}", f"patch {PATCH}"
+    if length and options.shape["B"] > 1:
+        return [Variant.missing(stock, NO_BATCH), Variant.missing(patch, NO_BATCH, OURS)]
+    seam = partial(_seam, _stock_core(options, engine), length)
+    peer = Variant.missing(stock, NO_ENGINE) if length and not engine else Variant.of(stock, PEER, seam)
+    return [peer, Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]
 
 
 def _plain(inputs: Inputs, scale: float) -> torch.Tensor:

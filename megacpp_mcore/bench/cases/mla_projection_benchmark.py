@@ -23,7 +23,7 @@ LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 EPS = 1e-5
 
 
-def latents(options: Options) -> Problem:
+def mla_latents(options: Options) -> Problem:
     """Apply both down-projections and norms of the latents."""
     (B, S, D), (Q, L, R) = options.sizes("B", "S", "hidden"), options.sizes("query_latent", "latent", "rope")
     draw = Draw(options)
@@ -38,7 +38,7 @@ def latents(options: Options) -> Problem:
     return _problem("mla_latents", "latents", options, leaves, {"eps": EPS}, product(S * B * D * (Q + L + R)), **needs)
 
 
-def absorbed(options: Options) -> Problem:
+def mla_projection(options: Options) -> Problem:
     """Compute queries that absorb the up-projection of keys, rotated."""
     (B, S, H), (K, L, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "latent", "rope")
     draw = Draw(options)
@@ -48,7 +48,7 @@ def absorbed(options: Options) -> Problem:
     return _problem("mla_projection", "project", options, leaves, how, product(S * B * H * (K - R) * L), **needs)
 
 
-def keys(options: Options) -> Problem:
+def mla_keys(options: Options) -> Problem:
     """Return keys and values of full MLA, from one projection and the rotary part that all heads share."""
     (B, S, H), (K, V, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "v", "rope")
     draw = Draw(options)
@@ -114,14 +114,14 @@ def _problem(
     tensors = [*leaves.values(), *(value for value in how.values() if isinstance(value, torch.Tensor))]
     read, written = (sum(one.numel() for one in some) * draw.itemsize for some in (tensors, outputs))
     gradients = sum(leaf.numel() for leaf in leaves.values()) * draw.itemsize
+    peer = Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's")
     ours = [*Variant.candidates(op, options, call, **needs)]
     return Problem(
         inputs=inputs,
-        # The reference is the last backend but comes first here: its errors are the yardstick.
         variants=[
-            Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's"),
+            peer,
             *ours[::-1],
-        ],
+        ],  # the reference is the last backend but comes first here: its errors are the yardstick
         works=Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype),
         truth=inputs.truth(truth),
         limit=LIMITS[options.dtype],

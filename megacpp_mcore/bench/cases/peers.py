@@ -1,4 +1,4 @@
-"""Peers: what is installed of them, how their modules are imported, and linear layers of Transformer Engine's."""
+"""Peers: what is installed of them, how their modules are imported and made."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from megacpp_mcore.backends import probe_import
-from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.problem import Inputs, Variant
-from megacpp_mcore.te.fp8_scopes import RECIPES
 from megacpp_mcore.util import te_imports
 
 ENGINE = "transformer_engine.pytorch"
-QUANTIZED = 0.15
-"""The worst row of products in FP8: two operands of E4M3 are off by 2.6 % each (rms), a gradient in E5M2 by 5 %."""
 
 
 def lacking(device: str, module: str, name: str) -> str:
@@ -42,32 +36,6 @@ def engine_linear(weight: torch.Tensor) -> Any:
     *experts, outputs, width = weight.shape
     kind = te_imports.entry("GroupedLinear" if experts else "Linear")
     return kind(*experts, width, outputs, bias=False, params_dtype=weight.dtype, device=weight.device)
-
-
-def engine_in_fp8(
-    options: Options, inputs: Inputs, names: tuple[str, ...], call: Callable[..., torch.Tensor]
-) -> Iterator[Variant]:
-    """Yield a variant of each of Transformer Engine's FP8 recipes, which quantise the weights in every call.
-
-    ``call`` computes the output from the input ``x`` and linear layers of the weights ``names``.
-    """
-    for recipe, (kind, asks) in ((each, RECIPES[each]) for each in ("current", "block")):
-        name = f"Transformer Engine, FP8 {recipe}"
-        if not (reason := lacking(options.device, ENGINE, name)):
-            can, why = te_imports.entry(asks)(return_reason=True)
-            reason = "" if can else f"not here: {why}"
-        if reason:
-            yield Variant.missing(name, reason)
-            continue
-        linears = {weight: engine_linear(inputs.leaves[weight]) for weight in names}
-        scope = partial(te_imports.entry("autocast"), enabled=True, recipe=te_imports.entry(kind)())
-
-        def run(inputs: Inputs, linears: Any = linears, scope: Any = scope) -> torch.Tensor:
-            with scope():
-                return call(inputs.leaves["x"], *linears.values())
-
-        weights = inputs.copied_to({weight: linear.weight for weight, linear in linears.items()})
-        yield Variant.of(name, PEER, run, weights, limit=QUANTIZED)
 
 
 def mamba3_source() -> Any:

@@ -14,7 +14,7 @@ from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import Work
-from megacpp_mcore.ops.rms_norm.reference import rms_norm
+from megacpp_mcore.ops.rms_norm import reference
 
 EPS = 1e-5
 
@@ -22,7 +22,7 @@ LIMIT = 8e-3
 """A row of bfloat16 is off by 2e-3; the gradient of the weight is a sum of as many rows as there are tokens, rounded once."""
 
 
-def problem(options: Options) -> Problem:
+def rms_norm(options: Options) -> Problem:
     """Compare every implementation on one set of rows; both gradients of a row are added up."""
     B, S, D = options.sizes("B", "S", "hidden")
     draw = Draw(options)
@@ -50,7 +50,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=variants,
         works=Floor.pair(Work(0, 0), 2 * moved, 6 * moved, "float32"),
-        truth=inputs.truth(partial(run, rms_norm)),
+        truth=inputs.truth(partial(run, reference.rms_norm)),
         limit=LIMIT,
         outputs=2,
     )

@@ -1,22 +1,29 @@
-"""Mamba-3 between its two projections, MIMO or SISO, heads normed: the backends, and mamba-ssm's module without projections.
+"""The recurrences between two projections: Mamba-3, MIMO or SISO, heads normed, and M²RNN. Truths are computed token by token.
 
-Legend: B batch, S sequence, H heads, P head width, R MIMO rank, G groups, N state, A angles, X output of the input projection.
+Peers are mamba-ssm's module without its projections, and the recurrence of M²RNN's authors where it is installed.
+
+Legend: B batch, S sequence, H heads. Mamba-3: P head width, R MIMO rank, G groups, N state, A angles, X output of the input
+projection. M²RNN: K key width, V value width; all heads read one head of queries and keys.
 """
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.cases.peers import mamba3_source
+from megacpp_mcore.bench.cases.peers import lacking, mamba3_source
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model import Mamba3
-from megacpp_mcore.model.flops import mamba_scan
-from megacpp_mcore.ops.mamba3.reference import mamba3
+from megacpp_mcore.model.flops import m2rnn_recurrence, mamba_scan
+from megacpp_mcore.ops.m2rnn import reference as rnn
+from megacpp_mcore.ops.mamba3 import reference as ssm
 from megacpp_mcore.ops.slices import split
+
+EPS = 1e-5
 
 MIX = ("mimo_x", "mimo_z", "mimo_o")
 THEIRS = {
@@ -24,8 +31,7 @@ THEIRS = {
     "c_norm_weight": "C_norm.weight", "D": "D", **{name: name for name in MIX},
 }  # fmt: skip
 """The weights by mamba-ssm's names; the last three exist only in MIMO."""
-LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
-EPS = 1e-5
+MAMBA3_LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 SUMMED = {"db_bias": 3.0, "dc_bias": 2.0}
 """Factor by which some results may be off more: sums per head over all tokens, of tensor-core products of bf16 operands. The
 norm of the output takes no notice of its scale, so the part of B's bias that scales it cancels in that sum: plain PyTorch with
@@ -35,8 +41,18 @@ ONE_RANK = {"y": 1.5}
 ROUNDED = {"db_bias": 5e-2}
 """For mamba-ssm, which also rounds B and C after their norm, and between the steps of the scan; 3e-2 for the other results."""
 
+M2RNN_LIMITS = {"bfloat16": 1e-2, "float32": 1e-4}
+YARDSTICK = "reference"
+"""Gradients of the convolutions' weights are sums over all tokens whose terms cancel: the bf16 reference is off by more."""
+TAPS = 4
+XMA_MODULE = "xma.layers"
+XMA = "xma's recurrence (Triton) in the reference"
+ROUNDED_STATE = 0.2
+"""For that peer, which keeps the state in bf16 from token to token: gradients of weights, sums over all tokens whose terms
+cancel, are off by 0.17 in their worst row, its output by 0.017."""
 
-def problem(options: Options) -> Problem:
+
+def mamba3(options: Options) -> Problem:
     """Compare every implementation on one output of the input projection; the truth is computed token by token."""
     B, S, H, P, R, G, N = options.sizes("B", "S", "mamba_heads", "head_dim", "rank", "groups", "state")
     chunk, draw = options.shape["chunk"], Draw(options)
@@ -61,26 +77,26 @@ def problem(options: Options) -> Problem:
         out_SBHP: torch.Tensor = fn(x, z, b, c, *rest, **weights, chunk_size=chunk, A_floor=1e-4, eps=EPS)[0]
         return out_SBHP.transpose(0, 1)
 
-    ssm = Mamba3(head_dim=P, groups=G, state=N, mimo_rank=R, chunk=chunk, rope_fraction=0.5)
+    sizes = Mamba3(head_dim=P, groups=G, state=N, mimo_rank=R, chunk=chunk, rope_fraction=0.5)
     moved = B * S * (sum(widths) + H * P) * draw.itemsize
     wider = SUMMED | (ONE_RANK if R == 1 else {})
-    limits = {name: LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names}
+    limits = {name: MAMBA3_LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names}
     ours = list(Variant.candidates("mamba3", options, scan, head_dim=P, mimo_rank=R, state=N))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
     return Problem(
         inputs=inputs,
-        variants=[_peer(options, inputs), *ours, *graphs],
+        variants=[_mamba_ssm(options, inputs), *ours, *graphs],
         works=Floor.pair(
-            mamba_scan(B, S, H, ssm), moved, 2 * moved + B * S * sum(widths) * draw.itemsize, options.dtype
+            mamba_scan(B, S, H, sizes), moved, 2 * moved + B * S * sum(widths) * draw.itemsize, options.dtype
         ),
         truth=inputs.truth(
-            partial(scan, partial(mamba3, method="sequential", segment_size=256))
+            partial(scan, partial(ssm.mamba3, method="sequential", segment_size=256))
         ),  # which keeps few states
         limit=limits,
     )
 
 
-def _peer(options: Options, inputs: Inputs) -> Variant:
+def _mamba_ssm(options: Options, inputs: Inputs) -> Variant:
     """Return mamba-ssm's Mamba-3 without its projections, or why it cannot run here."""
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
     name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO, 4 warps'}"
@@ -106,3 +122,58 @@ def _peer(options: Options, inputs: Inputs) -> Variant:
         return torch.nn.functional.rms_norm(by_head, (P,), eps=EPS) * norm_weight.view(H, P)  # as ours norms its output
 
     return Variant.of(name, PEER, call, weights, limit=dict.fromkeys(inputs.names, 3e-2) | ROUNDED)
+
+
+def m2rnn(options: Options) -> Problem:
+    """Compare every implementation on one output of the input projection; the truth is computed token by token."""
+    B, S, H, K, V = options.sizes("B", "S", "rnn_heads", "key_dim", "value_dim")
+    widths = [K, K, H * V, H * V, H]  # q, k, v, output gate, forget gate
+    draw = Draw(options)
+    normal32 = partial(draw.normal, dtype=torch.float32)
+    # W shrinks: one that stretches makes the recurrence chaotic, and no two programs agree after some hundred tokens.
+    inputs = Inputs(
+        leaves=draw.leaves(
+            u=draw.normal(S, B, sum(widths)),
+            qk_conv_weight=draw.normal(2 * K, TAPS, scale=K**-0.25),
+            qk_conv_bias=draw.normal(2 * K, scale=0.1),
+            v_conv_weight=draw.normal(H * V, TAPS),
+            v_conv_bias=draw.normal(H * V, scale=0.1),
+            W=0.8 * torch.eye(V, device=options.device).repeat(H, 1, 1) + normal32(H, V, V, scale=0.02),
+            A_log=normal32(H, scale=0.5) + 1.0,
+            dt_bias=normal32(H, scale=0.5) - 4.0,
+            D=normal32(H * V, scale=0.1) + 1.0,
+            norm_weight=draw.normal(H * V, scale=0.1) + 1.0,
+        ),
+        cotangents={"y": draw.normal(S, B, H * V)},
+    )
+
+    def recur(fn: Any, inputs: Inputs) -> torch.Tensor:
+        weights = dict(inputs.leaves)
+        q, k, v, g, f = weights.pop("u").split(widths, dim=-1)
+        v, g = (part.unflatten(-1, (H, V)) for part in (v, g))
+        how = {"eps": EPS, "norm_width": H * V, "checkpoint_every": options.shape["checkpoint_every"]}
+        return fn(q, k, v, g, f, **weights, **how)[0]
+
+    if reason := lacking(options.device, XMA_MODULE, "xma"):
+        peer = Variant.missing(XMA, reason)
+    else:
+        theirs = partial(_in_one_dtype, importlib.import_module(XMA_MODULE).m2rnn)
+        peer = Variant.of(XMA, PEER, partial(recur, partial(rnn.m2rnn, recurrence=theirs)), limit=ROUNDED_STATE)
+    ours = list(Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V))
+    graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
+    values, given = (B * S * width * draw.itemsize for width in (H * V, sum(widths)))
+    return Problem(
+        inputs=inputs,
+        variants=[peer, *sorted(ours, key=lambda one: one.name != YARDSTICK), *graphs],
+        works=Floor.pair(m2rnn_recurrence(B * S, H, K, V), given + values, 3 * given + 2 * values, options.dtype),
+        truth=inputs.truth(partial(recur, partial(rnn.m2rnn, recurrence=rnn.m2rnn_sequential))),
+        limit=M2RNN_LIMITS[options.dtype],
+        yardstick=YARDSTICK,
+    )
+
+
+def _in_one_dtype(
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any
+) -> Any:
+    """Call kernels, which need all of their inputs in the dtype of the values; one document, from a state of zero."""
+    return run(q, k, v, W.to(v.dtype), f.to(v.dtype))

@@ -1,9 +1,10 @@
-"""Routed experts: ours, Transformer Engine's GroupedLinear, and PyTorch's grouped products.
+"""The ops of an E layer: its router, and its experts on rows sorted by expert, or on tokens with their routing.
 
-One problem has rows sorted by expert; the other has tokens with their routing, for which stock gathers rows and sums by token.
+The router goes from logits to probabilities, routing and losses, and its peer is stock's functions. Peers of the experts are
+Transformer Engine's GroupedLinear, for which stock gathers rows and sums by token, and PyTorch's grouped products.
 
-Legend: T rows (sorted rows: each token once per expert it is routed to; routed tokens: tokens), E experts, D hidden,
-F expert width.
+Legend: S sequence, B batch, T rows (sorted rows: each token once per expert it is routed to; otherwise tokens), E experts, D
+hidden, F expert width.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from megacpp_mcore.backends.candidates import TRITON_FP8
 from megacpp_mcore.bench.cases.peers import ENGINE, engine_linear, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.model.flops import feed_forward
-from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
+from megacpp_mcore.model.flops import Work, feed_forward
+from megacpp_mcore.ops.grouped_mlp import reference
+from megacpp_mcore.ops.router.reference import Routed, route
 
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
@@ -33,11 +35,56 @@ QUANTIZED = 0.3
 CAPTURED = ("triton", "quack", TRITON_FP8)
 """Backends that are also timed as CUDA graphs; FP8 quantises the weights in every replay."""
 
+LOSS = 1e-4
+"""Weight of both of the router's losses."""
+
 SKEW = 0.3
 """Standard deviation of the experts' biases, relative to scores of standard deviation one."""
 
 
-def problem(options: Options) -> Problem:
+def router(options: Options) -> Problem:
+    """Compare every implementation on one set of logits."""
+    B, S, E, topk = options.sizes("B", "S", "experts", "routed")
+    draw = Draw(options)
+    bias_E = draw.normal(E, scale=0.1, dtype=torch.float32)
+    inputs = Inputs(
+        leaves=draw.leaves(logits=draw.normal(S * B, E, dtype=torch.float32)),
+        cotangents={"probs": draw.normal(S * B, E, dtype=torch.float32)},
+    )
+
+    def run(fn: Any, inputs: Inputs) -> torch.Tensor:
+        """Return probabilities with the losses added to each, so that one output depends on everything."""
+        routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
+        losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
+        return routed.probs_TE + LOSS * losses
+
+    moved = S * B * E * (4 + 4 + 1)
+    return Problem(
+        inputs=inputs,
+        variants=[
+            Variant.of("stock's functions", PEER, partial(run, _stock_router)),
+            *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
+        ],
+        works=Floor.pair(Work(0, 0), moved, 3 * moved, "float32"),
+        truth=inputs.truth(partial(run, route)),
+        limit=1e-5,  # logits are float32 whatever the model's dtype
+    )
+
+
+def _stock_router(logits_TE: torch.Tensor, bias_E: torch.Tensor, *, topk: int, batch: int) -> Routed:
+    """Make the calls of stock's TopKRouter in sequence (megatron-core 0.19.2, ``transformer/moe/router.py``)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    probs_TE, routing_TE = moe_utils.topk_routing_with_score_function(
+        logits_TE, topk, score_function="sigmoid", expert_bias=bias_E
+    )
+    best_TE, score_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, topk, "sigmoid")
+    best_BE, score_BE = (each.unflatten(0, (-1, batch)).sum(0) for each in (best_TE, score_TE))
+    squared = moe_utils.z_loss_func(logits_TE, 1.0) * logits_TE.shape[0]
+    return Routed(probs_TE, routing_TE, routing_TE.sum(0), best_BE, score_BE, squared)
+
+
+def grouped_mlp(options: Options) -> Problem:
     """Compare every implementation on one set of rows and weights."""
     T, draw = options.shape["B"] * options.shape["S"] * options.shape["routed"], Draw(options)
     counts_E = torch.bincount(draw.integers(options.shape["experts"], T), minlength=options.shape["experts"])
@@ -54,10 +101,10 @@ def problem(options: Options) -> Problem:
 
     counts = counts_E.tolist()
     peers = [_grouped_mm(options), _by_engine("TE GroupedLinear", options, inputs, by_engine)]
-    return _problem("grouped_mlp", options, inputs, run, grouped_mlp, peers, shape={**options.shape, "T": T})
+    return _problem("grouped_mlp", options, inputs, run, peers, shape={**options.shape, "T": T})
 
 
-def routed_problem(options: Options) -> Problem:
+def routed_mlp(options: Options) -> Problem:
     """Compare every implementation on one set of tokens, routed by scores with a bias for each expert."""
     (E, K), T, draw = options.sizes("experts", "routed"), options.shape["B"] * options.shape["S"], Draw(options)
     score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
@@ -76,7 +123,7 @@ def routed_problem(options: Options) -> Problem:
         _by_engine(f"stock TEGroupedMLP{name}", options, inputs, partial(_permuted, K, fused))
         for name, fused in (("", False), (", fused permutation", True))
     ]
-    return _problem("routed_mlp", options, inputs, run, routed_mlp, stock)
+    return _problem("routed_mlp", options, inputs, run, stock)
 
 
 def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,9 +133,7 @@ def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch
     return x, draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
 
 
-def _problem(
-    op: str, options: Options, inputs: Inputs, run: Any, reference: Any, peers: Sequence[Variant], **more: Any
-) -> Problem:
+def _problem(op: str, options: Options, inputs: Inputs, run: Any, peers: Sequence[Variant], **more: Any) -> Problem:
     routed = options.shape["B"] * options.shape["S"] * options.shape["routed"]
     rows, weights = inputs.leaves["x"].nbytes, inputs.leaves["w1"].nbytes + inputs.leaves["w2"].nbytes
     work = feed_forward(routed, *options.sizes("hidden", "expert_width"))
@@ -96,7 +141,7 @@ def _problem(
         inputs=inputs,
         variants=[*peers, *_ours(op, options, run)],
         works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        truth=inputs.truth(partial(run, reference)),
+        truth=inputs.truth(partial(run, getattr(reference, op))),
         limit=LIMITS[options.dtype],
         norms=_norms,
         **more,

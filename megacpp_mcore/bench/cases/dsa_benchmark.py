@@ -1,0 +1,235 @@
+"""Sparse attention's three ops: the indexer's selection of keys, the gradient that trains it, absorbed attention to the keys.
+
+Peers are stock's functions, with and without our patch, and its TileLang kernels. Its ``cudnn`` kernels are none: their forward
+is a branch of FlashMLA of which there are no wheels.
+
+Legend: S queries and keys, B batch, H heads (the indexer's, or attention's), D indexer head width, K width of query and latent
+key (latent and rotary part), V latent width, N selected keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megacpp_mcore.backends.support import Dim, Support
+from megacpp_mcore.bench.cases.peers import lacking, patched
+from megacpp_mcore.bench.catalog import OURS, PEER, Options
+from megacpp_mcore.bench.problem import FORWARD, PRECISIONS, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.model.flops import causal_pairs, product, selected_pairs
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores, select
+from megacpp_mcore.ops.sparse_mla.reference import attend
+from megacpp_mcore.ops.testing import EARLY, early_causal_terms
+
+SELECTED = 1e-5
+"""How far a selected key's score may be below the one it replaced: rounding of scores in float32."""
+BEYOND_RELU = 5e-2
+"""For gradients: among so many logits, some round to the other side of ReLU's step, where gradients jump."""
+GRADIENT_LIMITS = {"loss": 1e-4, "dq": BEYOND_RELU, "dk": BEYOND_RELU, "dw": BEYOND_RELU}
+GRADIENT = "gradient"
+
+LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
+UNFUSED, PATCH = "stock unfused", "dsa-sparse-attention"
+
+CANCELS = {"dq": 2.0}
+"""Factor by which a result may be off more because the mean over keys cancels in it; plain PyTorch in bf16 is off further."""
+
+TILELANG = "stock TileLang"
+_DIMS = {"qk_dim": (576,), "v_dim": (512,), "heads": (64, 128)}
+TILELANG_SUPPORT = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16",),
+    dims={name: Dim(one_of=sizes) for name, sizes in _DIMS.items()} | {"selected": Dim(multiple_of=64)},
+)
+"""What its kernels run without padding heads; stock attends unfused where they decline a call."""
+
+QUERIES = 1024
+"""Queries whose scores are drawn at a time, as all scores would be S × S numbers."""
+
+
+def indexer(options: Options) -> Problem:
+    """Check the selection against all scores."""
+    B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
+    draw = Draw(options)
+
+    def run(fn: Any, inputs: Inputs) -> Any:
+        return fn(*inputs.leaves.values(), N)
+
+    # Queries that select every key they see need no scores.
+    scored = causal_pairs(S) - causal_pairs(min(N, S))
+    moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
+    floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])
+    inputs = Inputs(leaves=_drawn(draw, options))
+    truth = {"selected": indexer_scores(*inputs.in_double().leaves.values())}
+    return Problem(
+        inputs=inputs,
+        variants=[
+            Variant.of("stock", PEER, lambda inputs: _stock_selection(inputs, N)),
+            *Variant.candidates("indexer", options, run, dim=D, heads=H),
+        ],
+        works={FORWARD: floor},
+        truth=truth,
+        limit=SELECTED,
+        rows=selected_scores,
+        stock="stock",
+    )
+
+
+def indexer_grad(options: Options) -> Problem:
+    """Check the gradient of the indexer's loss against a given target; the truth is autograd's, over all keys."""
+    B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
+    draw = Draw(options)
+    leaves = _drawn(draw, options)
+    index_BSN = select(leaves["q"], leaves["k"], leaves["w"], N)
+    target_BSN = draw.normal(*index_BSN.shape, dtype=torch.float32).exp().masked_fill(index_BSN < 0, 0.0)
+
+    def run(fn: Any, inputs: Inputs) -> Any:
+        loss, *gradients = fn(*inputs.leaves.values(), index_BSN, target_BSN, 1.0)
+        return [loss[None], *gradients]
+
+    double = list(Inputs(leaves=leaves).in_double().leaves.values())
+    true_loss = indexer_loss(indexer_scores(*double), index_BSN, target_BSN.double())
+    truth = dict(zip(GRADIENT_LIMITS, (true_loss[None], *torch.autograd.grad(true_loss, double)), strict=True))
+    moved = 2 * S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 8
+    operations = 6 * B * selected_pairs(S, N) * H * (D + 1)
+    ours = Variant.candidates("indexer_grad", options, run, dim=D, heads=H)
+    return Problem(
+        inputs=Inputs(leaves=leaves),
+        variants=[
+            Variant.missing("stock", "no peer: stock's function makes the target, too"),
+            *(dataclasses.replace(one, runs={GRADIENT: one.runs[FORWARD]} if one.runs else {}) for one in ours),
+        ],
+        works={GRADIENT: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
+        truth=truth,
+        limit=GRADIENT_LIMITS,
+        outputs=len(GRADIENT_LIMITS),
+    )
+
+
+def selected_scores(index_BSN: torch.Tensor, score_BSS: torch.Tensor) -> Tensors:
+    """Return the scores of the selected keys, best first, and the best that each query could select; both padded with 0.
+
+    Args:
+        index_BSN: selected keys, -1 for none.
+        score_BSS: of all keys; those of the future are ignored.
+
+    Raises:
+        AssertionError: a key of the future, a duplicate key, or too few.
+    """
+    keys, topk = score_BSS.shape[-1], index_BSN.shape[-1]
+    causal_SS = torch.ones(keys, keys, dtype=torch.bool, device=score_BSS.device).tril()
+    best_BSN = score_BSS.masked_fill(~causal_SS, float("-inf")).topk(topk, dim=-1).values
+    has_key = best_BSN > float("-inf")
+    chosen = torch.zeros((*score_BSS.shape[:2], keys + 1), dtype=torch.bool, device=score_BSS.device)
+    chosen = chosen.scatter_(2, torch.where(index_BSN < 0, keys, index_BSN).long(), True)[..., :keys]
+    if bool((chosen & ~causal_SS).any()) or not torch.equal(chosen.sum(-1), has_key.sum(-1)):
+        raise AssertionError("a key of the future is selected, one key twice, or too few")
+    found_BSN = score_BSS.masked_fill(~chosen, float("-inf")).topk(topk, dim=-1).values
+    return [found_BSN.masked_fill(~has_key, 0.0), best_BSN.masked_fill(~has_key, 0.0)]
+
+
+def _drawn(draw: Draw, options: Options) -> dict[str, torch.Tensor]:
+    B, S, H, D = options.sizes("B", "S", "indexer_heads", "indexer_dim")
+    q, k = draw.normal(S, B, H, D), draw.normal(S, B, D)
+    return {"q": q, "k": k, "w": draw.normal(S, B, H, scale=(H * D) ** -0.5)}
+
+
+def _causal(q: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what stock's functions are told of the keys that each query sees: the first and the end."""
+    starts = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    return {"varlen_starts": starts, "varlen_ends": torch.arange(1, len(q) + 1, device=q.device)}
+
+
+def _stock_selection(inputs: Inputs, topk: int) -> Any:
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    q, k, w = inputs.leaves.values()
+    with torch.no_grad():
+        return dsa.fused_qk_topk_naive(q, k, w, topk, **_causal(q))[1]
+
+
+def sparse_mla(options: Options) -> Problem:
+    """Compare every implementation on one set of queries, latent keys and indices."""
+    B, S, H, V, N = options.sizes("B", "S", "heads", "latent", "topk")
+    K, draw = V + options.shape["rope"], Draw(options)
+    scores = (draw.normal(B, min(QUERIES, S - row), S, dtype=torch.float32) for row in range(0, S, QUERIES))
+    index_BSN = torch.cat([causal_topk(one, N, first_row=i * QUERIES) for i, one in enumerate(scores)], dim=1)
+    inputs = Inputs(
+        leaves=draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K)),
+        cotangents={"o": draw.normal(S, B, H, V)},
+        fixed={"index": index_BSN, "stock's index": index_BSN.long()},
+    )
+    how = {"softmax_scale": K**-0.5, "value_dim": V}
+
+    def run(fn: Any, inputs: Inputs) -> torch.Tensor:
+        return fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
+
+    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
+        """Return norms for errors; the gradient of the first queries, which select all they see, cancels, as in ``mla``."""
+        if name == "dq":
+            (q, kv), early = inputs.leaves.values(), min(EARLY, N, S)
+            shared = kv.unsqueeze(2).expand(-1, -1, H, -1)
+            norm[:early] = early_causal_terms([q, shared, shared[..., :V], inputs.cotangents["o"]], K**-0.5, early)
+        return norm
+
+    limits = {name: LIMITS[options.dtype] * CANCELS.get(name, 1.0) for name in inputs.names}
+    queries, keys, output = (S * B * width * draw.itemsize for width in (H * K, K, H * V))
+    forward = queries + keys + S * B * min(N, S) * 4 + output
+    work = product(B * selected_pairs(S, N) * H * (K + V))
+    ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
+    fixed = [one.deterministic() for one in ours if one.name == "triton" and one.runs]
+    return Problem(
+        inputs=inputs,
+        variants=[
+            Variant.of(UNFUSED, PEER, partial(_stock_attention, **how)),
+            _tilelang(options, K, V),
+            Variant.of(f"patch {PATCH}", OURS, partial(_stock_attention, **how), around=partial(patched, PATCH)),
+            *ours,
+            *fixed,
+            *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
+        ],
+        works=Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype),
+        truth=inputs.truth(partial(run, attend)),
+        limit=limits,
+        norms=norms,
+    )
+
+
+def _stock_attention(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    q, kv = inputs.leaves.values()
+    sees = _causal(q)
+    run: Any = dsa._unfused_absorbed_dsa_fn
+    index = inputs.fixed["stock's index"]
+    return run(q, kv.unsqueeze(2), index, softmax_scale, value_dim, **sees)
+
+
+def _tilelang(options: Options, K: int, V: int) -> Variant:
+    """Return stock's TileLang kernels, or why they cannot run here."""
+    S, H, N = options.sizes("S", "heads", "topk")
+    sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
+    if unfit := TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes}):
+        return Variant.missing(TILELANG, f"not here: {unfit}")
+    if reason := lacking(options.device, "tilelang", TILELANG):
+        return Variant.missing(TILELANG, reason)
+    return Variant.of(TILELANG, PEER, partial(_stock_tilelang, softmax_scale=K**-0.5, value_dim=V))
+
+
+def _stock_tilelang(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
+    """Call them as stock's layers do with ``dsa_kernel_backend`` "tilelang"."""
+    from megatron.core.transformer.experimental_attention_variant import dsa_kernels
+
+    (q, kv), index = inputs.leaves.values(), inputs.fixed["index"]
+    config: Any = SimpleNamespace(dsa_kernel_backend="tilelang")
+    output: torch.Tensor | None = dsa_kernels.run_fused_absorbed_sparse_attention(
+        config, q, kv.unsqueeze(2), index, softmax_scale, value_dim
+    )
+    if output is None:
+        raise BenchmarkError("stock's TileLang kernels declined this call, which its layers would then run unfused")
+    return output

@@ -52,7 +52,7 @@ def feed_forward(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             Variant.of("PyTorch", PEER, plain),
-            *engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(gelu(first(x)))),
+            *_engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(gelu(first(x)))),
             *ours,
         ],
         works=Floor.pair(flops.feed_forward(S * B, D, F), 2 * x + w, 5 * x + 3 * w, options.dtype),
@@ -79,7 +79,7 @@ def mamba3_projection(options: Options) -> Problem:
 
     peers = [
         Variant.of("PyTorch", PEER, plain),
-        *engine_in_fp8(options, inputs, ("weight",), lambda x, linear: linear(x)),
+        *_engine_in_fp8(options, inputs, ("weight",), lambda x, linear: linear(x)),
     ]
     return Problem(
         inputs=inputs,
@@ -144,7 +144,7 @@ def _in_fp8(found: Variant, *weights: str, within: Mapping[str, Context] | None 
     yield kept.into_main_grad(*weights)
 
 
-def engine_in_fp8(
+def _engine_in_fp8(
     options: Options, inputs: Inputs, names: tuple[str, ...], call: Callable[..., torch.Tensor]
 ) -> Iterator[Variant]:
     """Yield a variant of each of Transformer Engine's FP8 recipes, which quantise the weights in every call.

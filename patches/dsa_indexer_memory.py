@@ -3,9 +3,9 @@
 Activate: ``megacpp_mcore.patches.apply(["dsa-indexer-memory"])``.
 Scope: float32 and 16-bit inputs on one device, called without autograd (as stock does) and without autocast; masks of shape
 [sq, sk] or [b, sq, sk], packed sequences, or neither. Every other call goes to the original.
-Triton kernels compute on a GPU, in 16-bit dtypes: scores with ReLU for head widths 64 and 128; without an additive mask, the
-target of the loss for one key head of 128 or 576; where they compute both, gradients (of the sparse loss for a head width of 64
-and up to 64 heads). The rest is PyTorch in float32.
+Triton kernels compute on a GPU that they fit (``backends/architectures.py``), in 16-bit dtypes: scores with ReLU for widths of
+64 and 128; without an additive mask, the target of the loss for one key head of 128 or 576; where they compute both, gradients
+(of the sparse loss for a head width of 64 and up to 64 heads). The rest is PyTorch in float32.
 Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 """
 
@@ -58,9 +58,12 @@ def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]
 
 def _note(**by_kernel: bool) -> None:
     """Record for receipts a call that ran in chunks, and by what, without its layer, which stock does not pass."""
+    from megacpp_mcore.ops.indexer.chunked import unfit
+
     parts = [part for part, does in by_kernel.items() if does]
     how = f"{', '.join(parts)} by Triton kernels, the rest in PyTorch" if parts else "all in PyTorch"
-    reason = f"the patch dsa-indexer-memory, {how}"
+    why = unfit("indexer", "indexer_grad", "sparse_mla", "indexer_dense")
+    reason = f"the patch dsa-indexer-memory, {how}{f' ({why})' if why else ''}"
     observed.note("indexer", "chunked", reason, speed=Speed.COMPILED, requested="chunked")
 
 

@@ -4,6 +4,7 @@
 module                     content
 ==========================  ==========================================================================================
 :mod:`~.support`           what a candidate supports, as data
+:mod:`~.architectures`     launch options and fitting kernels by GPU architecture, as data
 :mod:`~.vendor_switches`   which other packages' kernels the configuration file allows
 :mod:`~.probes`            what works on this machine: Transformer Engine, Triton, Apex, each probed once per process
 :mod:`~.candidate`         one implementation of one op

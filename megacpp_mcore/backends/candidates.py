@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from megacpp_mcore.backends.architectures import archs
 from megacpp_mcore.backends.candidate import STOCK, Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, ProbeResult, hopper
 from megacpp_mcore.backends.support import Dim, Support
@@ -136,19 +137,6 @@ _MLA_PROJECTION_TRITON = Support(
 """The widths at which its kernels compile without register spills and were compared with the reference; any number of heads."""
 
 
-_EVERY = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-_ARCHS = {
-    "mamba3": ("sm_90",),
-    "m2rnn": ("sm_80", "sm_89", "sm_90", "sm_120"),
-    "indexer": ("sm_90", "sm_100"),
-    "indexer_grad": ("sm_90",),
-    **dict.fromkeys(("sparse_mla", "grouped_mlp", "routed_mlp"), ("sm_90", "sm_100")),
-    **dict.fromkeys(("router", "rms_norm", "mla_latents", "mla_projection", "mla_keys", "indexer_inputs"), _EVERY),
-}
-"""Architectures of NVIDIA for which the Triton kernels of an op compile (Triton 3.6), fit and spill at most 8 bytes a thread: a
-test compares them with the table of docs/compile.md. Only those of sm_90 have been run, and compared with the references."""
-
-
 def own_candidates() -> tuple[Candidate, ...]:
     """Return the implementations of the model's ops in this package; none is imported before it is chosen."""
     ops, kernel, plain = "megacpp_mcore.ops", Speed.KERNEL, Speed.REFERENCE
@@ -161,7 +149,7 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate("routed_mlp", "quack", kernel, _EXPERTS_QUACK, f"{ops}.grouped_mlp.quack:routed_mlp",
                    ("quack", *_GPU_TRITON), probe=_probe(f"{ops}.grouped_mlp.quack:probe"), auto=_QUACK_IS_FASTER),
         *(
-            _candidate(op, name, kernel, dataclasses.replace(support, archs=_ARCHS[op]), f"{ops}.{path}", _GPU_TRITON,
+            _candidate(op, name, kernel, dataclasses.replace(support, archs=archs(op)), f"{ops}.{path}", _GPU_TRITON,
                        auto=name == TRITON)
             for op, name, support, path in (
                 ("mamba3", TRITON, _MAMBA3_TRITON, "mamba3.triton:mamba3"),

@@ -50,8 +50,8 @@ class Support:
 
     Attributes:
         devices: where it runs, of :data:`DEVICES`.
-        archs: the GPU architectures for which its kernels compile and spill nothing, such as ``sm_90``: on others it runs only
-            if requested by name; empty: any.
+        archs: by GPU architecture, such as ``sm_90``, the worst that becomes of one of its kernels there, empty where they
+            fit and spill nothing; on all others it runs only if requested by name. Without any, it is not asked.
         dtypes: of its inputs, of :data:`DTYPES`.
         dims: sizes of dimensions, by the names used in requests; other dimensions may have any size.
         combinations: allowed combinations of sizes by name, one of which a request has to match; empty: any.
@@ -61,7 +61,7 @@ class Support:
     """
 
     devices: tuple[str, ...] = DEVICES
-    archs: tuple[str, ...] = ()
+    archs: Mapping[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = DTYPES
     dims: Mapping[str, Dim] = field(default_factory=dict)
     combinations: tuple[Mapping[str, int], ...] = ()
@@ -75,9 +75,10 @@ class Support:
 
     def foreign(self, arch: str | None) -> str | None:
         """Return why ``auto`` does not take it on a GPU of ``arch``, or None; None: there is no GPU."""
-        if arch is None or not self.archs or arch in self.archs:
+        if arch is None or not self.archs or self.archs.get(arch) == "":
             return None
-        return f"its kernels are for {', '.join(self.archs)}, and this GPU is {arch}"
+        worst, fitting = self.archs.get(arch, "none was compiled for it"), self.as_record()["archs"]
+        return f"its kernels are for {', '.join(fitting)}, and this GPU is {arch}: {worst}"
 
     def lacking(self, needs: Mapping[str, Any]) -> str | None:
         """Return why ``needs`` are not met, or None.
@@ -122,7 +123,7 @@ class Support:
         """Return it JSON-ready, for a table."""
         return {
             "devices": list(self.devices),
-            "archs": list(self.archs),
+            "archs": [name for name, worst in self.archs.items() if not worst],
             "dtypes": list(self.dtypes),
             "dims": {name: str(dim) for name, dim in self.dims.items()},
             **{name: getattr(self, name) for name in _OPTIONS},

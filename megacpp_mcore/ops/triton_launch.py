@@ -12,6 +12,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megacpp_mcore.backends.architectures import ARCHITECTURES
 from megacpp_mcore.versions import TRITON_DIRECT
 
 DIRECT = triton.__version__.startswith(f"{TRITON_DIRECT}.")
@@ -33,9 +34,10 @@ _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, int, tuple[None, ...]]] =
 """Kernels by all that they depend on, each with its device and a placeholder for every compile-time argument."""
 
 
-def options(kernel: str, tuned: dict[str, Any]) -> dict[str, Any]:
-    """Return the launch options of ``kernel`` for this version of Triton; ``tuned`` are those of 3.6."""
-    return tuned if DIRECT else tuned | _NEWER.get(kernel, {})
+def options(kernel: str, tuned: dict[str, Any], arch: str | None = None) -> dict[str, Any]:
+    """Return the launch options of ``kernel`` for this version of Triton on ``arch``; ``tuned`` are those of 3.6 on sm_90."""
+    there = ARCHITECTURES[arch].options if arch in ARCHITECTURES else {}
+    return tuned | ({} if DIRECT else _NEWER.get(kernel, {})) | there.get(kernel, {})
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

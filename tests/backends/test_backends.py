@@ -64,15 +64,18 @@ class Counted:
 def test_kernels_for_other_gpus_are_left_to_requests_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = Counted(), Counted(covers=10**9)
     kernel = fast.candidate("fast", Speed.KERNEL, devices=("cuda",))
-    kernel = dataclasses.replace(kernel, support=dataclasses.replace(kernel.support, archs=("sm_90", "sm_100")))
+    archs = {"sm_90": "", "sm_100": "", "sm_80": "spills"}
+    kernel = dataclasses.replace(kernel, support=dataclasses.replace(kernel.support, archs=archs))
     both = (kernel, slow.candidate("slow", Speed.REFERENCE, devices=("cpu", "cuda")))
-    for arch, expected in (("sm_90", "fast"), ("sm_100", "fast"), (None, "fast"), ("sm_80", "slow")):
+    for arch, expected in (("sm_90", "fast"), ("sm_100", "fast"), (None, "fast"), ("sm_86", "slow"), ("sm_80", "slow")):
         monkeypatch.setattr(probes, "arch", lambda arch=arch: arch)
         made = Dispatcher(candidates=both).request("mla", device="cuda", head_dim=64)
         assert (made.observed, made.slower_than_best) == (expected, expected == "slow")
         lacking = Dispatcher(candidates=both).without_kernel("mla", device="cuda", head_dim=64)
         assert (lacking is None) == (expected == "fast")
-    assert "its kernels are for sm_90, sm_100, and this GPU is sm_80" in made.reason
+        if expected == "slow":
+            worst = "spills" if arch == "sm_80" else "none was compiled for it"
+            assert f"its kernels are for sm_90, sm_100, and this GPU is {arch}: {worst}" in made.reason
     assert Dispatcher({"mla": "fast"}, both).request("mla", device="cuda", head_dim=64).observed == "fast"
     (row, _) = markdown.rows(both)
     assert (row["archs"], row["present"]) == (["sm_90", "sm_100"], True)

@@ -14,24 +14,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 from triton.backends.compiler import GPUTarget
 
+from megacpp_mcore.backends import probes
+from megacpp_mcore.backends.architectures import ARCHITECTURES
 from tests.ops import test_compiled as kernels
-from tests.ops.sm90 import SHARED_MEMORY, build, stack_bytes
+from tests.ops.sm90 import build, stack_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "compile.md"
 BLOCK = re.compile(r"(?<=<!-- architectures -->\n).*?(?=<!-- end of architectures -->)", re.DOTALL)
 
-ARCHITECTURES: Mapping[str, tuple[GPUTarget, int]] = {
-    "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
-    "sm_89": (GPUTarget("cuda", 89, 32), 99 << 10),
-    "sm_90": (GPUTarget("cuda", 90, 32), SHARED_MEMORY),
-    "sm_100": (GPUTarget("cuda", 100, 32), 227 << 10),
-    "sm_120": (GPUTarget("cuda", 120, 32), 99 << 10),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
-}
-"""By name, what Triton compiles for, and the bytes of shared memory that one program may have."""
 NEGLIGIBLE = 8
 """Bytes of a thread's own memory, one instruction in and out, that do not count as a spill."""
 COMPILES, RAN, FAST = "compiles", "ran", "fast"
@@ -59,11 +53,19 @@ NOT_TIMED = ("dense warm-up of the indexer",)
 """Rows of which no benchmark on an H200 is committed; all of them have run there."""
 
 
-def variants() -> Iterator[tuple[str, kernels.Variant]]:
-    """Every variant that ``make kernels`` compiles, with its row."""
+def target(architecture: str) -> GPUTarget:
+    """What Triton compiles for."""
+    if architecture.startswith("sm_"):
+        return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    return GPUTarget("hip", architecture, 64)
+
+
+def variants(architecture: str) -> Iterator[tuple[str, kernels.Variant]]:
+    """Every variant that ``make kernels`` compiles, with its row, as it is launched on ``architecture``."""
     every = [*kernels.VARIANTS]
-    for even, name, rank, state in kernels.MAMBA3:
-        every += kernels.mamba3_variants(name, kernels._plan(rank, state, even))
+    with mock.patch.object(probes, "arch", return_value=architecture):
+        for even, name, rank, state in kernels.MAMBA3:
+            every += kernels.mamba3_variants(name, kernels._plan(rank, state, even))
     for variant in every:
         kernel = f"{variant[1].__module__}.{variant[1].__name__}".removeprefix("megacpp_mcore.ops.")
         (row,) = (row for row, starts in ROWS.items() if kernel.startswith(starts))
@@ -72,15 +74,14 @@ def variants() -> Iterator[tuple[str, kernels.Variant]]:
 
 def outcome(variant: kernels.Variant, architecture: str) -> tuple[int, int]:
     """How bad it is, 0 (compiles) to 4, and the bytes, or threads, that are too many."""
-    target, most = ARCHITECTURES[architecture]
-    _, kernel, given, constants = variant
+    made_for, (_, kernel, given, constants) = target(architecture), variant
     try:
-        made = build(kernel, given, constants, target, multiples=kernels.multiples(variant))
+        made = build(kernel, given, constants, made_for, multiples=kernels.multiples(variant))
     except Exception:
         return 4, 0
-    if made.metadata.shared > most:
+    if made.metadata.shared > ARCHITECTURES[architecture].shared:
         return 3, made.metadata.shared
-    if (threads := made.metadata.num_warps * target.warp_size) > MOST_THREADS:
+    if (threads := made.metadata.num_warps * made_for.warp_size) > MOST_THREADS:
         return 2, threads
     spilled = stack_bytes(made)
     return int(spilled > NEGLIGIBLE), spilled
@@ -96,7 +97,7 @@ def column(architecture: str) -> dict[str, str]:
         worst[row] = max(worst[row], tuple(json.loads(file.read_text() or "[4, 0]")))
 
     with tempfile.TemporaryDirectory() as folder:
-        for number, (row, variant) in enumerate(variants()):
+        for number, (row, variant) in enumerate(variants(architecture)):
             if len(running) == len(os.sched_getaffinity(0)):
                 ended()
             file = Path(folder, str(number))

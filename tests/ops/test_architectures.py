@@ -7,16 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from megacpp_mcore.backends import Dispatcher, own_candidates, probes
+from megacpp_mcore.backends import Dispatcher, markdown, own_candidates, probes
+from megacpp_mcore.backends.architectures import ARCHITECTURES, archs
 from megacpp_mcore.backends.probes import TRITON, ProbeResult, triton_release
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule, unfit
 from megacpp_mcore.versions import TRITON_DIRECT
 from tests.errors import raises
-from tests.ops import architectures
-from tests.ops.architectures import ARCHITECTURES, COMPILES, FAST, RAN, ROWS
+from tests.ops import architectures, test_compiled
+from tests.ops.architectures import COMPILES, FAST, RAN, ROWS
+
+DENSE = "indexer_dense"
+"""The dense warm-up of the indexer, which has no candidate."""
 
 
 def test_auto_takes_what_compiles_for_nvidias_gpus() -> None:
@@ -24,15 +30,46 @@ def test_auto_takes_what_compiles_for_nvidias_gpus() -> None:
     assert "sm_90" in table
     assert table.keys() <= ARCHITECTURES.keys()
     assert all(list(cells) == list(ROWS) for cells in table.values())
-    gated = {one.op: set(one.support.archs) for one in own_candidates() if one.name == TRITON and one.support.archs}
+    gated = {one.op: one.support.archs for one in own_candidates() if one.name == TRITON and one.support.archs}
     assert len(gated) == 13
-    for op, archs in gated.items():
-        rows = [row for row in ROWS if op in row.split(", ")]
-        fits = {name for name, cells in table.items() if {cells[row] for row in rows} <= {COMPILES, RAN, FAST}}
-        assert archs & table.keys() == {name for name in fits if name.startswith("sm_")}, op
+    assert {op for one in ARCHITECTURES.values() for op in one.unfit} < {*gated, DENSE}
+    for op, found in (gated | {DENSE: archs(DENSE)}).items():
+        rows = [row for row in ROWS if op in row.split(", ") or (op == DENSE and row.startswith("dense"))]
+        for name, cells in table.items():
+            worst = {cells[row] for row in rows} - {COMPILES, RAN, FAST}
+            assert found[name] in (worst or {""}) or ARCHITECTURES[name].untried, (op, name)
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "sm_90"])
+@pytest.mark.parametrize("arch", [None, *ARCHITECTURES])
+def test_a_gpu_has_launch_options_of_its_own(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
+    """Those of an H200 are the tuned ones; others say what they change, of kernels that ask."""
+    tuned = test_compiled._plan(4, 64, False).constants
+    monkeypatch.setattr(probes, "arch", lambda: arch)
+    found = test_compiled._plan(4, 64, False).constants
+    changed = {name: dict(found[name].items() - tuned[name].items()) for name in found if found[name] != tuned[name]}
+    expected = ARCHITECTURES[arch].options if arch else {}
+    assert changed.keys() == expected.keys()
+    assert all(expected[name].items() >= these.items() for name, these in changed.items())
+    assert bool(changed) == (arch == "sm_100")
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm_86"])
+def test_the_indexers_losses_take_no_kernel_that_is_unfit(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Which have no candidate: a patch's, and the dense warm-up's. Tensors are without data."""
+    monkeypatch.setattr(probes, "arch", lambda: arch)
+    monkeypatch.setattr(probes, "REQUIREMENTS", dict.fromkeys(probes.REQUIREMENTS, lambda: ProbeResult(True)))
+    shapes = (8, 1, 4, 64), (8, 1, 64), (8, 1, 4), (8, 1, 4, 128), (8, 1, 1, 128)
+    with FakeTensorMode():
+        q, k, w, query, key = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        indexer, attention = Indexer(q, k, w), Attention(query, key, 1.0)
+        taken = indexer.by_kernel, indexer.learns_by_kernel, attention.by_kernel(KeyRule())
+    assert taken == {"sm_90": (True, True, True), "sm_100": (True, False, False)}.get(arch, (False, False, False))
+    why = unfit("indexer_grad") or ""
+    assert (why == "") == (arch == "sm_90")
+    assert {"sm_100": "does not compile", "sm_86": "none was compiled for it"}.get(arch, "") in why
+
+
+@pytest.mark.parametrize("arch", [name for name, why in archs("mamba3").items() if why])
 def test_a_gpu_without_a_kernel_is_named_when_a_layer_asks(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Before the first step: layers ask as they are built. In CUDA graphs no slower backend can take its place."""
     monkeypatch.setattr(probes, "arch", lambda: arch)
@@ -40,7 +77,9 @@ def test_a_gpu_without_a_kernel_is_named_when_a_layer_asks(monkeypatch: pytest.M
     needs = {"device": "cuda", "dtype": "bfloat16", "state": 64, "mimo_rank": 4, "head_dim": 64}
     made = Dispatcher().request("mamba3", **needs)
     assert (made.observed, made.slower_than_best) == ("reference", True)
-    assert f"its kernels are for sm_90, and this GPU is {arch}" in made.reason
+    assert f"its kernels are for sm_90, sm_100, and this GPU is {arch}: {archs('mamba3')[arch]}" in made.reason
+    (row,) = (row for row in markdown.rows() if (row["op"], row["name"]) == ("mamba3", TRITON))
+    assert row["reason"] in made.reason
     with raises(BackendError, "mamba3", f"this GPU is {arch}", "--cuda-graph-impl", code="none-runs"):
         Dispatcher().request("mamba3", capturable=True, **needs)
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.backends import observed
+from megacpp_mcore.backends import observed, probes
 from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer.deferred import DeferredScores
 from megacpp_mcore.ops.testing import assert_parity
@@ -301,6 +301,17 @@ def test_scores_are_computed_once_and_only_if_somebody_reads_them() -> None:
         scores += 1  # stock's compute_dsa_indexer_loss adds its mask so
         torch.testing.assert_close(scores + 0, expected + 1)
         assert computed.call_count == once > 0
+
+
+def test_notes_say_which_kernels_are_not_for_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "arch", lambda: "sm_100")
+    observed.forget()
+    with patched():
+        topk(case(11, 11), 5)
+    (note,) = observed.notes()
+    assert "indexer_grad: its kernels are for sm_90, and this GPU is sm_100: does not compile" in note["reason"]
+    assert "indexer:" not in note["reason"]
+    observed.forget()
 
 
 def test_notes_say_what_computed_a_call() -> None:

@@ -22,7 +22,9 @@ from functools import cached_property
 
 import torch
 
-from megacpp_mcore.backends.probes import TRITON, requirement
+from megacpp_mcore.backends import probes
+from megacpp_mcore.backends.architectures import archs
+from megacpp_mcore.backends.support import Support
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.reference import logits, score_block, selected_gradient, through_heads
@@ -160,6 +162,7 @@ class Indexer:
             or q.device != k.device
             or q.device != w.device
             or not _runs_kernels(q.device)
+            or unfit("indexer")
         ):
             return False
         if q.dtype != k.dtype or q.dtype not in (torch.bfloat16, torch.float16) or self.dtype != torch.float32:
@@ -171,7 +174,7 @@ class Indexer:
     @property
     def learns_by_kernel(self) -> bool:
         """Whether the gradient of the sparse loss is the Triton kernel's where its target is (:meth:`Attention.by_kernel`)."""
-        if not self.by_kernel:
+        if not self.by_kernel or unfit("indexer_grad"):
             return False
         from megacpp_mcore.ops.indexer.triton import HEAD_DIM, MOST_HEADS
 
@@ -214,9 +217,15 @@ class Indexer:
         return made
 
 
+def unfit(*ops: str) -> str | None:
+    """Return why kernels of ``ops`` (:mod:`megacpp_mcore.backends.architectures`) are not for this GPU; None: they are."""
+    reasons = ((op, Support(archs=archs(op)).foreign(probes.arch())) for op in ops)
+    return "; ".join(f"{op}: {reason}" for op, reason in reasons if reason) or None
+
+
 def _runs_kernels(device: torch.device) -> bool:
     """Return whether Triton runs on this device."""
-    return device.type == "cuda" and requirement(TRITON).ok
+    return device.type == "cuda" and probes.requirement(probes.TRITON).ok
 
 
 @dataclass(frozen=True)
@@ -255,6 +264,8 @@ class Attention:
         width of theirs, and no additive mask."""
         query, key = self.query_SBAK, self.key_TBGK
         if not self.kernel or query.device != key.device or not _runs_kernels(query.device):
+            return False
+        if unfit("sparse_mla", "indexer_dense"):
             return False
         if rule.mask_BST is not None or query.dtype != key.dtype or key.shape[2] > 1 or self.softmax_scale <= 0:
             return False

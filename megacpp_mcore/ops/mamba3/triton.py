@@ -24,6 +24,7 @@ import triton
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megacpp_mcore.backends import probes
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import expect_shape, one_dtype
 from megacpp_mcore.ops.mamba3 import kernels
@@ -205,7 +206,7 @@ class Plan:
                 kernel != "chunk_scan_bwd_keys" and self.N <= 64 and self.R == 4
             ):
                 tuned["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
-        return options(kernel, tuned)
+        return options(kernel, tuned, probes.arch())
 
     @cached_property
     def constants(self) -> dict[str, dict[str, Any]]:

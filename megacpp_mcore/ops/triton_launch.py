@@ -35,9 +35,11 @@ _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, int, tuple[None, ...]]] =
 
 
 def options(kernel: str, tuned: dict[str, Any], arch: str | None = None) -> dict[str, Any]:
-    """Return the launch options of ``kernel`` for this version of Triton on ``arch``; ``tuned`` are those of 3.6 on sm_90."""
-    there = ARCHITECTURES[arch].options if arch in ARCHITECTURES else {}
-    return tuned | ({} if DIRECT else _NEWER.get(kernel, {})) | there.get(kernel, {})
+    """Return the launch options of ``kernel``, a name or ``name, size``, for this version of Triton and a GPU of ``arch``:
+    ``tuned``, those of 3.6 on sm_90, changed as two tables say, whose entries without a size hold for all sizes."""
+    for table in ({} if DIRECT else _NEWER, ARCHITECTURES[arch].options if arch in ARCHITECTURES else {}):
+        tuned = tuned | table.get(kernel.partition(", ")[0], {}) | table.get(kernel, {})
+    return tuned
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

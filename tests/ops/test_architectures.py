@@ -40,17 +40,18 @@ def test_auto_takes_what_compiles_for_nvidias_gpus() -> None:
             assert found[name] in (worst or {""}) or ARCHITECTURES[name].untried, (op, name)
 
 
+@pytest.mark.parametrize("state", [64, 128])
 @pytest.mark.parametrize("arch", [None, *ARCHITECTURES])
-def test_a_gpu_has_launch_options_of_its_own(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
-    """Those of an H200 are the tuned ones; others say what they change, of kernels that ask."""
-    tuned = test_compiled._plan(4, 64, False).constants
+def test_a_gpu_has_launch_options_of_its_own(monkeypatch: pytest.MonkeyPatch, arch: str | None, state: int) -> None:
+    """Those of an H200 are the tuned ones."""
+    tuned = test_compiled._plan(4, state, False).constants
     monkeypatch.setattr(probes, "arch", lambda: arch)
-    found = test_compiled._plan(4, 64, False).constants
+    found = test_compiled._plan(4, state, False).constants
     changed = {name: dict(found[name].items() - tuned[name].items()) for name in found if found[name] != tuned[name]}
-    expected = ARCHITECTURES[arch].options if arch else {}
-    assert changed.keys() == expected.keys()
-    assert all(expected[name].items() >= these.items() for name, these in changed.items())
-    assert bool(changed) == (arch == "sm_100")
+    uncapped, wide = {"maxnreg": None}, {"num_warps": 8}
+    own = {"chunk_scan_fwd": uncapped, "chunk_scan_bwd_queries": uncapped, "rotate_bwd": {"num_warps": 2}}
+    own |= {"chunk_scan_fwd": uncapped | wide, "chunk_scan_bwd_keys": wide} if state == 128 else {}
+    assert changed == (own if arch == "sm_100" else {})
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm_86"])

@@ -206,7 +206,7 @@ class Plan:
                 kernel != "chunk_scan_bwd_keys" and self.N <= 64 and self.R == 4
             ):
                 tuned["maxnreg"] = 168  # three programs per multiprocessor; in the other cases it would spill
-        return options(kernel, tuned, probes.arch())
+        return options(f"{kernel}, {self.N}", tuned, probes.arch())
 
     @cached_property
     def constants(self) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@
 unset MEGACPP_CONFIG PYTHONPATH
 if [ -z "${VENV:-}" ]; then
     VENV="$folder/venv"
-    (cd "$PROJECT" && "${BASE_PYTHON:-python3.12}" -m venv "$VENV" && "$VENV/bin/pip" install --quiet --disable-pip-version-check ".[demo]")
+    (cd "$PROJECT" && "${BASE_PYTHON:-python3.12}" -m venv "$VENV" && "$VENV/bin/pip" install --quiet --disable-pip-version-check .)
 fi
 export PATH="$VENV/bin:$PATH"
 pip list --disable-pip-version-check | grep -E '^(torch|triton|megatron-core|megacpp-mcore) '

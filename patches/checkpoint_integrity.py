@@ -77,7 +77,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 loaded = original(load_dir, args, rank0, *rest, **kwargs)
         except SystemExit as end:  # Megatron's, with status 0
             is_torch = any(Path(str(load_dir)).glob("*/mp_rank_*"))
-            reason = f" (if a file is missing, this run has another layout: {RESAVE})" if is_torch else ""
+            reason = f" (if this rank never had a file, the run has another layout: {RESAVE})" if is_torch else ""
             raise CheckpointError(
                 f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}", code="not-loaded"
             ) from end

@@ -145,7 +145,7 @@ numbers = divmod(torch.backends.cudnn.version() or 0, 10000)
 own, other = (numbers[0], *divmod(numbers[1], 100)), tuple(utils.get_cudnn_version())
 if torch.version.cuda and own != other:
     details["note"] = (f"it has found cuDNN {other}, torch has {own}: its attention may run unfused; a launch sets "
-                       f"CUDNN_HOME={folder}, set it where you start a script yourself")
+                       f"CUDNN_HOME={folder or 'the folder of that'}, set it where you start a script yourself")
 """
 
 # Importing does not prove that vendors' kernels work: on a GPU one call is run, and compared with plain PyTorch.

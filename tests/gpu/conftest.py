@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     command = [*PYTHON, "megacpp_mcore", "data", "corpus", "--output", str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     return str(folder / "stdlib_train")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torchs_cudnn() -> None:
+    """Transformer Engine is as a launch has it, in the tests' own processes too."""
+    import torch  # noqa: F401
+
+    from megacpp_mcore.util import te_imports
+
+    os.environ |= te_imports.cudnn_home(os.environ)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megacpp_mcore.patches.machinery.registry import default
-from megacpp_mcore.util import host
+from megacpp_mcore.util import host, te_imports
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/unit_tests"
@@ -86,17 +86,21 @@ class Run:
             tempfile.TemporaryDirectory(prefix="upstream-", ignore_cleanup_errors=True) as folder,
             (records / "log.txt").open("wb") as log,
         ):
-            environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
-                "CUDA_VISIBLE_DEVICES": device,
-                "TMPDIR": folder,  # Megatron's tests save below one fixed name in it
-                "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
-                "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in place of a process per core
-                "TRITON_CACHE_AUTOTUNING": "1",  # two thirds of an arm's time is the search for MLA's rope kernels
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-            }
+            environment = (
+                os.environ
+                | te_imports.cudnn_home(os.environ)
+                | {
+                    "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
+                    "CUDA_VISIBLE_DEVICES": device,
+                    "TMPDIR": folder,  # Megatron's tests save below one fixed name in it
+                    "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
+                    "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+                    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in place of a process per core
+                    "TRITON_CACHE_AUTOTUNING": "1",  # two thirds of an arm's time is the search for MLA's rope kernels
+                    "HF_HUB_OFFLINE": "1",
+                    "OMP_NUM_THREADS": "1",
+                }
+            )
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
             try:
                 self.ended = f"status {process.wait(timeout)}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -219,7 +219,12 @@ class Indexer:
 
 def unfit(*ops: str) -> str | None:
     """Return why kernels of ``ops`` (:mod:`megacpp_mcore.backends.architectures`) are not for this GPU; None: they are."""
-    reasons = ((op, Support(archs=archs(op)).foreign(probes.arch())) for op in ops)
+    return _unfit_for(probes.arch(), ops)
+
+
+@cache
+def _unfit_for(arch: str | None, ops: tuple[str, ...]) -> str | None:
+    reasons = ((op, Support(archs=archs(op)).foreign(arch)) for op in ops)
     return "; ".join(f"{op}: {reason}" for op, reason in reasons if reason) or None
 
 

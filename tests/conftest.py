@@ -42,6 +42,13 @@ forget_the_killed(_EXTENSIONS)
 _GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test draws the same numbers, alone or after others: torch's CPU generator has another seed in every process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(1234)
+
+
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The CPU lane and Megatron's process groups for the tests of a module, and a folder for what they write."""

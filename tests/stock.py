@@ -152,6 +152,7 @@ def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
         from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+        torch.manual_seed(1234)
         distributed = torch.distributed
         met = distributed.FileStore(str(store), world)
         distributed.init_process_group("gloo", store=met, rank=rank, world_size=world)

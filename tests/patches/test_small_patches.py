@@ -363,6 +363,7 @@ def wrapped_router(ours: bool, **settings: Any) -> Any:
         use_cpu_initialization=True, **settings,
     )  # fmt: skip
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    torch.manual_seed(3)  # its loads are 4,200 to 6,200 tokens an expert in 80 micro-batches
     router = Router(config, groups, route=route) if ours else TopKRouter(config, groups)
     router.set_layer_number(1)
     return _wrap_with_mp_wrapper([router], config, Float16Module)[0].module.train()
@@ -389,7 +390,7 @@ def test_counts_are_the_tokens_that_were_routed(process: Path, ours: bool, preci
             assert routed_E.min() > 2048
             counted_E = router.local_tokens_per_expert
             assert counted_E.data_ptr() == place
-            off = int((counted_E.long() - routed_E).abs().max())  # of 3,300 to 6,900 tokens an expert
+            off = int((counted_E.long() - routed_E).abs().max())
             assert off == 0 if patches else off >= 2
             assert "local_tokens_per_expert" not in router.state_dict()
 

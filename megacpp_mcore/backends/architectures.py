@@ -26,10 +26,12 @@ class Architecture:
 ARCHITECTURES = {
     "sm_80": Architecture(shared=163 << 10, unfit={
         "mamba3": "spills 7352 bytes", "sparse_mla": "200 KB shared", "grouped_mlp": "spills 888 bytes",
-        "indexer": "spills 208 bytes", "indexer_grad": "spills 144 bytes", "indexer_dense": "spills 88 bytes"}),
+        "mla": "spills 40 bytes", "indexer": "spills 208 bytes", "indexer_grad": "spills 144 bytes",
+        "indexer_dense": "spills 88 bytes"}),
     "sm_89": Architecture(shared=99 << 10, unfit={
         "mamba3": "spills 6152 bytes", "sparse_mla": "200 KB shared", "grouped_mlp": "spills 576 bytes",
-        "indexer": "spills 232 bytes", "indexer_grad": "spills 112 bytes", "indexer_dense": "144 KB shared"}),
+        "mla": "spills 16 bytes", "indexer": "spills 232 bytes", "indexer_grad": "spills 112 bytes",
+        "indexer_dense": "144 KB shared"}),
     "sm_90": Architecture(shared=227 << 10),
     "sm_100": Architecture(shared=227 << 10, options={
         "chunk_scan_fwd": {"maxnreg": None}, "chunk_scan_fwd, 128": {"num_warps": 8}, "rotate_bwd": {"num_warps": 2},
@@ -37,7 +39,8 @@ ARCHITECTURES = {
     }, unfit={"m2rnn": "spills 32 bytes", "indexer_grad": "does not compile", "indexer_dense": "spills 104 bytes"}),
     "sm_120": Architecture(shared=99 << 10, unfit={
         "mamba3": "spills 3376 bytes", "sparse_mla": "200 KB shared", "grouped_mlp": "144 KB shared",
-        "indexer": "spills 168 bytes", "indexer_grad": "spills 112 bytes", "indexer_dense": "144 KB shared"}),
+        "mla": "spills 24 bytes", "indexer": "spills 168 bytes", "indexer_grad": "spills 112 bytes",
+        "indexer_dense": "144 KB shared"}),
     "gfx942": Architecture(shared=64 << 10, untried="none has run on a GPU of AMD"),
 }  # fmt: skip
 """By name. ``indexer_dense`` is the dense warm-up of the indexer; ``routed_mlp`` has the kernels of ``grouped_mlp``. A test

@@ -47,6 +47,14 @@ Its gradients are summed in a fixed order under ``torch.use_deterministic_algori
 _TE_ATTENTION = dataclasses.replace(_SDPA, packed=False, dims=dict(_SDPA.dims) | {"window": Dim(largest=0)})
 """With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine."""
 
+_MLA_TRITON = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
+)
+"""The widths at which its kernels compile without register spills. They were compared with the reference in Triton's
+interpreter; until they have run on a GPU, they are taken only where they are named."""
+
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
@@ -146,6 +154,8 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate("mla", "sdpa", kernel, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
                    probe=_probe(f"{ops}.mla.flash4:probe_engine")),
+        _candidate("mla", TRITON, kernel, dataclasses.replace(_MLA_TRITON, archs=archs("mla")), f"{ops}.mla.triton:attend",
+                   _GPU_TRITON, auto=False),
         _candidate("routed_mlp", "quack", kernel, _EXPERTS_QUACK, f"{ops}.grouped_mlp.quack:routed_mlp",
                    ("quack", *_GPU_TRITON), probe=_probe(f"{ops}.grouped_mlp.quack:probe"), auto=_QUACK_IS_FASTER),
         *(

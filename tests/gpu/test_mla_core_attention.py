@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.ops.mla import sdpa
+from megacpp_mcore.ops.mla import triton as mla_kernels
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed.documents import other_documents, seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import EARLY, assert_parity, query_gradient_terms
@@ -85,14 +86,14 @@ def assert_same(
             error = (have[rows].double() - want[rows]).norm(dim=-1) / terms
             assert float(error[few_SB[rows]].max() if few_SB.any() else 0.0) <= rms, "dq of queries that see few keys"
             have, want, other = (tensor[~few_SB] for tensor in (have, want, other))
-            if not len(have):
-                continue
         if name == "dk" and attention_mask is not None:
             # In a short document the terms cancel in a key's gradient, too: there it is small beside other keys'.
             few_TB = ((~hidden).sum(-2)[:, 0] <= EARLY).T.expand(have.shape[:2])
             error = (have.double() - want)[few_TB].norm(dim=-1) / want.norm(dim=-1).max()
             assert float(error.max() if few_TB.any() else 0.0) <= rms, "dk of keys that few queries see"
             have, want, other = (tensor[~few_TB] for tensor in (have, want, other))
+        if not len(have):
+            continue
         # Which of two float32 sums is off by an ulp more is chance; in 16 bits the rounding is what counts.
         factor = 2.0 if other.dtype != torch.float32 else None
         assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
@@ -133,6 +134,46 @@ def test_documents(max_documents: int | None) -> None:
     assert sdpa.fused_backend(*draw(700, 2, dtype=torch.float32)[:3], seq_idx=seq_idx) == EFFICIENT
     op = partial(sdpa.sdpa_attention, softmax_scale=0.1, seq_idx=seq_idx, max_documents=max_documents)
     check(op, inputs, softmax_scale=0.1, attention_mask=other_documents(seq_idx))
+
+
+RUNS: dict[str, tuple[list[int] | None, int | None]] = {
+    "one document": (None, None),
+    "documents": ([1, 130, 3, 566, 640, 1, 59], None),
+    "short documents": ([*[1] * 30, *[8] * 40, 350, 700], None),
+    "a window": (None, 200),
+    "a narrow window": (None, 3),
+    "documents, a window": ([1, 130, 3, 566, 640, 1, 59], 100),
+}
+"""The lengths of the documents in two rows of 700, and the window."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_keys_by_triton(name: str, dtype: torch.dtype) -> None:
+    """Parity with float64; the same bits in deterministic mode and of strided tensors; a graph replays."""
+    lengths, window = RUNS[name]
+    inputs, row = draw(700, 2, H=5, dtype=dtype), torch.arange(700, device="cuda")
+    seq_idx, hidden = None, torch.zeros(2, 1, 700, 700, dtype=torch.bool, device="cuda")
+    if lengths is not None:
+        documents = torch.arange(len(lengths), device="cuda", dtype=torch.int32)
+        seq_idx = documents.repeat_interleave(torch.tensor(lengths, device="cuda")).view(2, 700)
+        hidden = other_documents(seq_idx)
+    if window is not None:
+        hidden = hidden | (row < row[:, None] - window)
+    op = partial(mla_kernels.attend, softmax_scale=0.1, seq_idx=seq_idx, window=window)
+    check(op, inputs, softmax_scale=0.1, attention_mask=hidden)
+    found = outcome(op, inputs)
+    wide = [torch.cat([tensor.detach(), tensor.detach()], -1)[..., : tensor.shape[-1]] for tensor in inputs]
+    torch.use_deterministic_algorithms(True)
+    again = outcome(op, [*(tensor.requires_grad_() for tensor in wide[:3]), wide[3]])
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def test_triton_waits_for_nothing_and_a_graph_replays() -> None:
+    inputs, starts = draw(1024, 2), torch.rand(2, 1024, device="cuda") < 0.01
+    op = partial(mla_kernels.attend, softmax_scale=0.1, seq_idx=starts.cumsum(1, dtype=torch.int32), window=300)
+    assert_replays(op, inputs)
 
 
 @pytest.mark.parametrize("S", [256, 261, 320])

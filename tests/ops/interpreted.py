@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
-from megacpp_mcore.ops import adam, embedding, fp8
+from megacpp_mcore.ops import adam, embedding, fp8, slices
 from megacpp_mcore.ops.feed_forward import reference as feed_forward_reference
 from megacpp_mcore.ops.feed_forward import triton as feed_forward
 from megacpp_mcore.ops.grouped_mlp import fp8 as grouped_fp8
@@ -37,6 +37,8 @@ from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.mamba3 import reference as mamba3_reference
 from megacpp_mcore.ops.mamba3 import triton as mamba3
 from megacpp_mcore.ops.mamba3_projection import triton as mamba3_projection
+from megacpp_mcore.ops.mla import triton as mla
+from megacpp_mcore.ops.mla.reference import mla_attention as mla_reference
 from megacpp_mcore.ops.mla_projection import reference as projection_reference
 from megacpp_mcore.ops.mla_projection import triton as projection
 from megacpp_mcore.ops.remainder_adam import _step as reference_step
@@ -56,6 +58,7 @@ from tests.ops import (
     mamba3_case,
     mamba3_projection_case,
     mla_projection_case,
+    outcomes,
     rms_norm_case,
     router_case,
     sparse_mla_case,
@@ -688,6 +691,38 @@ def sparse_attention(rms: float, wide: bool = False, **sizes: Any) -> None:
         sparse_mla_case.assert_same(case, inputs, outcome(sparse_mla.attend, case, inputs), truth, plain, rms)
 
 
+def core_attention(dtype: torch.dtype, rms: float) -> None:
+    """Documents of one row and of many tiles, windows, both; keys and values of one projection, whose gradients are."""
+    mla.WIDTHS, mla.DTYPES = ((32, 16),), (dtype,)
+    for launched in mla.LAUNCHES:
+        launched |= {"ROWS": 16} | ({"KEYS": 16} if "KEYS" in launched else {})
+    mla.FORWARD["KEYS"] = mla.KEYS["ROWS"] = 32
+    poison_new_memory()
+    draw = torch.Generator().manual_seed(0)
+    for S, B, documents, window in (
+        (90, 2, None, None), (1, 1, None, None), (49, 1, 0.5, None), (80, 2, 0.04, None), (77, 1, 0.02, 9), (64, 1, None, 20),
+        (20, 1, 0.1, 0), (40, 1, 0.05, 1000),
+    ):  # fmt: skip
+        whole = torch.randn(S, B, 2, 48, generator=draw).to(dtype)
+        q, (k, v) = torch.randn(S, B, 2, 40, generator=draw).to(dtype)[..., 8:], slices.split(whole, (32, 16))
+        do, seq_idx = torch.randn(S, B, 2, 16, generator=draw).to(dtype), None
+        if documents is not None:
+            starts = torch.rand(B, S, generator=draw) < documents
+            seq_idx = torch.where(starts[:, :1], 5, 3).int() + starts.cumsum(1).int()  # rows begin with any number
+            mla.attend(q, k, v, softmax_scale=0.3, seq_idx=seq_idx, window=1)  # is not what the next call is of
+        found, again, truth = (
+            outcomes.with_gradients(
+                {"o": op(*own.values(), softmax_scale=0.3, seq_idx=seq_idx, window=window)}, own, [do]
+            )
+            for op, kind in ((mla.attend, dtype), (mla.attend, dtype), (mla_reference, torch.float64))
+            for own in [outcomes.leaves({"q": q, "k": k, "v": v}, kind)]
+        )
+        for name, expected in truth.items():
+            off = float((found[name].double() - expected).norm() / expected.norm().maximum(do.double().norm()))
+            assert off < rms, (S, B, documents, window, name, off)
+            assert torch.equal(found[name], again[name])
+
+
 def route() -> None:
     """All sizes."""
     for case in router_case.CASES:
@@ -736,6 +771,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "mamba3, in blocks": partial(mamba3_mixer, 75, block=32, B=2, documents=(9, 23, 43), states=True),
     "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),
     "mamba3, SISO, documents": partial(mamba3_mixer, 130, R=1, mimo=False, documents=(50, 80), states=True),
+    "mla": partial(core_attention, FP32, 2e-6),
+    "mla, float16": partial(core_attention, FP16, 2e-3),
     "mla_projection": partial(mla_projection, FP32, 3e-6),
     "rms_norm": partial(norms, FP32, 2e-6),
     "router": route,

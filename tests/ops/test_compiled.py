@@ -33,6 +33,8 @@ from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.mamba3 import kernels as mamba3
 from megacpp_mcore.ops.mamba3.triton import ROWS, SEGMENT, Plan
 from megacpp_mcore.ops.mamba3_projection import triton as mamba3_projection
+from megacpp_mcore.ops.mla import kernels as mla
+from megacpp_mcore.ops.mla import triton as mla_launch
 from megacpp_mcore.ops.mla_projection import kernels as mla_projection
 from megacpp_mcore.ops.mla_projection import triton as projection_launch
 from megacpp_mcore.ops.rms_norm import kernels as norm
@@ -269,6 +271,16 @@ def sparse_variants(dtype: str) -> Iterator[Variant]:
             yield f"wide {name}, {heads}", kernel, integers if "integers" in name else given, of | launch
 
 
+def mla_variants(dtype: str) -> Iterator[Variant]:
+    given = types(fp32="lse_ptr mean_ptr", i32="first_ptr last_ptr") | {"scale": "fp32"}
+    given |= types(**{dtype: "q_ptr k_ptr v_ptr o_ptr do_ptr dq_ptr dk_ptr dv_ptr"})
+    for K, V in mla_launch.WIDTHS:
+        yield f"mla forward, {K}", mla.forward, given, mla_launch.FORWARD | {"K": K, "V": V}
+        yield f"mla means, {V}", mla.means, given, mla_launch.MEANS | {"V": V}
+        yield f"mla queries, {K}", mla.backward_queries, given, mla_launch.QUERIES | {"K": K, "V": V}
+        yield f"mla keys, {K}", mla.backward_keys, given, mla_launch.KEYS | {"K": K, "V": V}
+
+
 def m2rnn_variants() -> Iterator[Variant]:
     widths = {"K": 64, "V": 16}
     given = types(
@@ -350,12 +362,13 @@ def projection_variants(dtype: str) -> Iterator[Variant]:
 
 PRODUCTS = (
     experts.product, experts.weight_gradient, experts_fp8.weight_gradient, indexer.score_keys, indexer.learn, dense.log_sums,
-    dense.targets, dense.learn_queries, dense.learn_keys, sparse_mla.forward, sparse_mla.means, sparse_mla.sums,
+    dense.targets, dense.learn_queries, dense.learn_keys, mla.forward, mla.backward_queries, mla.backward_keys,
+    sparse_mla.forward, sparse_mla.means, sparse_mla.sums,
     sparse_mla.backward, wide_sparse_mla.forward, wide_sparse_mla.scores, wide_sparse_mla.queries, wide_sparse_mla.keys,
 )  # fmt: skip
 SMALL_PRODUCTS = recurrence.advance, recurrence.reverse, mla_projection.project, mla_projection.project_backward
 VARIANTS = [*experts_variants(), *fp8_variants(), *small_variants(), *m2rnn_variants()]
-for made in (indexer_variants, sparse_variants, projection_variants):
+for made in (indexer_variants, mla_variants, sparse_variants, projection_variants):
     VARIANTS += [(f"{name}, {dtype}", *rest) for dtype in ("bf16", "fp16") for name, *rest in made(dtype)]
 
 

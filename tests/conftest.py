@@ -46,7 +46,7 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 def pytest_runtest_setup() -> None:
     """Each test draws the same numbers, alone or after others: torch's CPU generator has another seed in every process."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(1234)
+        torch.default_generator.manual_seed(1234)
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _op("m2rnn", "recurrence", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
         _op("grouped_mlp", "experts", "routed experts, two matrices each, rows sorted by expert", _EXPERTS),
         _op("routed_mlp", "experts", "the same with the gather of tokens' rows and the sum of each token's", _EXPERTS),
-        _op("rms_norm", "rms_norm", "the norm that a layer begins with, and its residual", "hidden"),
+        _op("rms_norm", "linear", "the norm that a layer begins with, and its residual", "hidden"),
         _op("router", "experts", "from logits to probabilities, routing and losses", "experts routed"),
         _op("linear_cross_entropy", "linear_cross_entropy",
             "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),

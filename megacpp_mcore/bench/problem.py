@@ -55,11 +55,6 @@ class Inputs:
         """Names of the results of forward and backward: the outputs, then the gradient of each leaf."""
         return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
-    def with_new_leaves(self) -> Inputs:
-        """Return the same inputs, whose leaves are other tensors with the same memory."""
-        leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in self.leaves.items()}
-        return dataclasses.replace(self, leaves=leaves)
-
     def in_double(self) -> Inputs:
         """Return the same numbers in float64; fixed arguments are unchanged."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
@@ -86,7 +81,7 @@ class Captured:
     Its results are the graph's own tensors, which the next call overwrites.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Call) -> None:
         self._call, self._results = call, None
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -126,7 +121,7 @@ class Variant:
 
     name: str
     side: str
-    runs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    runs: Mapping[str, Call] = field(default_factory=dict)
     results: Callable[[Tensors], Tensors] = list
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     absent: str = ""
@@ -142,16 +137,19 @@ class Variant:
         default stream, and is kept alive by what another variant keeps of its forward pass, cannot be differentiated in a
         capture.
         """
-        runs = {
-            work: Captured(lambda inputs, run=run: run(inputs.with_new_leaves())) for work, run in self.runs.items()
-        }
+
+        def anew(run: Call, inputs: Inputs) -> Any:
+            leaves = {name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in inputs.leaves.items()}
+            return run(dataclasses.replace(inputs, leaves=leaves))
+
         name, opening, rest = self.name.partition(" (")
+        runs = {work: Captured(partial(anew, run)) for work, run in self.runs.items()}
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     def quantising(self) -> Variant:
         """Return this variant with FP8 weights quantised in every call, like the first one after an optimizer's step."""
 
-        def anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
+        def anew(run: Call, inputs: Inputs, **how: Any) -> Any:
             quantised_weights.forget()
             found = run(inputs, **how)
             quantised_weights.forget()
@@ -203,17 +201,17 @@ class Variant:
             """Return one gradient for each leaf."""
             if len(found) <= len(parts):  # of a forward pass
                 return found
-            others, gradients = found[: -len(parts)], iter(found[-len(parts) :])
-            each = (
-                [next(gradients) for _ in given] if isinstance(given, Sequence) else next(gradients) for given in own
+            each = iter(found[-len(parts) :])
+            whole = (
+                next(each) if isinstance(one, torch.Tensor) else torch.stack([next(each) for _ in one]) for one in own
             )
-            return [*others, *(one if isinstance(one, torch.Tensor) else torch.stack(one) for one in each)]
+            return [*found[: -len(parts)], *whole]
 
         results = stacked if any(isinstance(given, Sequence) for given in own) else list
         return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **{"results": results} | more)
 
     @classmethod
-    def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
+    def candidates(cls, op: str, options: Options, call: Call, **needs: Any) -> Iterator[Variant]:
         """Yield our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
 
         ``call`` computes the output from a backend's function and the inputs; ``needs`` are further requirements of the

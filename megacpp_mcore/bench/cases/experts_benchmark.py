@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_mcore.backends.candidates import TRITON_FP8
-from megacpp_mcore.bench.cases.peers import ENGINE, engine_linear, lacking
+from megacpp_mcore.bench.cases.peers import engine_linear, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import Call, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import Work, feed_forward
 from megacpp_mcore.ops.grouped_mlp import reference
 from megacpp_mcore.ops.router.reference import Routed, route
@@ -32,8 +32,9 @@ ROUNDED = 3e-2
 QUANTIZED = 0.3
 """For products in FP8: a probability's gradient can be small compared with the products it sums."""
 
-CAPTURED = ("triton", "quack", TRITON_FP8)
-"""Backends that are also timed as CUDA graphs; FP8 quantises the weights in every replay."""
+BACKENDS = {"triton": ROUNDED, "quack": ROUNDED, TRITON_FP8: QUANTIZED, "te": ROUNDED}
+"""The limits of backends, which also add to a main_grad. But for ``te`` there are graphs of them; FP8 quantises the weights in
+every replay."""
 
 LOSS = 1e-4
 """Weight of both of the router's losses."""
@@ -52,7 +53,7 @@ def router(options: Options) -> Problem:
         cotangents={"probs": draw.normal(S * B, E, dtype=torch.float32)},
     )
 
-    def run(fn: Any, inputs: Inputs) -> torch.Tensor:
+    def run(fn: Call, inputs: Inputs) -> torch.Tensor:
         """Return probabilities with the losses added to each, so that one output depends on everything."""
         routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
         losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
@@ -88,18 +89,16 @@ def grouped_mlp(options: Options) -> Problem:
     """Compare every implementation on one set of rows and weights."""
     T, draw = options.shape["B"] * options.shape["S"] * options.shape["routed"], Draw(options)
     counts_E = torch.bincount(draw.integers(options.shape["experts"], T), minlength=options.shape["experts"])
-    x, w1, w2 = _drawn(draw, options, T)
-    leaves = draw.leaves(x=x, probs=torch.rand(T, generator=draw.generator, device=options.device), w1=w1, w2=w2)
-    inputs = Inputs(leaves=leaves, cotangents={"y": draw.normal(*x.shape)}, fixed={"counts": counts_E})
+    probs = partial(torch.rand, T, generator=draw.generator, device=options.device)
+    inputs, counts = _inputs(draw, options, T, probs, counts=counts_E), counts_E.tolist()
 
-    def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
+    def run(fn: Call, inputs: Inputs, **how: Any) -> torch.Tensor:
         x, probs, w1, w2 = inputs.leaves.values()
         return fn(x, inputs.fixed["counts"], w1, w2, probs, **how)
 
-    def by_engine(experts: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    def by_engine(experts: Call, inputs: Inputs) -> torch.Tensor:
         return experts(inputs.leaves["x"], inputs.leaves["probs"], counts)
 
-    counts = counts_E.tolist()
     peers = [_grouped_mm(options), _by_engine("TE GroupedLinear", options, inputs, by_engine)]
     return _problem("grouped_mlp", options, inputs, run, peers, shape={**options.shape, "T": T})
 
@@ -110,11 +109,9 @@ def routed_mlp(options: Options) -> Problem:
     score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
     routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
     probs_TE = score_TE.sigmoid() * routing_TE
-    x, w1, w2 = _drawn(draw, options, T)
-    leaves = draw.leaves(x=x, probs=probs_TE / probs_TE.sum(1, keepdim=True), w1=w1, w2=w2)
-    inputs = Inputs(leaves=leaves, cotangents={"y": draw.normal(*x.shape)}, fixed={"routing": routing_TE})
+    inputs = _inputs(draw, options, T, lambda: probs_TE / probs_TE.sum(1, keepdim=True), routing=routing_TE)
 
-    def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
+    def run(fn: Call, inputs: Inputs, **how: Any) -> torch.Tensor:
         x, probs, w1, w2 = inputs.leaves.values()
         return fn(x, inputs.fixed["routing"], probs, w1, w2, topk=K, **how)
 
@@ -126,46 +123,45 @@ def routed_mlp(options: Options) -> Problem:
     return _problem("routed_mlp", options, inputs, run, stock)
 
 
-def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw ``x`` with ``rows`` rows, and both matrices of the experts."""
+def _inputs(
+    draw: Draw, options: Options, rows: int, probs: Callable[[], torch.Tensor], **fixed: torch.Tensor
+) -> Inputs:
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     x = draw.normal(rows, D)
-    return x, draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
+    w1, w2 = draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
+    leaves = draw.leaves(x=x, probs=probs(), w1=w1, w2=w2)
+    return Inputs(leaves=leaves, cotangents={"y": draw.normal(rows, D)}, fixed=fixed)
 
 
-def _problem(op: str, options: Options, inputs: Inputs, run: Any, peers: Sequence[Variant], **more: Any) -> Problem:
+def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequence[Variant], **more: Any) -> Problem:
     routed = options.shape["B"] * options.shape["S"] * options.shape["routed"]
     rows, weights = inputs.leaves["x"].nbytes, inputs.leaves["w1"].nbytes + inputs.leaves["w2"].nbytes
-    work = feed_forward(routed, *options.sizes("hidden", "expert_width"))
+    E, D, width = options.sizes("experts", "hidden", "expert_width")
+    variants = [*peers]
+    for found in Variant.candidates(op, options, run, hidden=D, ffn=width, experts=E):
+        one = dataclasses.replace(found, limit=BACKENDS.get(found.name))
+        if one.name == TRITON_FP8 and one.runs:
+            variants.append(dataclasses.replace(one, name=f"{TRITON_FP8}, weights kept quantised"))
+            one = one.quantising()
+        variants.append(one)
+        if one.name in BACKENDS and one.runs:
+            variants += [one.captured()] if options.device == "cuda" and one.name != "te" else []
+            variants.append(one.into_main_grad("w1", "w2"))
+
+    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
+        """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all are one norm."""
+        return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
+
+    work = feed_forward(routed, D, width)
     return Problem(
         inputs=inputs,
-        variants=[*peers, *_ours(op, options, run)],
+        variants=variants,
         works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
         truth=inputs.truth(partial(run, getattr(reference, op))),
         limit=LIMITS[options.dtype],
-        norms=_norms,
+        norms=norms,
         **more,
     )
-
-
-def _norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-    """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all are measured together."""
-    return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
-
-
-def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
-    E, D, width = options.sizes("experts", "hidden", "expert_width")
-    limits = {"triton": ROUNDED, TRITON_FP8: QUANTIZED, "te": ROUNDED, "quack": ROUNDED}
-    for found in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
-        variant = dataclasses.replace(found, limit=limits.get(found.name))
-        if TRITON_FP8 in variant.name and variant.runs:
-            yield dataclasses.replace(variant, name=f"{TRITON_FP8}, weights kept quantised")
-            variant = variant.quantising()
-        yield variant
-        if variant.name in CAPTURED and variant.runs and options.device == "cuda":
-            yield variant.captured()
-        if variant.name in limits and variant.runs:
-            yield variant.into_main_grad("w1", "w2")
 
 
 def _grouped_mm(options: Options) -> Variant:
@@ -185,7 +181,7 @@ def _grouped_mm(options: Options) -> Variant:
     return Variant.of(name, PEER, call, limit=ROUNDED)
 
 
-def _permuted(topk: int, fused: bool, experts: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
+def _permuted(topk: int, fused: bool, experts: Call, inputs: Inputs) -> torch.Tensor:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
     counts = routing.sum(0).tolist()  # the host waits, as it does in stock
@@ -193,19 +189,16 @@ def _permuted(topk: int, fused: bool, experts: Callable[..., torch.Tensor], inpu
     return moe_utils.unpermute(experts(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
 
 
-def _by_engine(name: str, options: Options, inputs: Inputs, call: Callable[..., torch.Tensor]) -> Variant:
+def _by_engine(name: str, options: Options, inputs: Inputs, call: Call) -> Variant:
     """Return ``call``, given TE's linears of the experts with their activation, and inputs; or why it cannot run here."""
-    if reason := lacking(options.device, ENGINE, "Transformer Engine"):
+    if reason := lacking(options.device):
         return Variant.missing(name, reason)
-    numbers, matrices = range(options.shape["experts"]), ("w1", "w2")
-    first, second = linears = [engine_linear(inputs.leaves[weight]) for weight in matrices]
+    linears = {weight: engine_linear(inputs.leaves[weight]) for weight in ("w1", "w2")}
 
-    def experts(x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> Any:
-        hidden = (F.gelu(first(x, counts)) * probs[:, None]).to(x.dtype)
-        return second(hidden, counts)
+    def experts(x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        hidden = (F.gelu(linears["w1"](x, counts)) * probs[:, None]).to(x.dtype)
+        return linears["w2"](hidden, counts)
 
-    weights = {
-        weight: [getattr(linear, f"weight{number}") for number in numbers]
-        for weight, linear in zip(matrices, linears, strict=True)
-    }
+    numbers = range(options.shape["experts"])
+    weights = {weight: [getattr(one, f"weight{number}") for number in numbers] for weight, one in linears.items()}
     return Variant.of(name, PEER, partial(call, experts), inputs.copied_to(weights), limit=ROUNDED)

@@ -27,7 +27,7 @@ import torch
 
 from megacpp_mcore.backends import STOCK, Dispatcher, own_candidates
 from megacpp_mcore.backends.candidates import EXPERTS
-from megacpp_mcore.bench.cases.peers import patched, with_engine
+from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.bench.problem import (
     BOTH,
@@ -180,7 +180,7 @@ def _config(options: Options, model: Model) -> Any:
 
     training = Training(
         device=options.device, precision=PRECISIONS[options.dtype],
-        transformer_impl="transformer_engine" if with_engine(options.device) else "local",
+        transformer_impl="local" if lacking(options.device) else "transformer_engine",
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip
     with (  # Megatron's parser reads the command line and the environment, and prints every argument

@@ -1,33 +1,94 @@
 """Dense layers in bfloat16, in FP8, and by Transformer Engine's linear layers in FP8: MTP's feed-forward, Mamba-3's input.
 
+Before them a layer's first norm together with its residual, against Transformer Engine's and PyTorch's.
+
 Legend: S sequence, B batch, D hidden, F inner width; N all rows of the projection's weight, of which the wide parts come first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.nn.functional import gelu
+from torch.nn import functional
 
 from megacpp_mcore.backends.candidates import TRITON_FP8
-from megacpp_mcore.bench.cases.peers import ENGINE, engine_linear, lacking
+from megacpp_mcore.bench.cases.peers import engine_linear, lacking
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import BOTH, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.model import flops
 from megacpp_mcore.ops.feed_forward import reference
+from megacpp_mcore.ops.rms_norm import reference as norm
 from megacpp_mcore.te.fp8_scopes import RECIPES
 from megacpp_mcore.util import te_imports
+
+EPS = 1e-5
+
+NORM_LIMIT = 8e-3
+"""A row of bfloat16 is off by 2e-3; the gradient of the weight is a sum of as many rows as there are tokens, rounded once."""
 
 QUANTIZED = 0.15
 """The worst row of products in FP8: two operands of E4M3 are off by 2.6 % each (rms), a gradient in E5M2 by 5 %."""
 
-Context = Callable[[], AbstractContextManager[Any]]
+SUMS = {"exact sums forward": {"forward": False}, "fast sums backward": {"backward": True}}
+"""How the kernels of Mamba-3's projection can sum otherwise than they do by default."""
+
+
+def rms_norm(options: Options) -> Problem:
+    """Compare every implementation on one set of rows; both gradients of a row are added up."""
+    B, S, D = options.sizes("B", "S", "hidden")
+    draw = Draw(options)
+    inputs = Inputs(
+        leaves=draw.leaves(x=draw.normal(S, B, D), weight=1 + draw.normal(D, scale=0.1)),
+        cotangents={"y": draw.normal(S, B, D), "residual": draw.normal(S, B, D)},
+    )
+
+    def run(fn: Call, inputs: Inputs) -> Tensors:
+        normed, residual = fn(inputs.leaves["x"], inputs.leaves["weight"], EPS)
+        return normed, residual.view_as(residual)
+
+    def plain(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> Tensors:
+        return functional.rms_norm(x, weight_D.shape, weight_D, eps), x
+
+    variants = [
+        *_engine_norms(options, inputs, run),
+        Variant.of("PyTorch", PEER, partial(run, plain)),
+        *Variant.candidates("rms_norm", options, run, hidden=D),
+    ]
+    if options.device == "cuda":  # on the host, launching these takes longer than computing them on the device
+        variants += [one.captured() for one in variants if one.runs]
+    moved = S * B * D * draw.itemsize
+    return Problem(
+        inputs=inputs,
+        variants=variants,
+        works=Floor.pair(flops.Work(0, 0), 2 * moved, 6 * moved, "float32"),
+        truth=inputs.truth(partial(run, norm.rms_norm)),
+        limit=NORM_LIMIT,
+        outputs=2,
+    )
+
+
+def _engine_norms(options: Options, inputs: Inputs, run: Call) -> Iterator[Variant]:
+    """Yield Transformer Engine's norm, and stock's subclass that adds both gradients (``--fused-residual-rmsnorm``)."""
+    names = ("Transformer Engine", "Transformer Engine, residual fused")
+    if missing := lacking(options.device):
+        yield from (Variant.missing(name, missing) for name in names)
+        return
+    import transformer_engine.pytorch as te
+    from megatron.core.extensions import transformer_engine as stock
+
+    def call(module: Call, x: torch.Tensor, *_: Any) -> Tensors:
+        found = module(x)
+        return found if isinstance(found, tuple) else (found, x)
+
+    weight = inputs.leaves["weight"]
+    for name, kind in zip(names, (te.RMSNorm, stock.TEFusedResidualRMSNorm), strict=True):
+        module = kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
+        yield Variant.of(name, PEER, partial(run, partial(call, module)), inputs.copied_to({"weight": module.weight}))
 
 
 def feed_forward(options: Options) -> Problem:
@@ -39,10 +100,9 @@ def feed_forward(options: Options) -> Problem:
     x, w = inputs.leaves["x"].nbytes, sum(weight.nbytes for weight in weights.values())
 
     def plain(inputs: Inputs) -> torch.Tensor:
-        x, w1, w2 = inputs.leaves.values()
-        return reference.feed_forward(x, w1, w2)
+        return reference.feed_forward(*inputs.leaves.values())
 
-    def run(fn: Any, inputs: Inputs, main_grads: Any = (None, None)) -> torch.Tensor:
+    def run(fn: Call, inputs: Inputs, main_grads: Any = (None, None)) -> torch.Tensor:
         return fn(*inputs.leaves.values(), main_grads)
 
     ours: list[Variant] = []
@@ -52,7 +112,7 @@ def feed_forward(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             Variant.of("PyTorch", PEER, plain),
-            *_engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(gelu(first(x)))),
+            *_engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(functional.gelu(first(x)))),
             *ours,
         ],
         works=Floor.pair(flops.feed_forward(S * B, D, F), 2 * x + w, 5 * x + 3 * w, options.dtype),
@@ -75,18 +135,27 @@ def mamba3_projection(options: Options) -> Problem:
     x, weight, y = inputs.leaves["x"].nbytes, inputs.leaves["weight"].nbytes, whole_SBN.nbytes
 
     def plain(inputs: Inputs) -> torch.Tensor:
-        return torch.nn.functional.linear(*inputs.leaves.values())
+        return functional.linear(*inputs.leaves.values())
 
-    peers = [
-        Variant.of("PyTorch", PEER, plain),
-        *_engine_in_fp8(options, inputs, ("weight",), lambda x, linear: linear(x)),
-    ]
+    def run(fn: Call, inputs: Inputs, main_grads: Any = (None,)) -> Tensors:
+        return fn(*inputs.leaves.values(), *main_grads, wide)
+
+    engine = _engine_in_fp8(options, inputs, ("weight",), lambda x, linear: linear(x))
+    variants = [_whole(peer, wide) for peer in (Variant.of("PyTorch", PEER, plain), *engine)]
+    for one in Variant.candidates("mamba3_projection", options, run, hidden=D, outputs=wide):
+        if not one.runs:
+            variants.append(one)
+        elif TRITON_FP8 in one.name:
+            variants += _in_fp8(one, "weight", all_sums=one.name == TRITON_FP8)
+        else:  # the outputs are parts of one; in bfloat16 also as graphs
+            whole = _whole(one, wide)
+            variants += [whole.captured()] if options.device == "cuda" else []
+            variants += [whole, whole.into_main_grad("weight")]
+    work = flops.product(S * B * D * (wide + narrow))
     return Problem(
         inputs=inputs,
-        variants=[*(_whole(peer, wide) for peer in peers), *_projections(options, wide)],
-        works=Floor.pair(
-            flops.product(S * B * D * (wide + narrow)), x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype
-        ),
+        variants=variants,
+        works=Floor.pair(work, x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype),
         truth=inputs.truth(lambda inputs: plain(inputs).split([wide, narrow], -1)),
         limit={"bfloat16": 5e-3, "float32": 1e-5}[options.dtype],
         outputs=2,
@@ -107,53 +176,26 @@ def _whole(variant: Variant, wide: int) -> Variant:
     return dataclasses.replace(variant, runs=variant.runs and {**variant.runs, BOTH: both}, results=results)
 
 
-def _projections(options: Options, wide: int) -> Iterator[Variant]:
-    """Yield the backends of the projection; those in bfloat16 also as graphs."""
-
-    def run(fn: Any, inputs: Inputs, main_grads: Any = (None,)) -> tuple[torch.Tensor, ...]:
-        return fn(*inputs.leaves.values(), *main_grads, wide)
-
-    for one in Variant.candidates("mamba3_projection", options, run, hidden=options.shape["hidden"], outputs=wide):
-        if not one.runs:
-            yield one
-        elif TRITON_FP8 in one.name:
-            yield from _in_fp8(one, "weight", within=_sums() if one.name == TRITON_FP8 else {})
-        else:
-            whole = _whole(one, wide)
-            if options.device == "cuda":
-                yield whole.captured()
-            yield from (whole, whole.into_main_grad("weight"))
-
-
-def _sums() -> dict[str, Context]:
-    """Return contexts in which the kernels of the projection sum otherwise than they do by default."""
-    from megacpp_mcore.ops.mamba3_projection.triton import FAST
-
-    others = {"exact sums forward": {"forward": False}, "fast sums backward": {"backward": True}}
-    return {how: partial(mock.patch.dict, FAST, change) for how, change in others.items()}
-
-
-def _in_fp8(found: Variant, *weights: str, within: Mapping[str, Context] | None = None) -> Iterator[Variant]:
-    """Yield a backend as a graph, which quantises the weights; with them quantised in each call; and kept, also in contexts."""
+def _in_fp8(found: Variant, *weights: str, all_sums: bool = False) -> Iterator[Variant]:
+    """Yield a backend as a graph, which quantises the weights; with them quantised in each call; and kept, also by ``SUMS``."""
     one = dataclasses.replace(found, limit=QUANTIZED)
     yield from (one.captured(), one.quantising())
     kept = dataclasses.replace(one, name=f"{found.name}, weights kept quantised")
     yield kept
-    for how, around in (within or {}).items():
+    for how, change in SUMS.items() if all_sums else ():
+        around = partial(mock.patch.dict, "megacpp_mcore.ops.mamba3_projection.triton.FAST", change)
         yield dataclasses.replace(kept, name=f"{kept.name}, {how}", around=around)
     yield kept.into_main_grad(*weights)
 
 
-def _engine_in_fp8(
-    options: Options, inputs: Inputs, names: tuple[str, ...], call: Callable[..., torch.Tensor]
-) -> Iterator[Variant]:
+def _engine_in_fp8(options: Options, inputs: Inputs, names: tuple[str, ...], call: Call) -> Iterator[Variant]:
     """Yield a variant of each of Transformer Engine's FP8 recipes, which quantise the weights in every call.
 
     ``call`` computes the output from the input ``x`` and linear layers of the weights ``names``.
     """
     for recipe, (kind, asks) in ((each, RECIPES[each]) for each in ("current", "block")):
         name = f"Transformer Engine, FP8 {recipe}"
-        if not (reason := lacking(options.device, ENGINE, name)):
+        if not (reason := lacking(options.device, name=name)):
             can, why = te_imports.entry(asks)(return_reason=True)
             reason = "" if can else f"not here: {why}"
         if reason:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_mcore.bench.cases.peers import patched, with_engine
+from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.errors import BenchmarkError
@@ -85,7 +85,7 @@ def mla(options: Options) -> Problem:
 
 def _stock(options: Options, length: int | None) -> list[Variant]:
     """Return stock's module and the same with the patch, in packed documents of ``length`` tokens; None: in whole rows."""
-    engine = with_engine(options.device)
+    engine = not lacking(options.device)
     stock, patch = f"stock {'Transformer Engine' if engine or length else 'local'}", f"patch {PATCH}"
     if length and options.shape["B"] > 1:
         return [Variant.missing(stock, NO_BATCH), Variant.missing(patch, NO_BATCH, OURS)]

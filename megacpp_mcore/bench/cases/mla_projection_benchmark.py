@@ -6,14 +6,13 @@ of its rotary part, V of a value, N heads of the indexer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from megacpp_mcore.bench.catalog import Options
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import Call, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model.flops import Work, product
 from megacpp_mcore.ops.mla_projection import reference
 
@@ -88,40 +87,30 @@ def _rotations(rows: int, width: int, device: str) -> torch.Tensor:
 
 
 def _problem(
-    op: str,
-    function: str,
-    options: Options,
-    leaves: Mapping[str, Any],
-    how: Mapping[str, Any],
-    work: Work,
-    **needs: int,
+    op: str, name: str, options: Options, leaves: dict[str, torch.Tensor], how: dict[str, Any], work: Work, **needs: int
 ) -> Problem:
-    """Compare every backend of ``op``. Leaves and all other inputs are the named arguments of its function."""
+    """Compare every backend of ``op`` with the reference ``name``, whose named arguments are leaves and all other inputs."""
     draw = Draw(options, seed=2)
 
-    def call(fn: Any, inputs: Inputs) -> Any:
-        dtype = next(iter(inputs.leaves.values())).dtype
-        others = {  # in float64 if the leaves are
-            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == draw.dtype else value
-            for name, value in how.items()
-        }
+    def call(fn: Call, inputs: Inputs) -> Any:
+        dtype = next(iter(inputs.leaves.values())).dtype  # in float64 the other inputs are, too
+        others = {key: one.to(dtype) if getattr(one, "dtype", 0) == draw.dtype else one for key, one in how.items()}
         return fn(**inputs.leaves, **others)
 
-    truth, given = partial(call, getattr(reference, function)), draw.leaves(**leaves)
+    truth, given = partial(call, getattr(reference, name)), draw.leaves(**leaves)
     made = truth(Inputs(leaves=given))
     outputs = made if isinstance(made, tuple) else (made,)
     inputs = Inputs(leaves=given, cotangents={f"output {i}": draw.normal(*one.shape) for i, one in enumerate(outputs)})
     tensors = [*leaves.values(), *(value for value in how.values() if isinstance(value, torch.Tensor))]
-    read, written = (sum(one.numel() for one in some) * draw.itemsize for some in (tensors, outputs))
-    gradients = sum(leaf.numel() for leaf in leaves.values()) * draw.itemsize
+    read, written, gradients = (
+        sum(one.numel() for one in some) * draw.itemsize for some in (tensors, outputs, leaves.values())
+    )
     peer = Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's")
     ours = [*Variant.candidates(op, options, call, **needs)]
     return Problem(
         inputs=inputs,
-        variants=[
-            peer,
-            *ours[::-1],
-        ],  # the reference is the last backend but comes first here: its errors are the yardstick
+        # The reference is the last backend, and comes first here: its errors are the yardstick.
+        variants=[peer, *ours[::-1]],
         works=Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype),
         truth=inputs.truth(truth),
         limit=LIMITS[options.dtype],

@@ -18,17 +18,12 @@ from megacpp_mcore.util import te_imports
 ENGINE = "transformer_engine.pytorch"
 
 
-def lacking(device: str, module: str, name: str) -> str:
+def lacking(device: str, module: str = ENGINE, name: str = "Transformer Engine") -> str:
     """Return why the peer ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
     if device != "cuda":
         return f"no peer here: {name} runs on a GPU alone"
     found = te_imports.available() if module == ENGINE else probe_import(module)
     return "" if found.ok else f"no peer installed: {name} ({found.reason})"
-
-
-def with_engine(device: str) -> bool:
-    """Return whether stock is measured with Transformer Engine's layers, which need a GPU, or with Megatron's own."""
-    return device == "cuda" and te_imports.available().ok
 
 
 def engine_linear(weight: torch.Tensor) -> Any:

@@ -19,7 +19,7 @@ import torch
 from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
-from megacpp_mcore.bench.problem import FORWARD, PRECISIONS, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import FORWARD, PRECISIONS, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores, select
@@ -40,12 +40,8 @@ CANCELS = {"dq": 2.0}
 """Factor by which a result may be off more because the mean over keys cancels in it; plain PyTorch in bf16 is off further."""
 
 TILELANG = "stock TileLang"
-_DIMS = {"qk_dim": (576,), "v_dim": (512,), "heads": (64, 128)}
-TILELANG_SUPPORT = Support(
-    devices=("cuda",),
-    dtypes=("bfloat16",),
-    dims={name: Dim(one_of=sizes) for name, sizes in _DIMS.items()} | {"selected": Dim(multiple_of=64)},
-)
+_DIMS = {"qk_dim": Dim(one_of=(576,)), "v_dim": Dim(one_of=(512,)), "heads": Dim(one_of=(64, 128))}
+TILELANG_SUPPORT = Support(devices=("cuda",), dtypes=("bfloat16",), dims=_DIMS | {"selected": Dim(multiple_of=64)})
 """What its kernels run without padding heads; stock attends unfused where they decline a call."""
 
 QUERIES = 1024
@@ -57,23 +53,28 @@ def indexer(options: Options) -> Problem:
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
     draw = Draw(options)
 
-    def run(fn: Any, inputs: Inputs) -> Any:
+    def run(fn: Call, inputs: Inputs) -> Any:
         return fn(*inputs.leaves.values(), N)
+
+    @torch.no_grad()
+    def stock(inputs: Inputs) -> torch.Tensor:
+        from megatron.core.transformer.experimental_attention_variant.dsa import fused_qk_topk_naive
+
+        return fused_qk_topk_naive(*inputs.leaves.values(), N, **_causal(inputs.leaves["q"]))[1]
 
     # Queries that select every key they see need no scores.
     scored = causal_pairs(S) - causal_pairs(min(N, S))
     moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
     floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])
     inputs = Inputs(leaves=_drawn(draw, options))
-    truth = {"selected": indexer_scores(*inputs.in_double().leaves.values())}
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of("stock", PEER, lambda inputs: _stock_selection(inputs, N)),
+            Variant.of("stock", PEER, stock),
             *Variant.candidates("indexer", options, run, dim=D, heads=H),
         ],
         works={FORWARD: floor},
-        truth=truth,
+        truth={"selected": indexer_scores(*inputs.in_double().leaves.values())},
         limit=SELECTED,
         rows=selected_scores,
         stock="stock",
@@ -88,7 +89,7 @@ def indexer_grad(options: Options) -> Problem:
     index_BSN = select(leaves["q"], leaves["k"], leaves["w"], N)
     target_BSN = draw.normal(*index_BSN.shape, dtype=torch.float32).exp().masked_fill(index_BSN < 0, 0.0)
 
-    def run(fn: Any, inputs: Inputs) -> Any:
+    def run(fn: Call, inputs: Inputs) -> Any:
         loss, *gradients = fn(*inputs.leaves.values(), index_BSN, target_BSN, 1.0)
         return [loss[None], *gradients]
 
@@ -145,14 +146,6 @@ def _causal(q: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"varlen_starts": starts, "varlen_ends": torch.arange(1, len(q) + 1, device=q.device)}
 
 
-def _stock_selection(inputs: Inputs, topk: int) -> Any:
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    q, k, w = inputs.leaves.values()
-    with torch.no_grad():
-        return dsa.fused_qk_topk_naive(q, k, w, topk, **_causal(q))[1]
-
-
 def sparse_mla(options: Options) -> Problem:
     """Compare every implementation on one set of queries, latent keys and indices."""
     B, S, H, V, N = options.sizes("B", "S", "heads", "latent", "topk")
@@ -166,7 +159,7 @@ def sparse_mla(options: Options) -> Problem:
     )
     how = {"softmax_scale": K**-0.5, "value_dim": V}
 
-    def run(fn: Any, inputs: Inputs) -> torch.Tensor:
+    def run(fn: Call, inputs: Inputs) -> torch.Tensor:
         return fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
@@ -203,20 +196,16 @@ def sparse_mla(options: Options) -> Problem:
 def _stock_attention(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    q, kv = inputs.leaves.values()
-    sees = _causal(q)
-    run: Any = dsa._unfused_absorbed_dsa_fn
-    index = inputs.fixed["stock's index"]
-    return run(q, kv.unsqueeze(2), index, softmax_scale, value_dim, **sees)
+    (q, kv), index = inputs.leaves.values(), inputs.fixed["stock's index"]
+    return dsa._unfused_absorbed_dsa_fn(q, kv.unsqueeze(2), index, softmax_scale, value_dim, **_causal(q))
 
 
 def _tilelang(options: Options, K: int, V: int) -> Variant:
     """Return stock's TileLang kernels, or why they cannot run here."""
     S, H, N = options.sizes("S", "heads", "topk")
     sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
-    if unfit := TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes}):
-        return Variant.missing(TILELANG, f"not here: {unfit}")
-    if reason := lacking(options.device, "tilelang", TILELANG):
+    unfit = TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes})
+    if reason := f"not here: {unfit}" if unfit else lacking(options.device, "tilelang", TILELANG):
         return Variant.missing(TILELANG, reason)
     return Variant.of(TILELANG, PEER, partial(_stock_tilelang, softmax_scale=K**-0.5, value_dim=V))
 
@@ -226,10 +215,8 @@ def _stock_tilelang(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> 
     from megatron.core.transformer.experimental_attention_variant import dsa_kernels
 
     (q, kv), index = inputs.leaves.values(), inputs.fixed["index"]
-    config: Any = SimpleNamespace(dsa_kernel_backend="tilelang")
-    output: torch.Tensor | None = dsa_kernels.run_fused_absorbed_sparse_attention(
-        config, q, kv.unsqueeze(2), index, softmax_scale, value_dim
-    )
+    run, config = dsa_kernels.run_fused_absorbed_sparse_attention, SimpleNamespace(dsa_kernel_backend="tilelang")
+    output = run(config, q, kv.unsqueeze(2), index, softmax_scale, value_dim)
     if output is None:
         raise BenchmarkError("stock's TileLang kernels declined this call, which its layers would then run unfused")
     return output

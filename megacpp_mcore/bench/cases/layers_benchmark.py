@@ -33,6 +33,7 @@ from megacpp_mcore.bench.problem import (
     BOTH,
     PRECISIONS,
     YARDSTICK_LIMIT,
+    Call,
     Draw,
     Floor,
     Inputs,
@@ -44,6 +45,8 @@ from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.flops import Work
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
@@ -68,8 +71,7 @@ class Plan:
     options: Options
     model: Model
     config: Any
-    letter: str
-    role: str | None
+    kind: str
     number: int
 
 
@@ -93,21 +95,30 @@ class Built:
         return Variant.of(name, side, lambda given: self.call(given.leaves["hidden"]), own, is_reference=is_reference)
 
 
-def _problem(letter: str, role: str | None, peer: Callable[[Plan, Inputs], Variant], options: Options) -> Problem:
+def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: Options) -> Problem:
+    """Compare layers of ``kind``, a letter with its role; ``peer`` makes the peer, or says why there is none."""
     by_width, hidden_size = {preset(name).hidden_size: preset(name) for name in MODELS}, options.shape["hidden"]
     if hidden_size not in by_width:
         known = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
         raise BenchmarkError(f"size hidden is {hidden_size}; expected the width of a model: {known}")
     model = with_overrides(by_width[hidden_size], {"seq_length": options.shape["S"]})
-    kinds = zip(model.layers, model.roles, strict=True)
-    number = 0 if letter == "mtp" else list(kinds).index((letter, role)) + 1
-    plan = Plan(options, model, _config(options, model), letter, role, number)
+    kinds = [letter + (role or "") for letter, role in zip(model.layers, model.roles, strict=True)]
+    number = 0 if kind == "mtp" else kinds.index(kind) + 1
+    plan = Plan(options, model, _config(options, model), kind, number)
     draw, ours = Draw(options), _build(plan, {})
-    _stir(ours.module, draw)
     weights, shape = dict(ours.module.named_parameters()), (*options.sizes("S", "B"), model.hidden_size)
+    # Every weight is moved away from ones, zeros and identities, which hide mistakes. M²RNN's transition shrinks, as in its own
+    # benchmark: one that stretches makes the recurrence chaotic, so that rounding an input has effects that grow along the
+    # sequence until no two programs agree.
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            if name.endswith(".W"):
+                parameter.mul_(0.8)
+            parameter.add_(draw.normal(*parameter.shape, scale=0.01, dtype=parameter.dtype))
     hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
     inputs = Inputs(leaves={"hidden": hidden, **weights}, cotangents={"out": draw.normal(*shape)})
-    variants = [peer(plan, inputs), ours.variant(f"ours ({ours.backends})", OURS, inputs)]
+    variants = [Variant.missing("stock", f"no peer: {peer}") if isinstance(peer, str) else peer(plan, inputs)]
+    variants.append(ours.variant(f"ours ({ours.backends})", OURS, inputs))
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
     step = flops.step(model, options.shape["B"], seq_length=options.shape["S"])
@@ -127,45 +138,30 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Inputs], Varia
 
 def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the results on the ops' references (except :data:`BEFORE_SELECTION` in a layer that selects), and the limits."""
-    same = BEFORE_SELECTION if plan.letter == "E" or plan.role == grammar.FULL_INDEX else ()
+    same = BEFORE_SELECTION if plan.kind in ("E", "A" + grammar.FULL_INDEX) else ()
     references = [one.op for one in own_candidates() if one.name == REFERENCE and one.op not in same]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
     run = layer.variant(REFERENCE, OURS, inputs).runs[BOTH]
-
-    def results() -> dict[str, torch.Tensor]:
-        return dict(zip(inputs.names, run(inputs), strict=True))
-
-    found, limits = results(), dict.fromkeys(inputs.names, LIMITS[plan.options.dtype])
-    if plan.letter != "R":
+    found, limits = (
+        dict(zip(inputs.names, run(inputs), strict=True)),
+        dict.fromkeys(inputs.names, LIMITS[plan.options.dtype]),
+    )
+    if plan.kind != "R":
         return found, limits
-    mixer = layer.module.self_attention
-    mixer.backend = SimpleNamespace(fn=partial(_in_double, mixer.backend.fn))
-    truth = results()
-    errors = {name: PEER_RATIO * worst_row(found[name], truth[name], name) for name in truth}
-    return truth, {name: max(limits[name], min(errors[name], YARDSTICK_LIMIT)) for name in truth}
-
-
-def _in_double(fn: Callable[..., Any], first: torch.Tensor, *given: Any, **weights: Any) -> Any:
-    """Call an op on its inputs in float64, and return its output in the dtype of the first one."""
 
     def widened(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    output, state = fn(*map(widened, (first, *given)), **{name: widened(value) for name, value in weights.items()})
-    return output.to(first.dtype), state
+    def in_double(fn: Call, first: torch.Tensor, *given: Any, **weights: Any) -> tuple[torch.Tensor, Any]:
+        """Call an op on its inputs in float64, and return its output in the dtype of the first one."""
+        output, state = fn(*map(widened, (first, *given)), **{name: widened(value) for name, value in weights.items()})
+        return output.to(first.dtype), state
 
-
-def _stir(module: Any, draw: Draw) -> None:
-    """Move every weight away from ones, zeros and identities, which hide mistakes.
-
-    M²RNN's transition shrinks, as in its own benchmark: one that stretches makes the recurrence chaotic, so that rounding an
-    input has effects that grow along the sequence until no two programs agree.
-    """
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name.endswith(".W"):
-                parameter.mul_(0.8)
-            parameter.add_(draw.normal(*parameter.shape, scale=0.01, dtype=parameter.dtype))
+    mixer = layer.module.self_attention
+    mixer.backend = SimpleNamespace(fn=partial(in_double, mixer.backend.fn))
+    truth = dict(zip(inputs.names, run(inputs), strict=True))
+    errors = {name: PEER_RATIO * worst_row(found[name], truth[name], name) for name in truth}
+    return truth, {name: max(limits[name], min(errors[name], YARDSTICK_LIMIT)) for name in truth}
 
 
 def _config(options: Options, model: Model) -> Any:
@@ -204,7 +200,6 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     from megacpp_mcore.layer_specs import nam56r
     from megacpp_mcore.layer_specs.mtp import mtp_block as mtp_specs
     from megacpp_mcore.layer_specs.parts import parts_for
-    from megacpp_mcore.ops.indexer.cache import IndexCache
 
     destroy_moe_metrics_tracker()  # stock sizes it by the process's first model
     nam56r.prepare(plan.model, plan.config, None)
@@ -225,59 +220,36 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     module = module.to(plan.options.device).train()
     if plan.options.dtype == "bfloat16":
         module = module.bfloat16()
-    if not plan.number:
-        call = _mtp_call(plan, module)
-    elif plan.number in sources:
-        call = _shared_call(plan, module, cache, sources[plan.number])
-    else:
-        call = partial(_call, module)
     made = dispatcher.observed_backends()
     names = ", ".join(dict.fromkeys(f"{one['op']} {one['observed']}" for one in made))
     compared = {one.op for one in own_candidates() if one.name == REFERENCE}  # of other ops the truth is the same
     computing = [one["observed"] for one in made if one["op"] in compared and one["observed"] != STOCK]
+    call = _call(plan, module, cache, sources.get(plan.number))
     return Built(module, call, names or "stock's modules", all(one == REFERENCE for one in computing))
 
 
-def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:
-    output = module(hidden_SBD, attention_mask=None)
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a call with fixed indices, which its Full layer would have published."""
-    from megacpp_mcore.ops.indexer.cache import Selection
-    from megacpp_mcore.ops.indexer.reference import causal_topk
-
-    B, S = plan.options.sizes("B", "S")
-    score_BSS = Draw(plan.options, seed=2).normal(B, S, S, dtype=torch.float32)
-    selection = Selection(causal_topk(score_BSS, plan.model.dsa.topk))
-
-    def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
-        cache.publish(full, selection)
-        return _call(module, hidden_SBD)
-
-    return call
-
-
-def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a call with the next tokens' embeddings fixed; they need no gradient."""
+def _call(plan: Plan, module: Any, cache: IndexCache, full: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the layer's call; fixed are the next tokens' embeddings, and indices that a Shared layer has from ``full``."""
     (B, S), draw = plan.options.sizes("B", "S"), Draw(plan.options, seed=2)
-    token_BS = draw.integers(plan.model.vocab_size, B, S)
-    position_BS = torch.arange(S, device=plan.options.device).expand(B, -1)
-    embedded_SBD = draw.normal(S, B, plan.model.hidden_size)
+    if not plan.number:
+        token_BS = draw.integers(plan.model.vocab_size, B, S)
+        position_BS = torch.arange(S, device=plan.options.device).expand(B, -1)
+        embedded_SBD = draw.normal(S, B, plan.model.hidden_size)
+        given = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
+        return lambda hidden_SBD: module(token_BS, position_BS, hidden_SBD, **given)[0]
+    if full is not None:
+        selection = Selection(causal_topk(draw.normal(B, S, S, dtype=torch.float32), plan.model.dsa.topk))
 
     def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
-        given = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
-        return module(token_BS, position_BS, hidden_SBD, **given)[0]
+        if full is not None:
+            cache.publish(full, selection)
+        output = module(hidden_SBD, attention_mask=None)
+        return output[0] if isinstance(output, tuple) else output
 
     return call
 
 
 # --- peers ----------------------------------------------------------------------------------------------------------------
-
-
-def _none(reason: str) -> Callable[[Plan, Inputs], Variant]:
-    return lambda plan, inputs: Variant.missing("stock", f"no peer: {reason}")
 
 
 def _with_stock_core(plan: Plan, inputs: Inputs) -> Variant:
@@ -298,10 +270,10 @@ def _stock_moe(plan: Plan, inputs: Inputs) -> Variant:
 
 # --- the benchmarks, each a function of its options -----------------------------------------------------------------------
 
-layer_a_full = partial(_problem, "A", grammar.FULL_ATTENTION, _with_stock_core)
-layer_a_full_dsa = partial(_problem, "A", grammar.FULL_INDEX, _none("stock's DSA keeps no indices for Shared layers"))
-layer_a_shared_dsa = partial(_problem, "A", grammar.SHARED_INDEX, _none("stock has no layer that shares indices"))
-layer_m = partial(_problem, "M", None, _none("mamba-ssm's module is the peer in mamba3"))
-layer_e = partial(_problem, "E", None, _stock_moe)
-layer_r = partial(_problem, "R", None, _none("no package has this layer; the recurrence's peer is in m2rnn"))
-mtp_block = partial(_problem, "mtp", None, _with_stock_core)
+layer_a_full = partial(_problem, "A" + grammar.FULL_ATTENTION, _with_stock_core)
+layer_a_full_dsa = partial(_problem, "A" + grammar.FULL_INDEX, "stock's DSA keeps no indices for Shared layers")
+layer_a_shared_dsa = partial(_problem, "A" + grammar.SHARED_INDEX, "stock has no layer that shares indices")
+layer_m = partial(_problem, "M", "mamba-ssm's module is the peer in mamba3")
+layer_e = partial(_problem, "E", _stock_moe)
+layer_r = partial(_problem, "R", "no package has this layer; the recurrence's peer is in m2rnn")
+mtp_block = partial(_problem, "mtp", _with_stock_core)

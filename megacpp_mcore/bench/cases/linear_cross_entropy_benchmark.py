@@ -34,7 +34,7 @@ def linear_cross_entropy(options: Options) -> Problem:
     inputs = Inputs(
         leaves=draw.leaves(hidden=hidden_NH, weight=weight_VH),
         cotangents={"loss": share_N},
-        fixed={"label": draw.integers(vocab, tokens), "share": share_N},
+        fixed={"label": draw.integers(vocab, tokens)},
     )
     logit_NV = torch.empty(tokens, vocab, dtype=weight_VH.dtype, device=weight_VH.device).normal_()
     variants = [
@@ -42,8 +42,8 @@ def linear_cross_entropy(options: Options) -> Problem:
         *_reduced(options, inputs),
         Variant.of("reference", OURS, _called(reference.linear_cross_entropy)),
         Variant.of("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
-        _into("chunked, main_grad", weight_VH, are_weights_known=False),
-        _into("known weights, main_grad", weight_VH),
+        _into("chunked, main_grad", weight_VH, None),
+        _into("known weights, main_grad", weight_VH, share_N),
         Variant(name="three dense products", side=BOUND, runs={BOTH: partial(_products, logit_NV)}),
     ]
     moved = 3 * (hidden_NH.nbytes + weight_VH.nbytes)  # both are read in both passes, and their gradients written
@@ -91,7 +91,7 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     yield Variant.of("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
 
 
-def _into(name: str, weight_VH: torch.Tensor, *, are_weights_known: bool = True) -> Variant:
+def _into(name: str, weight_VH: torch.Tensor, known_N: torch.Tensor | None) -> Variant:
     """Accumulate as with fusion: the weight's gradient is added to an existing float32 buffer.
 
     The first run, which checks parity, starts with a zero buffer. Known weights are the gradients of the losses themselves.
@@ -100,9 +100,7 @@ def _into(name: str, weight_VH: torch.Tensor, *, are_weights_known: bool = True)
 
     def run(inputs: Inputs) -> Tensors:
         main_grad, leaves = MainGrad(buffer_VH, lambda: None), list(inputs.leaves.values())
-        known = inputs.fixed["share"] if are_weights_known else None
-        hidden_NH, weight_VH, label_N = *leaves, inputs.fixed["label"]
-        made = chunked.linear_cross_entropy(hidden_NH, weight_VH, label_N, main_grad=main_grad, token_weight=known)
+        made = chunked.linear_cross_entropy(*leaves, inputs.fixed["label"], main_grad=main_grad, token_weight=known_N)
         grad_hidden, _ = torch.autograd.grad(made.loss, leaves, inputs.cotangents["loss"], allow_unused=True)
         return [made.loss.detach(), grad_hidden, buffer_VH]
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
-from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import BOTH, Call, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product
 from megacpp_mcore.ops.mla.reference import mla_attention
@@ -24,8 +23,6 @@ LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row; plain PyTorch in bf16 is further off."""
 
 PATCH = "mla-core-attention"
-NO_BATCH = "not here: stock packs rows of a batch of 1 alone"
-NO_ENGINE = "no peer here: packed rows are Transformer Engine's alone"
 PLAIN = "plain PyTorch"
 """In the dtype of the inputs: a kernel's allowed error is a multiple of this one's. It has no row."""
 
@@ -50,7 +47,7 @@ def mla(options: Options) -> Problem:
         fixed={"seq_idx": seq_idx_S.expand(B, S).contiguous()} if packed else {},
     )
 
-    def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
+    def attend(fn: Call, inputs: Inputs) -> torch.Tensor:
         return fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
@@ -85,12 +82,48 @@ def mla(options: Options) -> Problem:
 
 def _stock(options: Options, length: int | None) -> list[Variant]:
     """Return stock's module and the same with the patch, in packed documents of ``length`` tokens; None: in whole rows."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    B, H, K, V = options.sizes("B", "heads", "qk", "v")
     engine = not lacking(options.device)
     stock, patch = f"stock {'Transformer Engine' if engine or length else 'local'}", f"patch {PATCH}"
-    if length and options.shape["B"] > 1:
-        return [Variant.missing(stock, NO_BATCH), Variant.missing(patch, NO_BATCH, OURS)]
-    seam = partial(_seam, _stock_core(options, engine), length)
-    peer = Variant.missing(stock, NO_ENGINE) if length and not engine else Variant.of(stock, PEER, seam)
+    if length and B > 1:
+        reason = "not here: stock packs rows of a batch of 1 alone"
+        return [Variant.missing(stock, reason), Variant.missing(patch, reason, OURS)]
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=H * V, num_attention_heads=H, qk_head_dim=K // 2, qk_pos_emb_head_dim=K - K // 2,
+        v_head_dim=V, attention_dropout=0.0, bf16=options.dtype == "bfloat16", params_dtype=getattr(torch, options.dtype),
+        masked_softmax_fusion=False,
+    )  # fmt: skip
+    with patched(PATCH):  # without the patch, stock's local module does not accept these widths
+        core = (TEDotProductAttention if engine else DotProductAttention)(
+            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
+            softmax_scale=K**-0.5, k_channels=K, v_channels=V,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )  # fmt: skip
+    attention = SimpleNamespace(core_attention=core.train(), attn_mask_type=AttnMaskType.causal, config=config)
+
+    def seam(inputs: Inputs) -> torch.Tensor:
+        """Attend as MultiLatentAttention does, for which ``attention`` stands in."""
+        tensors, packed = list(inputs.leaves.values()), None
+        if length:
+            tensors = [leaf.squeeze(1) for leaf in tensors]
+            ends = torch.arange(0, len(tensors[0]) + 1, length, device=options.device, dtype=torch.int32)
+            packed = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
+            )
+        run = MultiLatentAttention._run_core_attention
+        return run(attention, *tensors, None, packed_seq_params=packed).reshape(inputs.cotangents["o"].shape)
+
+    peer = Variant.of(stock, PEER, seam)
+    if length and not engine:
+        peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone")
     return [peer, Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]
 
 
@@ -107,43 +140,3 @@ def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
 
     heads = zip(*(leaf.unbind(2) for leaf in inputs.leaves.values()), strict=True)
     return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
-
-
-def _seam(attention: Any, length: int | None, inputs: Inputs) -> torch.Tensor:
-    """Attend in documents of ``length`` tokens, packed; None: in whole rows."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
-    tensors, packed = list(inputs.leaves.values()), None
-    if length is not None:
-        tensors = [leaf.squeeze(1) for leaf in tensors]
-        ends = torch.arange(0, len(tensors[0]) + 1, length, device=tensors[0].device, dtype=torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
-        )
-    run: Any = MultiLatentAttention._run_core_attention
-    output: torch.Tensor = run(attention, *tensors, None, packed_seq_params=packed)
-    return output.reshape(inputs.cotangents["o"].shape)
-
-
-def _stock_core(options: Options, engine: bool) -> Any:
-    """Return a stand-in for the module of ``MultiLatentAttention._run_core_attention``."""
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    H, K, V = options.sizes("heads", "qk", "v")
-    config = MLATransformerConfig(
-        num_layers=1, hidden_size=H * V, num_attention_heads=H, qk_head_dim=K // 2, qk_pos_emb_head_dim=K - K // 2,
-        v_head_dim=V, attention_dropout=0.0, bf16=options.dtype == "bfloat16", params_dtype=getattr(torch, options.dtype),
-        masked_softmax_fusion=False,
-    )  # fmt: skip
-    with patched(PATCH):  # without the patch, stock's local module does not accept these widths
-        core = (TEDotProductAttention if engine else DotProductAttention)(
-            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
-            softmax_scale=K**-0.5, k_channels=K, v_channels=V,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )  # fmt: skip
-    return SimpleNamespace(core_attention=core.train(), attn_mask_type=AttnMaskType.causal, config=config)

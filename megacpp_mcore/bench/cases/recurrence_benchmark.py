@@ -16,7 +16,7 @@ import torch
 
 from megacpp_mcore.bench.cases.peers import lacking, mamba3_source
 from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import Call, Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.model import Mamba3
 from megacpp_mcore.model.flops import m2rnn_recurrence, mamba_scan
 from megacpp_mcore.ops.m2rnn import reference as rnn
@@ -69,30 +69,25 @@ def mamba3(options: Options) -> Problem:
     given["out_norm_weight"] = weight(H * P).to(draw.dtype)
     inputs = Inputs(leaves=draw.leaves(**given), cotangents={"y": draw.normal(B, S, H, P)})
 
-    def scan(fn: Any, inputs: Inputs) -> torch.Tensor:
+    def scan(fn: Call, inputs: Inputs) -> torch.Tensor:
         weights = dict(inputs.leaves)
         z, x, b, c, *rest = split(weights.pop("u").transpose(0, 1), widths)
         z, x = (part.unflatten(-1, (H, P)) for part in (z, x))
         b, c = (part.unflatten(-1, (R, G, N)).transpose(2, 3) for part in (b, c))  # mamba-ssm has them rank by rank
-        out_SBHP: torch.Tensor = fn(x, z, b, c, *rest, **weights, chunk_size=chunk, A_floor=1e-4, eps=EPS)[0]
-        return out_SBHP.transpose(0, 1)
+        return fn(x, z, b, c, *rest, **weights, chunk_size=chunk, A_floor=1e-4, eps=EPS)[0].transpose(0, 1)
 
     sizes = Mamba3(head_dim=P, groups=G, state=N, mimo_rank=R, chunk=chunk, rope_fraction=0.5)
-    moved = B * S * (sum(widths) + H * P) * draw.itemsize
+    given_bytes, moved = (B * S * width * draw.itemsize for width in (sum(widths), sum(widths) + H * P))
     wider = SUMMED | (ONE_RANK if R == 1 else {})
-    limits = {name: MAMBA3_LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names}
     ours = list(Variant.candidates("mamba3", options, scan, head_dim=P, mimo_rank=R, state=N))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
+    truth = partial(ssm.mamba3, method="sequential", segment_size=256)  # which keeps few states
     return Problem(
         inputs=inputs,
         variants=[_mamba_ssm(options, inputs), *ours, *graphs],
-        works=Floor.pair(
-            mamba_scan(B, S, H, sizes), moved, 2 * moved + B * S * sum(widths) * draw.itemsize, options.dtype
-        ),
-        truth=inputs.truth(
-            partial(scan, partial(ssm.mamba3, method="sequential", segment_size=256))
-        ),  # which keeps few states
-        limit=limits,
+        works=Floor.pair(mamba_scan(B, S, H, sizes), moved, 2 * moved + given_bytes, options.dtype),
+        truth=inputs.truth(partial(scan, truth)),
+        limit={name: MAMBA3_LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names},
     )
 
 
@@ -147,7 +142,7 @@ def m2rnn(options: Options) -> Problem:
         cotangents={"y": draw.normal(S, B, H * V)},
     )
 
-    def recur(fn: Any, inputs: Inputs) -> torch.Tensor:
+    def recur(fn: Call, inputs: Inputs) -> torch.Tensor:
         weights = dict(inputs.leaves)
         q, k, v, g, f = weights.pop("u").split(widths, dim=-1)
         v, g = (part.unflatten(-1, (H, V)) for part in (v, g))
@@ -157,7 +152,12 @@ def m2rnn(options: Options) -> Problem:
     if reason := lacking(options.device, XMA_MODULE, "xma"):
         peer = Variant.missing(XMA, reason)
     else:
-        theirs = partial(_in_one_dtype, importlib.import_module(XMA_MODULE).m2rnn)
+        kernels = importlib.import_module(XMA_MODULE).m2rnn
+
+        def theirs(q: Any, k: Any, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any) -> Any:
+            """Give kernels all of their inputs in the dtype of the values; one document, from a state of zero."""
+            return kernels(q, k, v, W.to(v.dtype), f.to(v.dtype))
+
         peer = Variant.of(XMA, PEER, partial(recur, partial(rnn.m2rnn, recurrence=theirs)), limit=ROUNDED_STATE)
     ours = list(Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
@@ -170,10 +170,3 @@ def m2rnn(options: Options) -> Problem:
         limit=M2RNN_LIMITS[options.dtype],
         yardstick=YARDSTICK,
     )
-
-
-def _in_one_dtype(
-    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any
-) -> Any:
-    """Call kernels, which need all of their inputs in the dtype of the values; one document, from a state of zero."""
-    return run(q, k, v, W.to(v.dtype), f.to(v.dtype))

@@ -104,23 +104,20 @@ _MODELS = {
 }
 
 
-def _op(name: str, module: str, title: str, names: str, *, covers: str = "", **changes: Mapping[str, int]) -> Benchmark:
-    """Make a benchmark of an op, whose problem has the op's name, at sizes ``names`` with ``changes``."""
-    return _benchmark(name, OP, covers or name, title, names, f"{module}_benchmark:{covers or name}", changes)
-
-
-def _layer(name: str, covers: str, title: str) -> Benchmark:
-    return _benchmark(name, LAYER, covers, title, "hidden", f"layers_benchmark:{name}", {})
-
-
-def _benchmark(
-    name: str, kind: str, covers: str, title: str, names: str, problem: str, changes: Mapping[str, Mapping[str, int]]
+def _op(
+    name: str, module: str, title: str, names: str, *, covers: str = "", kind: str = OP, **changes: Mapping[str, int]
 ) -> Benchmark:
+    """Make a benchmark of an op, whose problem has the op's name, at sizes ``names`` with ``changes``."""
     shapes = {}
     for size, sizes in _MODELS.items():
         given = {**sizes, **changes.get(size, {})}
         shapes[size] = {each: given[each] for each in ("B", "S", *names.split())}
-    return Benchmark(name=name, kind=kind, covers=covers, title=title, problem=problem, shapes=shapes)
+    problem = f"{module}_benchmark:{name if kind == LAYER else covers or name}"
+    return Benchmark(name=name, kind=kind, covers=covers or name, title=title, problem=problem, shapes=shapes)
+
+
+def _layer(name: str, covers: str, title: str) -> Benchmark:
+    return _op(name, "layers", title, "hidden", covers=covers, kind=LAYER)
 
 
 _MAMBA3 = "mamba_heads head_dim state rank groups chunk"

@@ -159,10 +159,9 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
             found.lines.append(f"{name}: new, the file has no baseline of it")
     found.lines += refused
     ran, have = {_conditions(row) for row in now}, {(_conditions(row), _key(row)) for row in now}
-    lost = {
-        _key(old): old for old in baselines if _conditions(old) in ran and (_conditions(old), _key(old)) not in have
-    }
-    found.slower += [f"{' / '.join(key)}: was {old['ms']} ms, and has no row in this run" for key, old in lost.items()]
+    missed = [old for old in baselines if _conditions(old) in ran and (_conditions(old), _key(old)) not in have]
+    lost = {" / ".join(_key(old)): old["ms"] for old in missed}
+    found.slower += [f"{name}: was {ms} ms, and has no row in this run" for name, ms in lost.items()]
     if not found.compared and not found.slower:
         why = "\n  ".join(refused[:5]) or "the file has no baseline of any of these benchmarks"
         raise BenchmarkError(f"no row of this run may be compared with the file:\n  {why}")

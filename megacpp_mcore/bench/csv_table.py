@@ -112,9 +112,6 @@ def line(row: Mapping[str, Any]) -> str:
     return "  ".join(f"{shown[name] or empty[name]!s:<{width}}" for name, (_, width) in _PRINTED.items()).rstrip()
 
 
-# --- Comparison with a committed table ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Comparison:
     """The result of the comparison.

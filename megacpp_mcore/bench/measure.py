@@ -76,10 +76,8 @@ def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[flo
     return statistics.median(times), len(times)
 
 
-def memory(call: Callable[[], Any], device: str) -> tuple[int | None, int | None]:
-    """Return the bytes that a call adds: at its peak, and at its end, with results and saved tensors; None on the CPU."""
-    if device == "cpu":
-        return None, None
+def memory(call: Callable[[], Any]) -> tuple[int, int]:
+    """Return the bytes that a call adds on the GPU: at its peak, and at its end, with results and saved tensors."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -105,8 +103,6 @@ def versions(*packages: str) -> dict[str, str]:
     commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("describe", "--always", "--dirty", "--exclude=*")
     return {**found, "commit": commit or "unknown"}
 
-
-# --- Rows -----------------------------------------------------------------------------------------------------------------
 
 OUT_OF_MEMORY = "out of memory"
 NOT_CHECKED = "not checked"
@@ -184,7 +180,7 @@ def _attempt(problem: Problem, variant: Variant, work: str, options: Options) ->
         if result.right is False:
             return result
         call = partial(variant.runs[work], problem.inputs)
-        peak, kept = (None, None) if variant.is_captured else memory(call, options.device)
+        peak, kept = (None, None) if variant.is_captured or options.device == "cpu" else memory(call)
         ms, repeats = median_ms(call, options.device, options.seconds)
         return replace(result, ms=ms, peak=peak, kept=kept, repeats=repeats)
     except torch.cuda.OutOfMemoryError:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore import backends
+from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
 from megacpp_mcore.bench.csv_table import GREEN, IS_REFERENCE
 from megacpp_mcore.errors import BenchmarkError
@@ -211,19 +212,23 @@ class Variant:
         return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **{"results": results} | more)
 
     @classmethod
-    def candidates(cls, op: str, options: Options, call: Call, **needs: Any) -> Iterator[Variant]:
+    def candidates(cls, op: str, options: Options, call: Call, *, work: str = "", **needs: Any) -> Iterator[Variant]:
         """Yield our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
 
-        ``call`` computes the output from a backend's function and the inputs; ``needs`` are further requirements of the
-        backend, or replacements, as in a request.
+        ``call`` computes the output from a backend's function and the inputs, or all results of ``work``; ``needs`` are
+        further requirements of the backend, or replacements, as in a request.
         """
-        for candidate in backends.own_candidates():
-            if candidate.op != op or candidate.name == backends.STOCK:
+        for one in (*backends.own_candidates(), *linear_cross_entropy_candidates()):
+            if one.op != op or one.name == backends.STOCK:
                 continue
-            if reason := obstacle(candidate, options, **needs):
-                yield cls.missing(candidate.name, reason, OURS)
+            present = one.present()
+            lacking = one.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
+            if reason := lacking if present.ok else present.reason:
+                yield cls.missing(one.name, f"not here: {reason}", OURS)
+            elif work:
+                yield cls(name=one.name, side=OURS, runs={work: partial(call, one.load())})
             else:
-                yield cls.of(candidate.name, OURS, partial(call, candidate.load()))
+                yield cls.of(one.name, OURS, partial(call, one.load()))
 
 
 @contextlib.contextmanager
@@ -236,14 +241,6 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def obstacle(candidate: backends.Candidate, options: Options, **needs: Any) -> str:
-    """Return why a backend cannot run here, or does not cover device, dtype and ``needs``; empty if it can."""
-    present = candidate.present()
-    lacking = candidate.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
-    reason = lacking if present.ok else present.reason
-    return f"not here: {reason}" if reason else ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Floor:
     """The work that no implementation can avoid.
@@ -251,26 +248,26 @@ class Floor:
     Attributes:
         operations: floating-point operations, from :mod:`megacpp_mcore.model.flops`.
         moved: bytes that have to be read or written once.
-        precision: the fastest one for the operations, of :data:`megacpp_mcore.model.flops.peaks.PRECISIONS`.
+        dtype: of the operations' inputs, whose fastest precision counts.
     """
 
     operations: int
     moved: int
-    precision: str
+    dtype: str
 
     @classmethod
     def pair(cls, work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
         """Return the floors of a forward pass, and of forward and backward together."""
         return {
-            FORWARD: cls(operations=work.forward, moved=forward_bytes, precision=PRECISIONS[dtype]),
-            BOTH: cls(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
+            FORWARD: cls(operations=work.forward, moved=forward_bytes, dtype=dtype),
+            BOTH: cls(operations=work.training, moved=both_bytes, dtype=dtype),
         }
 
     def time(self, device: str) -> tuple[float | None, str]:
         """Return milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at
         :data:`BYTES_PER_SECOND`, whichever takes longer.
         """
-        peak = peaks.peak(device, self.precision)
+        peak = peaks.peak(device, PRECISIONS[self.dtype])
         if peak.flops_per_s is None:
             return None, f"not known: {peak.reason}"
         by_operations, by_bytes = self.operations / peak.flops_per_s * 1e3, self.moved / BYTES_PER_SECOND * 1e3
@@ -374,6 +371,11 @@ class Problem:
             return worst_row(have, want, name, self.norms(name, row_norms(want)))
         except AssertionError:  # a different shape, or not finite
             return float("inf")
+
+
+def on_leaves(*more: Any, **how: Any) -> Call:
+    """Return what calls an op, which it is given, on all leaves of inputs and these arguments."""
+    return lambda fn, inputs: fn(*inputs.leaves.values(), *more, **how)
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:

@@ -113,7 +113,7 @@ def times(factor: float, name: str, side: str, **more: Any) -> Variant:
 
 
 def problem(*variants: Variant, stock: str = "") -> Problem:
-    double, floor = LEAF.detach().double(), Floor(operations=1, moved=1, precision="fp32")
+    double, floor = LEAF.detach().double(), Floor(operations=1, moved=1, dtype="float32")
     return Problem(
         variants=variants,
         inputs=Inputs(leaves={"x": LEAF}, cotangents={"y": torch.ones(6, 4)}),

@@ -9,7 +9,6 @@ key (latent and rotary part), V latent width, N selected keys.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
-from megacpp_mcore.bench.problem import FORWARD, PRECISIONS, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import FORWARD, Call, Draw, Floor, Inputs, Problem, Tensors, Variant, on_leaves
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores, select
@@ -51,10 +50,7 @@ QUERIES = 1024
 def indexer(options: Options) -> Problem:
     """Check the selection against all scores."""
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
-    draw = Draw(options)
-
-    def run(fn: Call, inputs: Inputs) -> Any:
-        return fn(*inputs.leaves.values(), N)
+    draw, run = Draw(options), on_leaves(N)
 
     @torch.no_grad()
     def stock(inputs: Inputs) -> torch.Tensor:
@@ -65,13 +61,13 @@ def indexer(options: Options) -> Problem:
     # Queries that select every key they see need no scores.
     scored = causal_pairs(S) - causal_pairs(min(N, S))
     moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
-    floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])
+    floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, dtype=options.dtype)
     inputs = Inputs(leaves=_drawn(draw, options))
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of("stock", PEER, stock),
-            *Variant.candidates("indexer", options, run, dim=D, heads=H),
+            Variant(name="stock", side=PEER, runs={FORWARD: stock}),
+            *Variant.candidates("indexer", options, run, work=FORWARD, dim=D, heads=H),
         ],
         works={FORWARD: floor},
         truth={"selected": indexer_scores(*inputs.in_double().leaves.values())},
@@ -98,14 +94,13 @@ def indexer_grad(options: Options) -> Problem:
     truth = dict(zip(GRADIENT_LIMITS, (true_loss[None], *torch.autograd.grad(true_loss, double)), strict=True))
     moved = 2 * S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 8
     operations = 6 * B * selected_pairs(S, N) * H * (D + 1)
-    ours = Variant.candidates("indexer_grad", options, run, dim=D, heads=H)
     return Problem(
         inputs=Inputs(leaves=leaves),
         variants=[
             Variant.missing("stock", "no peer: stock's function makes the target, too"),
-            *(dataclasses.replace(one, runs={GRADIENT: one.runs[FORWARD]} if one.runs else {}) for one in ours),
+            *Variant.candidates("indexer_grad", options, run, work=GRADIENT, dim=D, heads=H),
         ],
-        works={GRADIENT: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
+        works={GRADIENT: Floor(operations=operations, moved=moved, dtype=options.dtype)},
         truth=truth,
         limit=GRADIENT_LIMITS,
         outputs=len(GRADIENT_LIMITS),
@@ -158,9 +153,7 @@ def sparse_mla(options: Options) -> Problem:
         fixed={"index": index_BSN, "stock's index": index_BSN.long()},
     )
     how = {"softmax_scale": K**-0.5, "value_dim": V}
-
-    def run(fn: Call, inputs: Inputs) -> torch.Tensor:
-        return fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
+    run = on_leaves(index_BSN, **how)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Return norms for errors; the gradient of the first queries, which select all they see, cancels, as in ``mla``."""

@@ -29,18 +29,7 @@ from megacpp_mcore.backends import STOCK, Dispatcher, own_candidates
 from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import OURS, PEER, Options
-from megacpp_mcore.bench.problem import (
-    BOTH,
-    PRECISIONS,
-    YARDSTICK_LIMIT,
-    Call,
-    Draw,
-    Floor,
-    Inputs,
-    Problem,
-    Variant,
-    Weights,
-)
+from megacpp_mcore.bench.problem import BOTH, YARDSTICK_LIMIT, Draw, Floor, Inputs, Problem, Variant, Weights
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model import pattern as grammar
@@ -142,17 +131,15 @@ def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tenso
     references = [one.op for one in own_candidates() if one.name == REFERENCE and one.op not in same]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
     run = layer.variant(REFERENCE, OURS, inputs).runs[BOTH]
-    found, limits = (
-        dict(zip(inputs.names, run(inputs), strict=True)),
-        dict.fromkeys(inputs.names, LIMITS[plan.options.dtype]),
-    )
+    found = dict(zip(inputs.names, run(inputs), strict=True))
+    limits = dict.fromkeys(inputs.names, LIMITS[plan.options.dtype])
     if plan.kind != "R":
         return found, limits
 
     def widened(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    def in_double(fn: Call, first: torch.Tensor, *given: Any, **weights: Any) -> tuple[torch.Tensor, Any]:
+    def in_double(fn: Any, first: torch.Tensor, *given: Any, **weights: Any) -> tuple[torch.Tensor, Any]:
         """Call an op on its inputs in float64, and return its output in the dtype of the first one."""
         output, state = fn(*map(widened, (first, *given)), **{name: widened(value) for name, value in weights.items()})
         return output.to(first.dtype), state
@@ -175,7 +162,7 @@ def _config(options: Options, model: Model) -> Any:
     from megacpp_mcore.model.training import GPT, Training
 
     training = Training(
-        device=options.device, precision=PRECISIONS[options.dtype],
+        device=options.device, precision="bf16" if options.dtype == "bfloat16" else "fp32",
         transformer_impl="local" if lacking(options.device) else "transformer_engine",
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip
@@ -249,9 +236,6 @@ def _call(plan: Plan, module: Any, cache: IndexCache, full: int | None) -> Calla
     return call
 
 
-# --- peers ----------------------------------------------------------------------------------------------------------------
-
-
 def _with_stock_core(plan: Plan, inputs: Inputs) -> Variant:
     """Return the same layer with the core attention that stock's own specs use."""
     return _build(plan, {}, stock_core=True).variant("stock core attention", PEER, inputs)
@@ -267,8 +251,6 @@ def _stock_moe(plan: Plan, inputs: Inputs) -> Variant:
     weights = {name: by_name[name] for name in inputs.leaves if name != "hidden"}
     return theirs.variant("stock MoELayer", PEER, inputs, weights)
 
-
-# --- the benchmarks, each a function of its options -----------------------------------------------------------------------
 
 layer_a_full = partial(_problem, "A" + grammar.FULL_ATTENTION, _with_stock_core)
 layer_a_full_dsa = partial(_problem, "A" + grammar.FULL_INDEX, "stock's DSA keeps no indices for Shared layers")

@@ -1,8 +1,10 @@
-"""Dense layers in bfloat16, in FP8, and by Transformer Engine's linear layers in FP8: MTP's feed-forward, Mamba-3's input.
+"""Dense layers: a layer's first norm, Mamba-3's input projection, MTP's feed-forward, and the output layer with its loss.
 
-Before them a layer's first norm together with its residual, against Transformer Engine's and PyTorch's.
+In bfloat16 and in FP8, also by Transformer Engine's linear layers. The head's losses and gradients are stock Megatron's, ours,
+and installed vendors'; the three dense products alone are timed, too: the floor of everything that forms the logits.
 
-Legend: S sequence, B batch, D hidden, F inner width; N all rows of the projection's weight, of which the wide parts come first.
+Legend: S sequence, B batch, D or H hidden, F inner width; N all rows of the projection's weight, of which the wide parts come
+first, or all tokens of the head; V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from torch.nn import functional
 
 from megacpp_mcore.backends.candidates import TRITON_FP8
 from megacpp_mcore.bench.cases.peers import engine_linear, lacking
-from megacpp_mcore.bench.catalog import PEER, Options
-from megacpp_mcore.bench.problem import BOTH, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
+from megacpp_mcore.bench.problem import BOTH, Call, Draw, Floor, Inputs, Problem, Tensors, Variant, on_leaves
 from megacpp_mcore.model import flops
 from megacpp_mcore.ops.feed_forward import reference
+from megacpp_mcore.ops.linear_cross_entropy import chunked
+from megacpp_mcore.ops.linear_cross_entropy import reference as head
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.rms_norm import reference as norm
+from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 from megacpp_mcore.te.fp8_scopes import RECIPES
 from megacpp_mcore.util import te_imports
 
@@ -33,6 +39,10 @@ NORM_LIMIT = 8e-3
 
 QUANTIZED = 0.15
 """The worst row of products in FP8: two operands of E4M3 are off by 2.6 % each (rms), a gradient in E5M2 by 5 %."""
+
+HEAD_LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
+"""The largest error of a row; or one and a half times stock's, where that is more."""
+STOCK = "stock"
 
 SUMS = {"exact sums forward": {"forward": False}, "fast sums backward": {"backward": True}}
 """How the kernels of Mamba-3's projection can sum otherwise than they do by default."""
@@ -98,9 +108,7 @@ def feed_forward(options: Options) -> Problem:
     weights = {"w1": draw.normal(F, D, scale=D**-0.5), "w2": draw.normal(D, F, scale=F**-0.5)}
     inputs = Inputs(leaves=draw.leaves(x=draw.normal(S, B, D), **weights), cotangents={"y": draw.normal(S, B, D)})
     x, w = inputs.leaves["x"].nbytes, sum(weight.nbytes for weight in weights.values())
-
-    def plain(inputs: Inputs) -> torch.Tensor:
-        return reference.feed_forward(*inputs.leaves.values())
+    plain = partial(on_leaves(), reference.feed_forward)
 
     def run(fn: Call, inputs: Inputs, main_grads: Any = (None, None)) -> torch.Tensor:
         return fn(*inputs.leaves.values(), main_grads)
@@ -133,9 +141,7 @@ def mamba3_projection(options: Options) -> Problem:
         fixed={"whole": whole_SBN},
     )
     x, weight, y = inputs.leaves["x"].nbytes, inputs.leaves["weight"].nbytes, whole_SBN.nbytes
-
-    def plain(inputs: Inputs) -> torch.Tensor:
-        return functional.linear(*inputs.leaves.values())
+    plain = partial(on_leaves(), functional.linear)
 
     def run(fn: Call, inputs: Inputs, main_grads: Any = (None,)) -> Tensors:
         return fn(*inputs.leaves.values(), *main_grads, wide)
@@ -210,3 +216,104 @@ def _engine_in_fp8(options: Options, inputs: Inputs, names: tuple[str, ...], cal
 
         weights = inputs.copied_to({weight: linear.weight for weight, linear in linears.items()})
         yield Variant.of(name, PEER, run, weights, limit=QUANTIZED)
+
+
+def linear_cross_entropy(options: Options) -> Problem:
+    """Compute in every variant per-token losses and both gradients for random weights of the tokens."""
+    hidden, vocab = options.sizes("hidden", "vocab")
+    tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
+    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
+    hidden_NH, share_N = draw.normal(tokens, hidden), draw.normal(tokens, dtype=torch.float32)
+    inputs = Inputs(leaves=draw.leaves(hidden=hidden_NH, weight=weight_VH), cotangents={"loss": share_N})
+    call = on_leaves(draw.integers(vocab, tokens))
+    logit_NV = torch.empty(tokens, vocab, dtype=weight_VH.dtype, device=weight_VH.device).normal_()
+
+    def products(inputs: Inputs) -> None:
+        """Multiply for logits, gradient of hidden, gradient of weight."""
+        hidden, weight = (leaf.detach() for leaf in inputs.leaves.values())
+        torch.mm(hidden, weight.t(), out=logit_NV)
+        torch.mm(logit_NV, weight)
+        torch.mm(logit_NV.t(), hidden)
+
+    variants = [
+        *_stock_head(hidden, vocab, call),
+        *_reduced(options, inputs, call),
+        Variant.of("reference", OURS, partial(call, head.linear_cross_entropy)),
+        Variant.of("chunked", OURS, partial(call, lambda *given: chunked.linear_cross_entropy(*given).loss)),
+        _into("chunked, main_grad", weight_VH, call, None),
+        _into("known weights, main_grad", weight_VH, call, share_N),
+        Variant(name="three dense products", side=BOUND, runs={BOTH: products}),
+    ]
+    moved = 3 * (hidden_NH.nbytes + weight_VH.nbytes)  # both are read in both passes, and their gradients written
+    operations = flops.product(tokens * hidden * vocab).training
+    return Problem(
+        inputs=inputs,
+        variants=variants,
+        # No forward pass by itself: some variants compute gradients in it.
+        works={BOTH: Floor(operations=operations, moved=moved, dtype=options.dtype)},
+        truth=inputs.truth(partial(call, _dense)),
+        limit=HEAD_LIMITS[options.dtype],
+        yardstick=STOCK,
+    )
+
+
+def _dense(hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    return functional.cross_entropy(hidden @ weight.t(), label, reduction=reduction)
+
+
+def _stock_head(hidden: int, vocab: int, call: Call) -> Iterator[Variant]:
+    """Yield ColumnParallelLinear with each of Megatron's two cross-entropies."""
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=hidden, num_attention_heads=1, gradient_accumulation_fusion=False,
+        use_cpu_initialization=True, perform_initialization=False,
+    )  # fmt: skip
+    layer = ColumnParallelLinear(
+        hidden, vocab, config=config, init_method=torch.nn.init.zeros_, bias=False, skip_weight_param_allocation=True
+    )
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def losses(loss_of: Call, hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        logits, _ = layer(hidden[:, None], weight=weight)
+        return loss_of(logits, label[:, None], tp_group=group)[:, 0]
+
+    yield Variant.of(STOCK, PEER, partial(call, partial(losses, vocab_parallel_cross_entropy)))
+    fused = partial(losses, fused_vocab_parallel_cross_entropy)
+    yield Variant.of("stock, fused cross-entropy", PEER, partial(call, fused))
+
+
+def _into(name: str, weight_VH: torch.Tensor, call: Call, known_N: torch.Tensor | None) -> Variant:
+    """Accumulate as with fusion: the weight's gradient is added to an existing float32 buffer.
+
+    The first run, which checks parity, starts with a zero buffer. Known weights are the gradients of the losses themselves.
+    """
+    buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+
+    def run(inputs: Inputs) -> Tensors:
+        how = {"main_grad": MainGrad(buffer_VH, lambda: None), "token_weight": known_N}
+        loss, wanted = call(partial(chunked.linear_cross_entropy, **how), inputs).loss, list(inputs.leaves.values())
+        grad_hidden, _ = torch.autograd.grad(loss, wanted, inputs.cotangents["loss"], allow_unused=True)
+        return [loss.detach(), grad_hidden, buffer_VH]
+
+    return Variant(name=name, side=OURS, runs={BOTH: run})
+
+
+def _reduced(options: Options, inputs: Inputs, call: Call) -> Iterator[Variant]:
+    """Yield the mean of the tokens' losses, ours and of vendors that return no more: less work than the other variants."""
+
+    def mean(fn: Call, inputs: Inputs) -> Tensors:
+        loss, wanted = call(fn, inputs), list(inputs.leaves.values())
+        return [loss.detach(), *torch.autograd.grad(loss, wanted)]
+
+    sizes = {name: options.shape[name] for name in ("hidden", "vocab")}
+    dense = partial(mean, partial(_dense, reduction="mean"))
+    truth = dict(zip(inputs.names, dense(inputs.in_double()), strict=True))
+    plain = zip(dense(inputs), truth.items(), strict=True)
+    limit = max(HEAD_LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
+    for one in Variant.candidates("linear_cross_entropy", options, mean, work=BOTH, **sizes):
+        side = OURS if one.name == "chunked" else PEER
+        yield dataclasses.replace(one, name=f"{one.name}, mean", side=side, truth=truth, limit=limit)

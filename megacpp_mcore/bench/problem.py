@@ -44,12 +44,10 @@ class Inputs:
     Attributes:
         leaves: the tensors that get a gradient, by name.
         cotangents: the gradients of the outputs, by the outputs' names.
-        fixed: all other arguments of a variant.
     """
 
     leaves: Mapping[str, torch.Tensor]
     cotangents: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,7 +55,7 @@ class Inputs:
         return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
     def in_double(self) -> Inputs:
-        """Return the same numbers in float64; fixed arguments are unchanged."""
+        """Return the same numbers in float64."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
         cotangents = {name: given.double() for name, given in self.cotangents.items()}
         return dataclasses.replace(self, leaves=leaves, cotangents=cotangents)
@@ -203,10 +201,8 @@ class Variant:
             if len(found) <= len(parts):  # of a forward pass
                 return found
             each = iter(found[-len(parts) :])
-            whole = (
-                next(each) if isinstance(one, torch.Tensor) else torch.stack([next(each) for _ in one]) for one in own
-            )
-            return [*found[: -len(parts)], *whole]
+            full = (torch.stack([next(each) for _ in one]) if isinstance(one, Sequence) else next(each) for one in own)
+            return [*found[: -len(parts)], *full]
 
         results = stacked if any(isinstance(given, Sequence) for given in own) else list
         return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **{"results": results} | more)

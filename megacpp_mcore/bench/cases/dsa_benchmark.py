@@ -150,10 +150,9 @@ def sparse_mla(options: Options) -> Problem:
     inputs = Inputs(
         leaves=draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K)),
         cotangents={"o": draw.normal(S, B, H, V)},
-        fixed={"index": index_BSN, "stock's index": index_BSN.long()},
     )
     how = {"softmax_scale": K**-0.5, "value_dim": V}
-    run = on_leaves(index_BSN, **how)
+    run, stock = on_leaves(index_BSN, **how), partial(on_leaves(index_BSN.long(), **how), _stock_attention)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Return norms for errors; the gradient of the first queries, which select all they see, cancels, as in ``mla``."""
@@ -169,12 +168,16 @@ def sparse_mla(options: Options) -> Problem:
     work = product(B * selected_pairs(S, N) * H * (K + V))
     ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
     fixed = [one.deterministic() for one in ours if one.name == "triton" and one.runs]
+    sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
+    unfit = TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes})
+    reason = f"not here: {unfit}" if unfit else lacking(options.device, "tilelang", TILELANG)
+    tilelang = Variant.of(TILELANG, PEER, partial(run, _stock_tilelang))
     return Problem(
         inputs=inputs,
         variants=[
-            Variant.of(UNFUSED, PEER, partial(_stock_attention, **how)),
-            _tilelang(options, K, V),
-            Variant.of(f"patch {PATCH}", OURS, partial(_stock_attention, **how), around=partial(patched, PATCH)),
+            Variant.of(UNFUSED, PEER, stock),
+            Variant.missing(TILELANG, reason) if reason else tilelang,
+            Variant.of(f"patch {PATCH}", OURS, stock, around=partial(patched, PATCH)),
             *ours,
             *fixed,
             *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
@@ -186,28 +189,20 @@ def sparse_mla(options: Options) -> Problem:
     )
 
 
-def _stock_attention(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
+def _stock_attention(
+    q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, *, softmax_scale: float, value_dim: int
+) -> torch.Tensor:
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    (q, kv), index = inputs.leaves.values(), inputs.fixed["stock's index"]
     return dsa._unfused_absorbed_dsa_fn(q, kv.unsqueeze(2), index, softmax_scale, value_dim, **_causal(q))
 
 
-def _tilelang(options: Options, K: int, V: int) -> Variant:
-    """Return stock's TileLang kernels, or why they cannot run here."""
-    S, H, N = options.sizes("S", "heads", "topk")
-    sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
-    unfit = TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes})
-    if reason := f"not here: {unfit}" if unfit else lacking(options.device, "tilelang", TILELANG):
-        return Variant.missing(TILELANG, reason)
-    return Variant.of(TILELANG, PEER, partial(_stock_tilelang, softmax_scale=K**-0.5, value_dim=V))
-
-
-def _stock_tilelang(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
-    """Call them as stock's layers do with ``dsa_kernel_backend`` "tilelang"."""
+def _stock_tilelang(
+    q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, *, softmax_scale: float, value_dim: int
+) -> torch.Tensor:
+    """Call stock's TileLang kernels as its layers do with ``dsa_kernel_backend`` "tilelang"."""
     from megatron.core.transformer.experimental_attention_variant import dsa_kernels
 
-    (q, kv), index = inputs.leaves.values(), inputs.fixed["index"]
     run, config = dsa_kernels.run_fused_absorbed_sparse_attention, SimpleNamespace(dsa_kernel_backend="tilelang")
     output = run(config, q, kv.unsqueeze(2), index, softmax_scale, value_dim)
     if output is None:

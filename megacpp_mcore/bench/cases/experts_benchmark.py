@@ -90,16 +90,16 @@ def grouped_mlp(options: Options) -> Problem:
     T, draw = options.shape["B"] * options.shape["S"] * options.shape["routed"], Draw(options)
     counts_E = torch.bincount(draw.integers(options.shape["experts"], T), minlength=options.shape["experts"])
     probs = partial(torch.rand, T, generator=draw.generator, device=options.device)
-    inputs, counts = _inputs(draw, options, T, probs, counts=counts_E), counts_E.tolist()
+    inputs, counts = _inputs(draw, options, T, probs), counts_E.tolist()
 
     def run(fn: Call, inputs: Inputs, **how: Any) -> torch.Tensor:
         x, probs, w1, w2 = inputs.leaves.values()
-        return fn(x, inputs.fixed["counts"], w1, w2, probs, **how)
+        return fn(x, counts_E, w1, w2, probs, **how)
 
-    def by_engine(experts: Call, inputs: Inputs) -> torch.Tensor:
-        return experts(inputs.leaves["x"], inputs.leaves["probs"], counts)
+    def by_engine(experts: Call, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return experts(x, others[-1], counts)
 
-    peers = [_grouped_mm(options), _by_engine("TE GroupedLinear", options, inputs, by_engine)]
+    peers = [_grouped_mm(options, run), _by_engine("TE GroupedLinear", options, inputs, run, by_engine)]
     return _problem("grouped_mlp", options, inputs, run, peers, shape={**options.shape, "T": T})
 
 
@@ -109,28 +109,26 @@ def routed_mlp(options: Options) -> Problem:
     score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
     routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
     probs_TE = score_TE.sigmoid() * routing_TE
-    inputs = _inputs(draw, options, T, lambda: probs_TE / probs_TE.sum(1, keepdim=True), routing=routing_TE)
+    inputs = _inputs(draw, options, T, lambda: probs_TE / probs_TE.sum(1, keepdim=True))
 
     def run(fn: Call, inputs: Inputs, **how: Any) -> torch.Tensor:
         x, probs, w1, w2 = inputs.leaves.values()
-        return fn(x, inputs.fixed["routing"], probs, w1, w2, topk=K, **how)
+        return fn(x, routing_TE, probs, w1, w2, topk=K, **how)
 
     # Megatron's permutation around TE's linears, as the alltoall dispatcher and TEGroupedMLP of one process have it.
     stock = [
-        _by_engine(f"stock TEGroupedMLP{name}", options, inputs, partial(_permuted, K, fused))
+        _by_engine(f"stock TEGroupedMLP{name}", options, inputs, run, partial(_permuted, fused))
         for name, fused in (("", False), (", fused permutation", True))
     ]
     return _problem("routed_mlp", options, inputs, run, stock)
 
 
-def _inputs(
-    draw: Draw, options: Options, rows: int, probs: Callable[[], torch.Tensor], **fixed: torch.Tensor
-) -> Inputs:
+def _inputs(draw: Draw, options: Options, rows: int, probs: Callable[[], torch.Tensor]) -> Inputs:
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     x = draw.normal(rows, D)
     w1, w2 = draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
     leaves = draw.leaves(x=x, probs=probs(), w1=w1, w2=w2)
-    return Inputs(leaves=leaves, cotangents={"y": draw.normal(rows, D)}, fixed=fixed)
+    return Inputs(leaves=leaves, cotangents={"y": draw.normal(rows, D)})
 
 
 def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequence[Variant], **more: Any) -> Problem:
@@ -164,33 +162,31 @@ def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequen
     )
 
 
-def _grouped_mm(options: Options) -> Variant:
+def _grouped_mm(options: Options, run: Call) -> Variant:
     name = "torch._grouped_mm"
     if options.dtype != "bfloat16":
         return Variant.missing(name, f"it takes bfloat16, not {options.dtype}")
     if any(width % 8 for width in options.sizes("hidden", "expert_width")):
         return Variant.missing(name, "it takes widths that are multiples of 8")
 
-    def call(inputs: Inputs) -> torch.Tensor:
-        x, probs, w1, w2 = inputs.leaves.values()
-        ends_E = inputs.fixed["counts"].cumsum(0).to(torch.int32)
+    def call(x: Any, counts: Any, w1: torch.Tensor, w2: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ends_E = counts.cumsum(0).to(torch.int32)
         hidden = F.gelu(torch._grouped_mm(x, w1.transpose(1, 2), offs=ends_E))
         hidden = (hidden * probs[:, None]).to(x.dtype)
         return torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends_E)
 
-    return Variant.of(name, PEER, call, limit=ROUNDED)
+    return Variant.of(name, PEER, partial(run, call), limit=ROUNDED)
 
 
-def _permuted(topk: int, fused: bool, experts: Call, inputs: Inputs) -> torch.Tensor:
+def _permuted(fused: bool, experts: Call, x: Any, routing: Any, probs: Any, *_: Any, topk: int) -> torch.Tensor:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
     counts = routing.sum(0).tolist()  # the host waits, as it does in stock
     row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=len(x) * topk, fused=fused)
     return moe_utils.unpermute(experts(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
 
 
-def _by_engine(name: str, options: Options, inputs: Inputs, call: Call) -> Variant:
-    """Return ``call``, given TE's linears of the experts with their activation, and inputs; or why it cannot run here."""
+def _by_engine(name: str, options: Options, inputs: Inputs, run: Call, call: Call) -> Variant:
+    """Return ``call``, given TE's linears of the experts with their activation, in ``run``; or why it cannot run here."""
     if reason := lacking(options.device):
         return Variant.missing(name, reason)
     linears = {weight: engine_linear(inputs.leaves[weight]) for weight in ("w1", "w2")}
@@ -201,4 +197,4 @@ def _by_engine(name: str, options: Options, inputs: Inputs, call: Call) -> Varia
 
     numbers = range(options.shape["experts"])
     weights = {weight: [getattr(one, f"weight{number}") for number in numbers] for weight, one in linears.items()}
-    return Variant.of(name, PEER, partial(call, experts), inputs.copied_to(weights), limit=ROUNDED)
+    return Variant.of(name, PEER, partial(run, partial(call, experts)), inputs.copied_to(weights), limit=ROUNDED)

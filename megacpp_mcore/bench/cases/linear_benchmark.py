@@ -138,7 +138,6 @@ def mamba3_projection(options: Options) -> Problem:
     inputs = Inputs(
         leaves=draw.leaves(x=draw.normal(S, B, D), weight=draw.normal(wide + narrow, D, scale=D**-0.5)),
         cotangents={"wide": whole_SBN[..., :wide].contiguous(), "narrow": whole_SBN[..., wide:].contiguous()},
-        fixed={"whole": whole_SBN},
     )
     x, weight, y = inputs.leaves["x"].nbytes, inputs.leaves["weight"].nbytes, whole_SBN.nbytes
     plain = partial(on_leaves(), functional.linear)
@@ -146,17 +145,27 @@ def mamba3_projection(options: Options) -> Problem:
     def run(fn: Call, inputs: Inputs, main_grads: Any = (None,)) -> Tensors:
         return fn(*inputs.leaves.values(), *main_grads, wide)
 
+    def whole(variant: Variant) -> Variant:
+        """Return the variant of an implementation with both parts in one output, for which it is given one gradient."""
+
+        def both(inputs: Inputs, **how: Any) -> Tensors:
+            return variant.runs[BOTH](dataclasses.replace(inputs, cotangents={"y": whole_SBN}), **how)
+
+        def results(found: Tensors) -> Tensors:
+            return [found[0][..., :wide], found[0][..., wide:], *found[1:]]
+
+        return dataclasses.replace(variant, runs=variant.runs and {**variant.runs, BOTH: both}, results=results)
+
     engine = _engine_in_fp8(options, inputs, ("weight",), lambda x, linear: linear(x))
-    variants = [_whole(peer, wide) for peer in (Variant.of("PyTorch", PEER, plain), *engine)]
+    variants = [whole(peer) for peer in (Variant.of("PyTorch", PEER, plain), *engine)]
     for one in Variant.candidates("mamba3_projection", options, run, hidden=D, outputs=wide):
         if not one.runs:
             variants.append(one)
         elif TRITON_FP8 in one.name:
             variants += _in_fp8(one, "weight", all_sums=one.name == TRITON_FP8)
         else:  # the outputs are parts of one; in bfloat16 also as graphs
-            whole = _whole(one, wide)
-            variants += [whole.captured()] if options.device == "cuda" else []
-            variants += [whole, whole.into_main_grad("weight")]
+            variants += [whole(one).captured()] if options.device == "cuda" else []
+            variants += [whole(one), whole(one).into_main_grad("weight")]
     work = flops.product(S * B * D * (wide + narrow))
     return Problem(
         inputs=inputs,
@@ -167,19 +176,6 @@ def mamba3_projection(options: Options) -> Problem:
         outputs=2,
         stock="PyTorch",
     )
-
-
-def _whole(variant: Variant, wide: int) -> Variant:
-    """Return the variant of an implementation with both parts in one output, for which it is given one gradient."""
-
-    def both(inputs: Inputs, **how: Any) -> Tensors:
-        given = dataclasses.replace(inputs, cotangents={"y": inputs.fixed["whole"]})
-        return variant.runs[BOTH](given, **how)
-
-    def results(found: Tensors) -> Tensors:
-        return [found[0][..., :wide], found[0][..., wide:], *found[1:]]
-
-    return dataclasses.replace(variant, runs=variant.runs and {**variant.runs, BOTH: both}, results=results)
 
 
 def _in_fp8(found: Variant, *weights: str, all_sums: bool = False) -> Iterator[Variant]:

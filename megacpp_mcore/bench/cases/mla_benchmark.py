@@ -52,9 +52,8 @@ def mla(options: Options) -> Problem:
     inputs = Inputs(
         leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
         cotangents={"o": draw.normal(S, B, H, V)},
-        fixed={"seq_idx": seq_idx_S.expand(B, S).contiguous()} if packed else {},
     )
-    attend = on_leaves(softmax_scale=scale, **inputs.fixed)
+    attend = on_leaves(softmax_scale=scale, seq_idx=seq_idx_S.expand(B, S).contiguous() if packed else None)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Return norms for errors; in the gradient of a document's first queries all cancels: they use the terms' norm."""
@@ -82,7 +81,7 @@ def mla(options: Options) -> Problem:
         norms=norms,
         stock=stock[0].name,
     )
-    made.check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH)
+    made.check(Variant.of(PLAIN, BOUND, partial(attend, _plain)), BOTH)
     return made
 
 
@@ -133,18 +132,18 @@ def _stock(options: Options, length: int | None) -> list[Variant]:
     return [peer, Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]
 
 
-def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
+def _plain(*q_k_v: torch.Tensor, softmax_scale: float, seq_idx: torch.Tensor | None) -> torch.Tensor:
     """Attend with every step rounded to the dtype, one head at a time."""
-    S = len(inputs.cotangents["o"])
-    seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=inputs.cotangents["o"].device).tril()
-    if (seq_idx_BS := inputs.fixed.get("seq_idx")) is not None:
-        seen_BST = seen_BST & (seq_idx_BS[:, :, None] == seq_idx_BS[:, None, :])
+    S = len(q_k_v[0])
+    seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=q_k_v[0].device).tril()
+    if seq_idx is not None:
+        seen_BST = seen_BST & (seq_idx[:, :, None] == seq_idx[:, None, :])
 
     def head(q_SBK: torch.Tensor, k_TBK: torch.Tensor, v_TBV: torch.Tensor) -> torch.Tensor:
-        score_BST = torch.einsum("sbk,tbk->bst", q_SBK, k_TBK) * scale
+        score_BST = torch.einsum("sbk,tbk->bst", q_SBK, k_TBK) * softmax_scale
         return torch.einsum("bst,tbv->sbv", score_BST.masked_fill(~seen_BST, float("-inf")).softmax(-1), v_TBV)
 
-    heads = zip(*(leaf.unbind(2) for leaf in inputs.leaves.values()), strict=True)
+    heads = zip(*(tensor.unbind(2) for tensor in q_k_v), strict=True)
     return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
 
 

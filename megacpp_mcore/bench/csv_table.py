@@ -6,12 +6,11 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megacpp_mcore.bench.catalog import LAYER
 from megacpp_mcore.errors import BenchmarkError
 
-Row = Mapping[str, Any]
+Row = Mapping[str, str]
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "mamba-ssm", "liger-kernel")
 """Packages whose versions a row carries."""
@@ -78,7 +77,7 @@ class Table:
         if path.exists() and not (path.is_file() and path.stat().st_size == 0):
             read(path, columns)
 
-    def append(self, *rows: Mapping[str, Any]) -> None:
+    def append(self, *rows: Mapping[str, object]) -> None:
         """Add ``rows``; each has every column.
 
         Raises:
@@ -95,7 +94,7 @@ class Table:
             raise BenchmarkError(f"{len(rows)} rows could not be added to {self.path} ({error})") from error
 
 
-def shape_text(shape: Mapping[str, Any]) -> str:
+def shape_text(shape: Mapping[str, str | int]) -> str:
     """Write ``B=2 S=4096 …``, in the order given."""
     return " ".join(f"{name}={value}" for name, value in shape.items())
 
@@ -105,7 +104,7 @@ def head() -> str:
     return "  ".join(f"{title:<{width}}" for title, width in _PRINTED.values()).rstrip()
 
 
-def line(row: Mapping[str, Any]) -> str:
+def line(row: Row) -> str:
     """Format one row as printed."""
     shown = dict(row) | {"peak_bytes": row["peak_bytes"] and f"{int(row['peak_bytes']) / 1e6:.1f}"}
     empty = {name: "" if name == "note" else "-" for name in _PRINTED}
@@ -167,17 +166,17 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
 
 def _key(row: Row) -> tuple[str, str, str]:
     """Return benchmark, work and variant; for a layer without the bracket, which lists its backends."""
-    variant = str(row["variant"])
-    return row["benchmark"], row["work"], variant.partition(" (")[0] if row["kind"] == LAYER else variant
+    variant = row["variant"].partition(" (")[0] if row["kind"] == LAYER else row["variant"]
+    return row["benchmark"], row["work"], variant
 
 
 def _conditions(row: Row) -> tuple[str, ...]:
     """Return conditions that a run's rows share; without versions, so that a row counts as missing across versions, too."""
-    return tuple(str(row[name]) for name in ("benchmark", "shape", "dtype", "device"))
+    return tuple(row[name] for name in ("benchmark", "shape", "dtype", "device"))
 
 
 def _differences(old: Row, row: Row) -> list[str]:
-    return [f"{name} is {row[name]} and was {old[name]}" for name in CONDITIONS if str(old[name]) != str(row[name])]
+    return [f"{name} is {row[name]} and was {old[name]}" for name in CONDITIONS if old[name] != row[name]]
 
 
 def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,7 +55,7 @@ def one_process(device: str) -> Iterator[None]:
         yield
 
 
-def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[float, int]:
+def median_ms(call: Callable[[], object], device: str, seconds: float) -> tuple[float, int]:
     """Time calls for ``seconds``, at least :data:`FEWEST` on a GPU; return their median milliseconds and their number.
 
     On a GPU it uses :func:`triton.testing.do_bench`, which clears the L2 cache before each call; on a CPU
@@ -76,7 +75,7 @@ def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[flo
     return statistics.median(times), len(times)
 
 
-def memory(call: Callable[[], Any]) -> tuple[int, int]:
+def memory(call: Callable[[], object]) -> tuple[int, int]:
     """Return the bytes that a call adds on the GPU: at its peak, and at its end, with results and saved tensors."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -114,7 +113,7 @@ WORST = 5
 class Outcome:
     """The rows of one benchmark, and one line for each of our variants that is wrong."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
@@ -135,7 +134,7 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
         "dtype": options.dtype,
         "device": f"{device}{threads}",
         **versions(*csv_table.PACKAGES),
-        "cudnn": "" if on_cpu else torch.backends.cudnn.version(),
+        "cudnn": "" if on_cpu else str(torch.backends.cudnn.version()),
     }
     outcome = Outcome()
     for variant in problem.variants:
@@ -199,7 +198,7 @@ def _collect(options: Options) -> None:
         torch.cuda.empty_cache()
 
 
-def _cells(result: Result, floor: Floor, device: str) -> dict[str, Any]:
+def _cells(result: Result, floor: Floor, device: str) -> dict[str, str]:
     """Return the cells for one variant and piece of work."""
     floor_ms, floor_by = floor.time(device)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
@@ -217,7 +216,7 @@ def _cells(result: Result, floor: Floor, device: str) -> dict[str, Any]:
         "note": result.note,
         "repeats": result.ms and result.repeats,
     }
-    return {name: "" if value is None else value for name, value in cells.items()}
+    return {name: "" if value is None else str(value) for name, value in cells.items()}
 
 
 def _comparison(

@@ -122,7 +122,7 @@ class Variant:
     side: str
     runs: Mapping[str, Call] = field(default_factory=dict)
     results: Callable[[Tensors], Tensors] = list
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     absent: str = ""
     truth: Mapping[str, torch.Tensor] | None = None
     limit: float | Mapping[str, float] | None = None
@@ -326,7 +326,7 @@ class Problem:
     norms: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, norm: norm
     rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want)
     stock: str = ""
-    shape: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, str | int] = field(default_factory=dict)
     _allowed: dict[str, float] = field(default_factory=dict)
 
     def check(self, variant: Variant, work: str) -> Result:

@@ -152,7 +152,7 @@ def sparse_mla(options: Options) -> Problem:
         cotangents={"o": draw.normal(S, B, H, V)},
     )
     how = {"softmax_scale": K**-0.5, "value_dim": V}
-    run, stock = on_leaves(index_BSN, **how), partial(on_leaves(index_BSN.long(), **how), _stock_attention)
+    run, stock = on_leaves(index_BSN, **how), partial(on_leaves(index_BSN.long(), K**-0.5, V), _stock_attention)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Return norms for errors; the gradient of the first queries, which select all they see, cancels, as in ``mla``."""
@@ -189,12 +189,10 @@ def sparse_mla(options: Options) -> Problem:
     )
 
 
-def _stock_attention(
-    q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, *, softmax_scale: float, value_dim: int
-) -> torch.Tensor:
+def _stock_attention(q: torch.Tensor, kv: torch.Tensor, *index_scale_width: torch.Tensor | float) -> torch.Tensor:
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    return dsa._unfused_absorbed_dsa_fn(q, kv.unsqueeze(2), index, softmax_scale, value_dim, **_causal(q))
+    return dsa._unfused_absorbed_dsa_fn(q, kv.unsqueeze(2), *index_scale_width, **_causal(q))
 
 
 def _stock_tilelang(

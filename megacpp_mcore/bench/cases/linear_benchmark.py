@@ -290,8 +290,9 @@ def _into(name: str, weight_VH: torch.Tensor, call: Call, known_N: torch.Tensor 
     buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run(inputs: Inputs) -> Tensors:
-        how = {"main_grad": MainGrad(buffer_VH, lambda: None), "token_weight": known_N}
-        loss, wanted = call(partial(chunked.linear_cross_entropy, **how), inputs).loss, list(inputs.leaves.values())
+        main_grad, wanted = MainGrad(buffer_VH, lambda: None), list(inputs.leaves.values())
+        fn = partial(chunked.linear_cross_entropy, main_grad=main_grad, token_weight=known_N)
+        loss = call(fn, inputs).loss
         grad_hidden, _ = torch.autograd.grad(loss, wanted, inputs.cotangents["loss"], allow_unused=True)
         return [loss.detach(), grad_hidden, buffer_VH]
 

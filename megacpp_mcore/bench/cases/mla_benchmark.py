@@ -214,7 +214,7 @@ def _rotations(rows: int, width: int, device: str) -> torch.Tensor:
 
 
 def _projection(
-    op: str, name: str, options: Options, leaves: dict[str, torch.Tensor], how: dict[str, Any], work: Work, **needs: int
+    op: str, name: str, options: Options, leaves: dict[str, torch.Tensor], how: dict[str, Any], work: Work, **needs: Any
 ) -> Problem:
     """Compare every backend of ``op`` with the reference ``name``, whose named arguments are leaves and all other inputs."""
     draw = Draw(options, seed=2)

@@ -11,12 +11,10 @@ import gc
 import os
 import pkgutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -24,6 +22,7 @@ from megacpp_mcore.bench import csv_table
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Benchmark, Options
 from megacpp_mcore.bench.problem import Floor, Problem, Result, Variant
 from megacpp_mcore.util import host
+from megacpp_mcore.util.stand_in import process_environment
 
 FEWEST = 3
 """Minimum number of timed calls, however long they take: a median of fewer means nothing."""
@@ -44,10 +43,8 @@ def one_process(device: str) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        folder = held.enter_context(tempfile.TemporaryDirectory())
-        store = torch.distributed.FileStore(str(Path(folder) / "store"), 1)
-        backend = "gloo" if device == "cpu" else "nccl"
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        held.enter_context(process_environment())
+        torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl", rank=0, world_size=1)
         held.callback(torch.distributed.destroy_process_group)
         held.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel()
@@ -199,7 +196,6 @@ def _collect(options: Options) -> None:
 
 
 def _cells(result: Result, floor: Floor, device: str) -> dict[str, str]:
-    """Return the cells for one variant and piece of work."""
     floor_ms, floor_by = floor.time(device)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
     cells = {

@@ -237,7 +237,7 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Floor:
     """The work that no implementation can avoid.
 
@@ -254,10 +254,7 @@ class Floor:
     @classmethod
     def pair(cls, work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
         """Return the floors of a forward pass, and of forward and backward together."""
-        return {
-            FORWARD: cls(operations=work.forward, moved=forward_bytes, dtype=dtype),
-            BOTH: cls(operations=work.training, moved=both_bytes, dtype=dtype),
-        }
+        return {FORWARD: cls(work.forward, forward_bytes, dtype), BOTH: cls(work.training, both_bytes, dtype)}
 
     def time(self, device: str) -> tuple[float | None, str]:
         """Return milliseconds (None: not known) and what they derive from: operations at the device's peak, or bytes at

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -166,11 +165,8 @@ def _config(options: Options, model: Model) -> Any:
         transformer_impl="local" if lacking(options.device) else "transformer_engine",
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip
-    with (  # Megatron's parser reads the command line and the environment, and prints every argument
-        mock.patch.object(sys, "argv", ["bench", *lower(Run(model, training=training, host=GPT))]),
-        mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
+    words = ["bench", *lower(Run(model, training=training, host=GPT))]
+    with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
         arguments = parse_args()
         validate_args(arguments)
         config = gpt_config_from_args(arguments).transformer

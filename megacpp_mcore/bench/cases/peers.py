@@ -66,11 +66,10 @@ def mamba3_source() -> Any:
 @contextlib.contextmanager
 def patched(name: str) -> Iterator[None]:
     """Apply only the patch ``name`` for the duration; afterwards everything is as before."""
-    from megacpp_mcore.patches.machinery.registry import Registry, default
+    from megacpp_mcore.patches.machinery.registry import default
 
-    registry = Registry(default().select([name]))
-    registry.apply([name])
+    default().apply([name])
     try:
         yield
     finally:
-        registry.revert()
+        default().revert([name])

@@ -136,7 +136,7 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
     outcome = Outcome()
     for variant in problem.variants:
         for work, result in results[variant.name].items():
-            cells = _cells(result, problem.works[work], device) | _comparison(problem, variant, work, results)
+            cells = _cells(result, problem.works[work], device) | _gain(problem, variant, work, results)
             outcome.rows.append(everywhere | {"work": work, "variant": variant.name, "side": variant.side} | cells)
             say(csv_table.line(outcome.rows[-1]))
         if variant.side == OURS:
@@ -215,26 +215,21 @@ def _cells(result: Result, floor: Floor, device: str) -> dict[str, str]:
     return {name: "" if value is None else str(value) for name, value in cells.items()}
 
 
-def _comparison(
-    problem: Problem, variant: Variant, work: str, results: Mapping[str, Mapping[str, Result]]
-) -> dict[str, str]:
+def _gain(problem: Problem, variant: Variant, work: str, results: Mapping[str, Mapping[str, Result]]) -> dict[str, str]:
     """Compare ours with the peer: the problem's stock, or the fastest; empty unless parity of both is green.
 
     A variant with a truth of its own does other work: a peer is then not compared with, and ours is compared with no peer.
     """
     mine = results[variant.name][work]
-    if variant.side != OURS or mine.ms is None or variant.truth is not None:
-        return {}
-    times = {
-        peer.name: theirs.ms
+    peers = [
+        (theirs.ms, peer.name, theirs.peak)
         for peer in problem.variants
         if peer.side == PEER and peer.truth is None and peer.is_captured == variant.is_captured
         if problem.stock in ("", peer.name)
         if (theirs := results[peer.name].get(work)) is not None and theirs.ms is not None and theirs.right
-    }
-    if not times or not mine.right:
+    ]
+    if variant.side != OURS or variant.truth is not None or mine.ms is None or not mine.right or not peers:
         return {}
-    name = min(times, key=times.__getitem__)
-    peak = results[name][work].peak
+    ms, name, peak = min(peers, key=lambda peer: peer[0])
     less = f"{peak / mine.peak:.1f}x" if peak and mine.peak else ""
-    return {"against": name, "speed_up": f"{times[name] / mine.ms:.3f}x", "less_memory": less}
+    return {"against": name, "speed_up": f"{ms / mine.ms:.3f}x", "less_memory": less}

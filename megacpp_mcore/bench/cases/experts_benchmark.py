@@ -147,7 +147,7 @@ def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequen
             variants.append(one.into_main_grad("w1", "w2"))
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all are one norm."""
+        """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all have one."""
         return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
 
     work = feed_forward(routed, D, width)

@@ -38,7 +38,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,8 @@ from typing import Any
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
+PATIENCE_S = 600
+"""For what comes at once, or in seconds: a machine may be slow, and busy with something else."""
 _LIBRARIES = (
     "torch._inductor.compile_fx", "torch.distributed._symmetric_memory", "torch.distributed.checkpoint",
     "torch.distributed.rpc", "torch.distributed.tensor.experimental", "torch.export", "torch.nn.attention.flex_attention",
@@ -154,7 +157,7 @@ def run(
     *,
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = PATIENCE_S,
     python: str = sys.executable,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
@@ -173,19 +176,37 @@ def start_ranks(
     words: Sequence[str], outputs: Sequence[Path], *, megatron: bool = False, **variables: str
 ) -> list[Program | subprocess.Popen[bytes]]:
     """Start a program as torchrun does, in a process for each of ``outputs``, with nobody who would end them together."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port, count = free.getsockname()[1], len(outputs)
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    port, count = held_port(), len(outputs)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port.getsockname()[1]}
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, **address}
     programs = []
     for rank, output in enumerate(outputs):
         of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         programs.append(start(words, output, megatron=megatron, **variables, **of_rank))
+    weakref.finalize(programs[0], port.close)
     return programs
 
 
+def held_port() -> socket.socket:
+    """A free port that nobody else is given while this socket is open; only who names it, as rank 0 does, can listen there."""
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("localhost", 0))
+    return port
+
+
+def wait_until(
+    holds: Callable[[], object], said: Callable[[], str] = str, *, within_s: float = PATIENCE_S, every_s: float = 0.02
+) -> None:
+    """Wait until it holds; fail, with what was ``said``, where it does not come to that."""
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until, f"not in {within_s} s: {said()[-3000:]}"
+        time.sleep(every_s)
+
+
 def run_ranks(
-    words: Sequence[str], count: int, *, timeout: float = 180, megatron: bool = False, **variables: str
+    words: Sequence[str], count: int, *, timeout: float = PATIENCE_S, megatron: bool = False, **variables: str
 ) -> tuple[int, str]:
     """Run a program in ``count`` processes as torchrun does, until one fails; the first status but 0, and all output."""
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ import pytest
 
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.steps import read_steps
+from tests import forks
 from tests.bridge.processes import ROOT, TINY, answer
 
 STEPS, SAVED, WITHIN_S = 4, 2, 1.0
@@ -40,11 +41,12 @@ def start(python: Path, corpus: str, folder: Path, steps: int = STEPS) -> subpro
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     steps = folder / "saved" / "observe"
-    until = time.monotonic() + 400
-    while not (steps.exists() and any(one.step >= step for one in read_steps(steps))):
+
+    def there() -> bool:
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
-        assert time.monotonic() < until
-        time.sleep(0.05)
+        return steps.exists() and any(one.step >= step for one in read_steps(steps))
+
+    forks.wait_until(there, (folder / "log").read_text)
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -92,11 +91,9 @@ def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
     )
     words = [tmp_path / "main.py", "data", "prepare", texts, "--output", output, "--workers", "2"]
     process = forks.start(list(map(str, words)), said := tmp_path / "said")
-    deadline = time.monotonic() + 60
-    while not Path(f"{output}.unfinished", "dataset.0.bin").exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    forks.wait_until(Path(f"{output}.unfinished", "dataset.0.bin").exists, every_s=0.002)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers are sent it too
-    assert process.wait(60) == 130, said.read_text()
+    assert process.wait(forks.PATIENCE_S) == 130, said.read_text()
     assert "interrupted" in said.read_text()
     assert "Traceback" not in said.read_text()
     assert list(output.parent.iterdir()) == []

@@ -28,6 +28,7 @@ from megacpp_mcore.data.manifest import load_manifest, verify
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.sources import find_sources, parse_split
 from megacpp_mcore.errors import DataError
+from tests import forks
 from tests.data.hugging_face import save_words
 from tests.errors import raises
 
@@ -217,12 +218,10 @@ def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("killed/data.unfinished/dataset.0.bin")) and time.monotonic() < deadline:
-        time.sleep(0.002)
+    forks.wait_until((tmp_path / "killed/data.unfinished/dataset.0.bin").exists, every_s=0.002)
     process.kill()
     # The workers hold the other end of stderr: it ends when the last of them does.
-    process.communicate(timeout=30)
+    process.communicate(timeout=50)
     assert process.returncode == -signal.SIGKILL
     run(texts, output, split=SPLIT)
     assert read_outputs(tmp_path / "killed") == read_outputs(tmp_path / "whole")

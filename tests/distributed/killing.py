@@ -51,7 +51,7 @@ class Job:
     def finish(self) -> None:
         """Start the processes, and have them all end well."""
         with self.started():
-            assert self.wait(300) == [0] * PROCESSES, self.said()
+            assert self.wait(forks.PATIENCE_S) == [0] * PROCESSES, self.said()
 
     def unfinished(self, shards: int = 0) -> list[str]:
         """The checkpoints that no manifest has completed, if so many files of tensors are there."""
@@ -74,11 +74,11 @@ class Job:
             assert 0 not in statuses, self.said()
 
     def _wait_until(self, holds: Callable[[], object], every_s: float = 0.05) -> None:
-        until = time.monotonic() + 240
-        while not holds():
+        def there() -> object:
             assert {rank.poll() for rank in self.ranks} == {None}, self.said()
-            assert time.monotonic() < until, self.said()
-            time.sleep(every_s)
+            return holds()
+
+        forks.wait_until(there, self.said, every_s=every_s)
 
     def said(self) -> str:
         """The end of what all processes printed."""

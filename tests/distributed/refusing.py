@@ -83,7 +83,7 @@ def refusal(load: Callable[[Path], None], folder: Path) -> str:
 def main() -> None:
     """Load in both ways, and write what came of it."""
     folder = Path(sys.argv[1])
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     patches.apply(["optimizer-resharding", "checkpoint-integrity"])
     ways = (loads_other_buckets, loads_wrong_main_parameters)
     found = {way.__name__: refusal(way, folder) for way in ways}

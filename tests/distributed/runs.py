@@ -183,11 +183,11 @@ def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
     return path
 
 
-def launch(words: Sequence[str], config: Path, processes: int = 1, *, timeout: float = 180) -> tuple[int, str]:
+def launch(words: Sequence[str], config: Path, processes: int = 1) -> tuple[int, str]:
     """``megacpp-mcore launch --device cpu`` with ``words``, in as many processes as torchrun would start; status and output."""
     command = ["-m", "megacpp_mcore", "launch", "--verbose", "--device", "cpu", *words]
     wheel = not any(word.endswith(".py") for word in words)  # a script brings the Megatron of its checkout
-    return forks.run_ranks(command, processes, timeout=timeout, megatron=wheel, MEGACPP_CONFIG=str(config))
+    return forks.run_ranks(command, processes, megatron=wheel, MEGACPP_CONFIG=str(config))
 
 
 def read_scalars(run: Path) -> dict[str, dict[int, float]]:

@@ -91,7 +91,7 @@ def run_tasks(root: Path, tasks: Sequence[tuple[Run, Iterable[Saved], Iterable[S
     plan.write_text(json.dumps({"trainees": trainees, "answers": str(answers)}))
     script = ROOT / "tests" / "distributed" / "moving.py"
     words = ["--", str(script), str(plan), *tasks[0][0].words()]
-    status, output = launch(words, write_config(root / "model.yaml", SMALL), processes, timeout=600)
+    status, output = launch(words, write_config(root / "model.yaml", SMALL), processes)
     assert status == 0, output[-8000:]
     by_rank = [json.loads(Path(f"{answers}.{rank}").read_text()) for rank in range(processes)]
     cells = {}
@@ -235,7 +235,7 @@ def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
 def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
     """The other rank has no trainable parameters; one that were not told would wait in Megatron's next collective."""
     command = ["-m", "megacpp_mcore.cpu", "-m", "tests.distributed.refusing", str(tmp_path)]
-    status, output = forks.run_ranks(command, 2, timeout=90, megatron=True)
+    status, output = forks.run_ranks(command, 2, megatron=True)
     assert status == 0, output[-8000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -103,13 +103,20 @@ def test_the_launcher_refuses_before_process_groups_are_made(data: Path, tmp_pat
     assert "initialized tensor model parallel" not in output
 
 
-# A launch whose third process was told another port; it waits for seconds instead of minutes.
+# A launch whose third process was told another port; it waits for seconds instead of minutes, from when all are there.
 MISSING = """
-import datetime, os, sys
+import datetime, os, pathlib, sys, time
 if os.environ["RANK"] == "2":
     os.environ["MASTER_PORT"] = "9"
 from megacpp_mcore.policy import ranks
 ranks.MINUTE = datetime.timedelta(seconds=2)
+here, met = pathlib.Path(sys.argv.pop(1)), ranks.met
+def met_together(arguments):
+    (here / os.environ["RANK"]).touch()
+    while len(list(here.iterdir())) < 3:
+        time.sleep(0.01)
+    return met(arguments)
+ranks.met = met_together
 from megacpp_mcore.commands.cli import main
 sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]))"""
 
@@ -118,8 +125,9 @@ sys.exit(main(["launch", "--device", "cpu", "--no-observe", "--", *sys.argv[1:]]
 def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Path) -> None:
     words = stock.words(preset("nam56r_tiny"), "--distributed-timeout-minutes", "1", processes=3, global_batch_size=3)
     outputs = [tmp_path / str(rank) for rank in range(3)]
-    programs = forks.start_ranks(["-c", MISSING, *words], outputs, megatron=True)
-    assert [program.wait(timeout=120) for program in programs] == [2, 2, 2]
+    (together := tmp_path / "together").mkdir()
+    programs = forks.start_ranks(["-c", MISSING, str(together), *words], outputs, megatron=True)
+    assert [program.wait(forks.PATIENCE_S) for program in programs] == [2, 2, 2]
     first, second, third = (output.read_text() for output in outputs)
     host = re.escape(socket.gethostname())
     assert re.search(

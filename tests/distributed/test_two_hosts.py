@@ -136,18 +136,19 @@ def ranks_of(task: int, folder: Path, **changed: str) -> dict[str, str]:
 
 def wait_for_steps(record: Path, running: Sequence[forks.Program | subprocess.Popen[bytes]], output: Path) -> None:
     """Wait until so many steps are recorded that a host may be lost."""
-    until = time.monotonic() + 300
-    while not (record.exists() and any(step.step >= KILLED_AFTER for step in read_steps(record))):
+
+    def there() -> bool:
         assert {process.poll() for process in running} == {None}, output.read_text()[-3000:]
-        assert time.monotonic() < until, output.read_text()[-3000:]
-        time.sleep(0.02)
+        return record.exists() and any(step.step >= KILLED_AFTER for step in read_steps(record))
+
+    forks.wait_until(there, output.read_text)
 
 
 def check_losses(laboratory: Laboratory, record: Path, steps: int) -> None:
     """Compare them with those of one host that nothing happens to."""
     one = laboratory.folder / "one host"
     words = laboratory.training_words(_ALONE, train_iters=steps)
-    assert launch(["--observe", str(one), "--", *words], laboratory.config, timeout=400)[0] == 0
+    assert launch(["--observe", str(one), "--", *words], laboratory.config)[0] == 0
     expected = read_scalars(one)["lm loss"]
     assert read_scalars(record)["lm loss"] == pytest.approx(expected, rel=1e-5)
     assert len(expected) == steps
@@ -191,7 +192,7 @@ def test_disks_of_their_own(hosts: Hosts, capsys: pytest.CaptureFixture[str]) ->
 
     words = hosts.laboratory.training_words(_ALONE, train_iters=STEPS)
     one = hosts.folder / "one host"
-    assert launch(["--observe", str(one), "--", *words], hosts.laboratory.config, 2, timeout=400)[0] == 0
+    assert launch(["--observe", str(one), "--", *words], hosts.laboratory.config, 2)[0] == 0
     together = hosts.folder / "by torchrun observe"
     apart = [hosts.folder / f"disk{host}" / "by tasks observe" for host in (0, 1)]
     assert read_scalars(together) == read_scalars(one)
@@ -218,9 +219,8 @@ def test_a_lost_task_is_named_and_fewer_go_on(tmp_path: Path) -> None:
     laboratory, record = Laboratory(tmp_path, overrides=SMALL, **sizes), tmp_path / "lost observe"
     saved, steps = str(tmp_path / "saved"), 20
     words = words_of(laboratory, str(tmp_path / "lost"), steps, "--save", saved, "--load", saved, *SAVING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    port = forks.held_port()
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     ranks, folders = [ranks_of(task, tmp_path, **where) for task in (0, 1)], [tmp_path / "host0", tmp_path / "host1"]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(laboratory.config)}
 
@@ -235,6 +235,7 @@ def test_a_lost_task_is_named_and_fewer_go_on(tmp_path: Path) -> None:
         wait_for_steps(record, (first, second), output)
         second.kill()
         assert first.wait(ENDS_WITHIN_S) == 2, output.read_text()[-3000:]
+    port.close()
     own = re.escape(socket.gethostname())
     assert re.search(rf"error: rank 0 of 2 on {own} has lost its connection to rank 1 on {own} \(", output.read_text())
     assert [len(list(folder.glob("disk/cache/*/*-sha256.json"))) for folder in folders] == [1, 1]
@@ -253,10 +254,8 @@ def test_a_lost_host_is_named_and_the_other_goes_on_alone(hosts: Hosts) -> None:
     record = hosts.folder / "lost observe"
     wait_for_steps(record, hosts.running, outputs[0])
     hosts.kill(1)
-    killed, said = time.monotonic(), r"rank 0 of 2 on host0 has lost its connection to rank 1 on host1 \("
-    while not re.search(said, outputs[0].read_text()):
-        assert time.monotonic() < killed + ENDS_WITHIN_S, outputs[0].read_text()[-3000:]
-        time.sleep(0.1)
+    said = r"rank 0 of 2 on host0 has lost its connection to rank 1 on host1 \("
+    forks.wait_until(lambda: re.search(said, outputs[0].read_text()), outputs[0].read_text, within_s=ENDS_WITHIN_S)
     assert hosts.statuses(400) == [0, -signal.SIGKILL], outputs[0].read_text()[-3000:]
     check_losses(hosts.laboratory, record, STEPS)
 

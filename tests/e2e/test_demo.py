@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megacpp_mcore.observe.steps import Step, read_steps
+from tests import forks
 from tests.commands.test_report_page import check_self_contained
 from tests.leftovers import is_running
 from tests.observe.recorded import write_start
@@ -54,10 +54,7 @@ def trainer(plan: object, *, steps: int, pause: float, status: int = 0) -> list[
 def assert_all_gone(folder: Path) -> None:
     pids = [int(word) for word in (folder / "pids").read_text().split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [pid for pid in pids if is_running(pid)] == []
+    forks.wait_until(lambda: not any(map(is_running, pids)), within_s=30)
 
 
 @pytest.fixture
@@ -129,11 +126,9 @@ sys.exit(demo.main(["--device", "cpu"]))
 def test_signals_leave_no_process_behind(plan: object, number: int, status: int) -> None:
     command = [sys.executable, "-c", DRIVER, str(SCRIPT), str(plan.folder), *trainer(plan, steps=1000, pause=0.1)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not read_steps(plan.record) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    forks.wait_until(lambda: read_steps(plan.record))
     running.send_signal(number)
-    _, complaint = running.communicate(timeout=30)
+    _, complaint = running.communicate(timeout=forks.PATIENCE_S)
     assert running.returncode == status, complaint
     assert ("interrupted; nothing is left running" in complaint) is (number == signal.SIGINT)
     assert_all_gone(plan.folder)

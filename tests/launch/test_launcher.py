@@ -43,7 +43,7 @@ from megacpp_mcore.observe import events
 from megacpp_mcore.patches.machinery import registry
 from tests import forks, stock
 from tests.errors import raises
-from tests.leftovers import is_running
+from tests.leftovers import END_S, is_running
 from tests.trees import copy_modules, edit, wheel_root
 
 CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
@@ -514,15 +514,11 @@ def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> N
     call = f"import sys\nfrom megacpp_mcore.launch.launcher import launch\nsys.exit(launch({[str(script), *CPU_ARGUMENTS]}, "
     parent = forks.start(["-c", call + "device='cpu', nproc=2))"], tmp_path / "output")
     files = [tmp_path / "0", tmp_path / "1"]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    forks.wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     os.kill(parent.pid, sent)
-    assert parent.wait(60) == (128 + signal.SIGINT if sent == signal.SIGINT else -signal.SIGKILL)
+    assert parent.wait(END_S) == (128 + signal.SIGINT if sent == signal.SIGINT else -signal.SIGKILL)
     left = [int(file.read_text()) for file in files]
-    while any(map(is_running, left)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [pid for pid in left if is_running(pid)] == []
+    forks.wait_until(lambda: not any(map(is_running, left)), within_s=END_S)
 
 
 def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

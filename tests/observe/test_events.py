@@ -26,15 +26,15 @@ from tests.observe.recorded import SECOND, a_step, append, at, file_of, stepped,
 from tests.tiny_run import ROOT
 
 RECORDER = """
-import sys, time
+import select, sys, time
 from megacpp_mcore.observe import goodput
 from megacpp_mcore.observe.clock import Clock, Phase, process_age_ns
 from megacpp_mcore.observe.events import Log, Step
 clock = Clock(age_ns=process_age_ns())
 log = Log(sys.argv[1], 0, 1, clock, heartbeat_s=0.01)
 recorder = goodput.Recorder(log, with_losses=True)
-until, number = time.monotonic() + float(sys.argv[2]), 0
-while time.monotonic() < until:
+number = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
     number += 1
     with clock.within(Phase.STEP):
         time.sleep(0.0005)
@@ -46,11 +46,12 @@ assert "torch" not in sys.modules
 """
 
 
-def start_recorder(run: Path, seconds: float) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", RECORDER, str(run), str(seconds)]
+def start_recorder(run: Path) -> subprocess.Popen[str]:
+    """It records until its input is closed."""
     return subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+        [sys.executable, "-c", RECORDER, str(run)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("times", exhaustive_but([6, 20], 6))
@@ -58,7 +59,7 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
     """Every step that was reported done is there, and every file but its last line is whole."""
     moments = random.Random(15)
     for number in range(1, times + 1):
-        process = start_recorder(tmp_path, 60)
+        process = start_recorder(tmp_path)
         assert process.stdout is not None
         reported = [int(process.stdout.readline())]
         time.sleep(moments.uniform(0, 0.05))
@@ -73,7 +74,7 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
         assert steps == list(range(1, len(steps) + 1))
         assert len(steps) - 1 <= reported[-1] <= len(steps)
         assert start.how is None
-        assert abs(killed_ns - start.ended_ns) < SECOND
+        assert abs(killed_ns - start.ended_ns) < 10 * SECOND  # a busy machine may let it wait for its turn
     assert goodput.of_rank(events.read(tmp_path)[0]).starts == times
     assert events.overlap(events.read(tmp_path)) == ""
 
@@ -81,7 +82,8 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
 def test_recorders_at_once_all_end_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody waits for another, nobody is refused, and nobody writes to another's file; a receipt is disqualified."""
     count = 5
-    processes = [start_recorder(tmp_path, 1.5) for _ in range(count)]
+    processes = [start_recorder(tmp_path) for _ in range(count)]
+    assert [process.stdout.readline() for process in processes if process.stdout] == ["1\n"] * count
     for process in processes:
         process.communicate()
     assert [process.returncode for process in processes] == [0] * count

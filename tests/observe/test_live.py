@@ -130,9 +130,9 @@ def test_a_logged_step_costs_less_than_a_millisecond(
     spent = []
     for number in range(1, 151):
         step = a_step(20_000 + number, resumed_at=20_000)
-        began = time.perf_counter()
+        began = time.thread_time()  # the machine may be busy with something else
         loop.recorder.on_step(step)
         loop.live.on_step(step)
-        spent.append(time.perf_counter() - began)
-    assert sorted(spent)[len(spent) // 4] < 1e-3  # the machine may be busy with something else
+        spent.append(time.thread_time() - began)
+    assert sorted(spent)[len(spent) // 4] < 1e-3
     assert loop.recorder.so_far(20_000).steps == 20_000

@@ -19,7 +19,6 @@ from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from tests import forks, stock
 
 ROOT = Path(__file__).parents[1]
-PATIENCE_S = 300
 SCHEDULE = "-FF"
 """Two neighbouring layers with an indexer each: a search has one to give up."""
 SEQ_LENGTH = 64
@@ -56,7 +55,7 @@ class Running:
     def finish(self, status: int = 0) -> str:
         """Wait for the end, which has to be with ``status``, and return what was printed."""
         try:
-            found = self.process.wait(timeout=PATIENCE_S)
+            found = self.process.wait(timeout=forks.PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             found = self.process.wait()

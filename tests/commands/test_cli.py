@@ -19,6 +19,7 @@ import pytest
 from megacpp_mcore.commands import cli, doctor
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import launcher
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +163,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert writer.stdout is not None
     writer.stdout.close()
-    _, complaint = writer.communicate(timeout=60)
+    _, complaint = writer.communicate(timeout=forks.PATIENCE_S)
     assert (writer.returncode, complaint) == (0, b"")
 
 

@@ -162,7 +162,7 @@ def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_a
         arguments = (texts, folder / "data", operation, replaces)
         process = multiprocessing.get_context("fork").Process(target=prepare_until_killed, args=arguments)
         process.start()
-        process.join(60)
+        process.join(forks.PATIENCE_S)
         assert process.exitcode in (0, -signal.SIGKILL)
         killed = process.exitcode != 0
         whole = [prefix for prefix in prefixes if os.path.exists(f"{prefix}.manifest.json")]

@@ -240,7 +240,7 @@ def test_a_lost_task_is_named_and_fewer_go_on(tmp_path: Path) -> None:
     assert re.search(rf"error: rank 0 of 2 on {own} has lost its connection to rank 1 on {own} \(", output.read_text())
     assert [len(list(folder.glob("disk/cache/*/*-sha256.json"))) for folder in folders] == [1, 1]
     with started(folders[0], {}) as rest:
-        assert rest.wait(120) == 0, output.read_text()[-3000:]
+        assert rest.wait(forks.PATIENCE_S) == 0, output.read_text()[-3000:]
     assert "successfully loaded checkpoint" in output.read_text()
     check_losses(laboratory, record, steps)
 

@@ -123,7 +123,7 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         with one_at_a_time:
             program = forks.start(command[3:], Path(stdout.name), env=env)  # behind python -W ignore
-        return SimpleNamespace(returncode=program.wait(300))
+        return SimpleNamespace(returncode=program.wait(forks.PATIENCE_S))
 
     one_at_a_time = threading.Lock()
     monkeypatch.setattr(train, "subprocess", SimpleNamespace(run=run, STDOUT=None))
@@ -235,7 +235,8 @@ def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pyte
 
     def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         caches.append(env["TRITON_CACHE_DIR"])
-        return SimpleNamespace(returncode=forks.start(command[3:], Path(stdout.name), env=env, megatron=True).wait(300))
+        program = forks.start(command[3:], Path(stdout.name), env=env, megatron=True)
+        return SimpleNamespace(returncode=program.wait(forks.PATIENCE_S))
 
     monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, STDOUT=None))
     monkeypatch.setattr(starts, "STARTS", ("second, cold", "kernels built, cold", "warm"))

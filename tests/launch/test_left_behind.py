@@ -31,7 +31,7 @@ def test_a_training_that_has_saved(data: Path, tmp_path: Path, sent: signal.Sign
     said = b""
     with output.open("rb", buffering=0) as pipe, forks.start(launch, output, megatron=True, **options) as training:
         while b"successfully saved checkpoint" not in said:
-            assert select.select([pipe], [], [], tiny_run.PATIENCE_S)[0], said[-3000:]
+            assert select.select([pipe], [], [], forks.PATIENCE_S)[0], said[-3000:]
             said += pipe.read(1 << 16)
         os.close(ours)
         # A scheduler sends SIGTERM to all processes of a job, the one for the writers' results included.
@@ -96,9 +96,9 @@ def test_sigterm_to_a_job_leaves_those_that_write_to_their_parent(method: str) -
         child.start()
     for word in ("started", "goes on"):
         ours.send(word)
-        assert ours.poll(60)
+        assert ours.poll(forks.PATIENCE_S)
         assert ours.recv() == word
         os.kill(child.pid, signal.SIGTERM)
     child.terminate()
-    child.join(60)
+    child.join(forks.PATIENCE_S)
     assert child.exitcode == -signal.SIGKILL

@@ -185,7 +185,7 @@ def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Pa
     assert [number for number in spent if spent[number].get("profile")] == [2, 4]  # its start, and its tables
     assert spent[4]["profile"] / 1e9 >= table(plain)["read_s"] > 0
     assert goodput.of_rank(events.read(plain)[0]).record()["seconds"]["profile"] >= table(plain)["read_s"]
-    assert spent[4]["idle"] < spent[4]["profile"] / 4  # where all of it was before
+    assert spent[4]["idle"] < spent[4]["profile"]  # where all of it was before
 
 
 @pytest.mark.exhaustive

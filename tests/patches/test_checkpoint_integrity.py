@@ -23,7 +23,7 @@ from megacpp_mcore.checkpoints import folder as checkpoint_folder
 from megacpp_mcore.checkpoints import integrity
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.patches import checkpoint_integrity as patch
-from tests import stock
+from tests import forks, stock
 from tests.errors import raises
 from tests.saved import Code, write
 
@@ -349,7 +349,7 @@ def test_a_save_has_a_manifest_of_digests_that_were_computed_while_it_was_writte
         if is_async:
             worker = multiprocessing.get_context("spawn").Process(target=request.async_fn, args=request.async_fn_args)
             worker.start()
-            worker.join(60)
+            worker.join(forks.PATIENCE_S)
             assert (worker.exitcode, late.call_count) == (0, 0)
             for finish in request.finalize_fns:
                 finish()

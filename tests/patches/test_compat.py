@@ -322,5 +322,5 @@ def test_the_checkout_fits_and_nothing_is_imported(megatron_lm: Path) -> None:
     code = "import sys; from megacpp_mcore.commands import cli; status = cli.main(sys.argv[1:]); "
     code += "print(status, sorted({'torch', 'megatron.core', 'megatron.training'} & set(sys.modules)))"
     command = [sys.executable, "-c", code, "compat", "--checkout", str(megatron_lm)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=forks.PATIENCE_S, check=True)
     assert done.stdout.splitlines()[-2:] == ["verdict: fits", "0 []"]

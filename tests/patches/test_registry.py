@@ -379,5 +379,5 @@ FORK = """
 def test_a_fork_while_another_thread_patches_does_not_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "throwaway_module.py").write_text(ONE)
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    done = forks.run(["-c", textwrap.dedent(FORK)], timeout=120, PYTHONPATH=paths)
+    done = forks.run(["-c", textwrap.dedent(FORK)], PYTHONPATH=paths)
     assert done.stdout.split() == ["7", "applied"], done.stderr

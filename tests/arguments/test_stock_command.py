@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import overrides, stock_command
 from megacpp_mcore.arguments.stock_command import BARE, DATA_VARIABLE, LAUNCH, WAYS, WHEEL, Slurm, StockCommand
 from megacpp_mcore.commands import cli
-from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.errors import LaunchError, ModelError, PatternError
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import Model, preset
@@ -267,28 +265,3 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
     started |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(LaunchError, match="4 GPUs"):
         launch_plan.plan(["--x"], device="cuda", environment=started)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("host", ["gpt", "hybrid"])
-def test_the_printed_command_trains(host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Emitted, given to a shell as it is, two steps on the CPU; only ``megacpp-mcore`` is this clone's."""
-    source = find_stdlib_sources()[0].path
-    assert cli.main(["data", "prepare", str(source), "--output", str(tmp_path / "text")]) == 0
-    capsys.readouterr()
-    tool = tmp_path / "megacpp-mcore"
-    tool.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m megacpp_mcore "$@"\n')
-    tool.chmod(0o755)
-    run = f"nam56r_tiny --host {host} --via wheel --set train_iters=2 global_batch_size=1 dsa.topk=16".split()
-    command = emit(capsys, *run, "--settings", str(tmp_path / "the model.yaml"))
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "DATA_PREFIX": str(tmp_path / "text"),
-    }
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 2/2  loss " in done.stdout

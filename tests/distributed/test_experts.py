@@ -1,4 +1,4 @@
-"""Our routed experts and stock's: one checkpoint, optimizer included, and a refusal where its order is another."""
+"""Our routed experts and stock's: one checkpoint, optimizer included."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 from megacpp_mcore.backends import STOCK
 from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
 from tests.distributed.comparing import differing_scalars, differing_tensors
-from tests.distributed.runs import MAIN, ONE, RESUMED, Laboratory
+from tests.distributed.runs import MAIN, RESUMED, Laboratory
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # the refusal alone: tests/checkpoints/test_layout.py
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # the refusal: tests/checkpoints/test_layout.py
 
 TOLERANCE = 1e-6
 SMALL = {"pattern": "AE", "depth": 2, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}, "seq_length": 64}
@@ -47,13 +47,3 @@ def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, 
     assert {"lm loss", "z_loss", "grad norm"} < later.keys()
     assert differing_scalars(later, resumed.scalars, TOLERANCE, [*later]) == []
     assert differing_tensors(whole.tensors(MAIN), resumed.tensors(MAIN), TOLERANCE) == []
-
-
-def test_state_in_the_order_of_the_others_experts_is_refused_and_weights_are_loaded(laboratory: Experts) -> None:
-    """Megatron's default format of a distributed optimizer: flat buffers, which are as long, and in another order."""
-    laboratory.choose(OWN_EXPERTS)
-    laboratory.main()
-    laboratory.choose(STOCK)
-    with pytest.raises(AssertionError, match=r"backend megacpp_mcore.* stock \(backends"):
-        laboratory.resumed()
-    assert laboratory.compared(ONE).scalars["lm loss"]  # --no-load-optim

@@ -18,11 +18,9 @@ from tests.distributed.comparing import SCALARS, assert_same_bytes, differing_ru
 from tests.distributed.runs import (
     COMPARED,
     LAYOUTS,
-    MAIN,
     MODEL,
     ONE,
     OVERRIDES,
-    RESUMED,
     WARM_UP,
     Laboratory,
     launch,
@@ -171,15 +169,6 @@ def test_a_damaged_newest_checkpoint_is_refused_or_passed_over_and_the_run_repea
     assert f"iteration{COMPARED:9}/" in output
     assert f"loading the newest whole checkpoint, {saved}/iter_{COMPARED - 1:07d}" in output
     assert_same_bytes(run.tensors(COMPARED), tensors_in(saved / f"iter_{COMPARED:07d}"))
-
-
-@pytest.mark.exhaustive  # the test above resumes two processes in the default lane
-def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> None:
-    whole, resumed = laboratory.main(), laboratory.resumed()
-    assert {*SCALARS, "learning rate"} <= whole.scalars.keys()
-    assert resumed.scalars == whole.after(RESUMED)
-    assert len(set(resumed.scalars["lm loss"].values())) == MAIN - RESUMED
-    assert_same_bytes(whole.tensors(MAIN), resumed.tensors(MAIN))
 
 
 @pytest.mark.exhaustive

@@ -24,26 +24,6 @@ def tiny() -> Model:
     return preset("nam56r_tiny")
 
 
-@pytest.mark.parametrize(
-    ("name", "depth", "counts"),
-    [
-        ("nam56r", 52, (13, 22, 13, 4)),
-        ("nam56r_h4096", 52, (13, 22, 13, 4)),
-        ("nam56r_quarter", 13, (4, 5, 3, 1)),
-        ("nam56r_tiny", 12, (3, 5, 3, 1)),
-        ("nam52", 52, (13, 26, 13, 0)),
-        ("nam56r_wide", 52, (13, 22, 13, 4)),
-        ("nam56r_long", 52, (13, 22, 13, 4)),
-        ("nam56r_tiny_long", 12, (3, 5, 3, 1)),
-    ],
-)
-def test_presets(name: str, depth: int, counts: tuple[int, ...]) -> None:
-    model = preset(name)
-    assert model.name == name
-    assert model.depth == depth == len(model.layers) == len(model.roles)
-    assert tuple(len(model.layer_numbers(letter)) for letter in "AEMR") == counts
-
-
 def test_overrides_make_a_new_model(tiny: Model) -> None:
     overrides = {"dsa": {"topk": 8}, "rope_theta": 10_000, "m2rnn": {"heads": None}, "hidden_size": 320}
     changed = with_overrides(tiny, overrides)

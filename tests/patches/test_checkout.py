@@ -481,25 +481,6 @@ def test_death_in_the_middle_leaves_either_state(lm: Checkout, step: str, when: 
         assert leftovers() == []
 
 
-@pytest.mark.exhaustive
-def test_a_hundred_deaths_at_any_time_leave_either_state(lm: Checkout) -> None:
-    old = lm.file.read_bytes()
-    begun = time.monotonic()
-    lm.apply(["timers"])
-    takes, new, seen = time.monotonic() - begun, lm.file.read_bytes(), set()
-    for number in range(100):
-        lm.revert()
-        child = in_child(lambda: lm.apply(["timers"]))
-        time.sleep(2 * takes * number / 100)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        seen.add(found := lm.file.read_bytes())
-        assert found in (old, new), number
-        assert lm.apply(["timers"]).hooked == ("timers",)
-        assert lm.file.read_bytes() == new
-    assert seen == {old, new}
-
-
 def test_processes_apply_at_once(lm: Checkout) -> None:
     """Each adds its own patch to the line; without the lock one would write over what another has just written."""
     for _ in range(3):

@@ -7,7 +7,6 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megacpp_mcore.data.arguments import cache_words, dataset_prefixes, verify_arguments
@@ -18,6 +17,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
 from tests.data.hugging_face import save_words
 from tests.errors import raises
+from tests.patches.test_sample_indices import builder_of
 
 BYTES = ByteTokenizer().stock_flags()
 
@@ -233,23 +233,10 @@ def test_bytes_and_words_are_not_taken_for_each_other(prefix: str, folder: Path,
     verify_arguments(["--data-path", str(tmp_path / "words"), *null])  # ids as they are, whatever made them
 
 
-def build_stock_samples(prefixes: list[str], cache: str | None = None) -> tuple[int, int]:
-    """Have stock build, or find in its cache, the indices of a blend; return largest document, samples of the first."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
-
-    tokenizer = MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
-    )
-    config = GPTDatasetConfig(
-        random_seed=1, sequence_length=8, split="1,0,0", tokenizer=tokenizer, path_to_cache=cache,
-        blend=(prefixes, [1.0] * len(prefixes) if len(prefixes) > 1 else None),
-        **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False),
-    )  # fmt: skip
-    built = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config).build()[0]
-    first = built.datasets[0] if len(prefixes) > 1 else built
-    return int(np.max(first.document_index)), len(first.document_index)
+def samples_of_the_first(prefixes: list[str], cache: str) -> int:
+    """Have stock build, or find in its cache, the indices of a blend; the samples of its first dataset, of a document each."""
+    blend = (prefixes, [1.0] * len(prefixes))
+    return len(builder_of(cache, [4, 0, 0], blend=blend, split="1,0,0").build()[0].datasets[0].document_index)
 
 
 def replace_dataset(prefix: str, documents: int) -> None:
@@ -270,7 +257,7 @@ def test_a_cache_is_of_one_content_and_none_is_removed(prefix: str, tmp_path: Pa
     first = cache_words(words)[1]
     assert first == cache_words(["--data-path", other, prefix, "--data-cache-path", str(tmp_path / "cache")])[1]
     assert Path(first).parent == tmp_path / "cache"
-    assert build_stock_samples([prefix, other], first)[1] == 4
+    assert samples_of_the_first([prefix, other], first) == 4
     cached = sorted(Path(first).iterdir())
     assert cached
 
@@ -279,10 +266,10 @@ def test_a_cache_is_of_one_content_and_none_is_removed(prefix: str, tmp_path: Pa
     for suffix in (".bin", ".idx", ".manifest.json"):
         shutil.copy(f"{tmp_path / 'elsewhere' / 'new'}{suffix}", prefix + suffix)
         os.utime(prefix + suffix, (time.time() - 3600, time.time() - 3600))
-    assert build_stock_samples([prefix, other], first)[1] == 4, "stock goes by the path alone"
+    assert samples_of_the_first([prefix, other], first) == 4, "stock goes by the path alone"
     second = cache_words(words)[1]
     assert second != first
-    assert build_stock_samples([prefix, other], second)[1] == 40
+    assert samples_of_the_first([prefix, other], second) == 40
     assert sorted(Path(first).iterdir()) == cached
 
 

@@ -44,7 +44,8 @@ def patched() -> Iterator[None]:
         yield
 
 
-def builder_of(cache: Path, sizes: list[int], **how: Any) -> Any:
+def builder_of(cache: Path | str, sizes: list[int], **how: Any) -> Any:
+    """What stock builds datasets with, on a command line that says no more."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer

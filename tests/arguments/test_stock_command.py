@@ -96,7 +96,10 @@ MEETING = ["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "nam56r", "--
 )
 def test_a_shell_hands_the_command_over_word_by_word(values: dict[str, Any], head: list[str], tmp_path: Path) -> None:
     command = changed(**values)
-    found = shell(stock_command.as_cli(command), tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1", MEGATRON_LM="/m n")
+    text = stock_command.as_cli(command)
+    found = shell(text, tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1", MEGATRON_LM="/m n")
+    flags = [word for word in command.arguments if word.startswith("--")]
+    assert [line.split()[0] for line in text.splitlines()][-len(flags) - 1 : -1] == flags  # in a line each
     assert found["argv"] == [*head, *resolved(command, "x y")]
     assert found["env"] == dict(command.env)
 

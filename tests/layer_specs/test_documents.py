@@ -182,36 +182,39 @@ def test_more_documents_than_the_run_allows_are_an_error_of_the_data(make: Calla
     losses(model, tokens, **packed(tokens))
 
 
-class TestMultiTokenPrediction:
-    @pytest.fixture(scope="class")
-    def predicting(self, make: Callable[..., Any]) -> Any:
-        return make(mtp_depth=2)
+@pytest.fixture(scope="module")
+def predicting(make: Callable[..., Any]) -> Any:
+    """With multi-token prediction."""
+    return make(mtp_depth=2)
 
-    def hidden(self, model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
-        """The states of trunk and depths that the losses are of: ``[1 + K, S, D]``."""
-        seen: list[torch.Tensor] = []
-        with model.mtp.register_forward_hook(lambda _, __, output: seen.append(output.detach())):
-            losses(model, tokens, **told)
-        return seen[0].squeeze(1).unflatten(0, (3, -1))
 
-    def test_packed_documents_do_not_see_the_next_ones_tokens(self, predicting: Any) -> None:
-        """Every depth embeds a later token: at a document's end none of the next document's."""
-        tokens = draw_tokens()
-        found = self.hidden(predicting, tokens, **packed(tokens))
-        start = 0
-        for length in LENGTHS:
-            # One document, told to be packed, so that what follows its last token is nothing in both.
-            cut = {"position_ids": torch.arange(length)[None]}
-            part = self.hidden(predicting, tokens[:, start : start + length + 1], **cut)
-            torch.testing.assert_close(found[:, start : start + length], part, rtol=1e-4, atol=1e-4)
-            start += length
+def hidden_of(model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
+    """The states of trunk and depths that the losses are of: ``[1 + K, S, D]``."""
+    seen: list[torch.Tensor] = []
+    with model.mtp.register_forward_hook(lambda _, __, output: seen.append(output.detach())):
+        losses(model, tokens, **told)
+    return seen[0].squeeze(1).unflatten(0, (3, -1))
 
-    def test_a_mask_that_it_would_not_read_is_refused(self, predicting: Any) -> None:
-        tokens = draw_tokens()
-        with raises(ModelError, "--dataloader-inter-document-masking", code="mtp"):
-            losses(predicting, tokens, **masked(tokens))
-        no_end = tokens.clamp(max=255)
-        assert losses(predicting, no_end, **masked(no_end)).isfinite().all()  # a causal mask says nothing of documents
+
+def test_packed_documents_do_not_see_the_next_ones_tokens(predicting: Any) -> None:
+    """Every depth embeds a later token: at a document's end none of the next document's."""
+    tokens = draw_tokens()
+    found = hidden_of(predicting, tokens, **packed(tokens))
+    start = 0
+    for length in LENGTHS:
+        # One document, told to be packed, so that what follows its last token is nothing in both.
+        cut = {"position_ids": torch.arange(length)[None]}
+        part = hidden_of(predicting, tokens[:, start : start + length + 1], **cut)
+        torch.testing.assert_close(found[:, start : start + length], part, rtol=1e-4, atol=1e-4)
+        start += length
+
+
+def test_a_mask_that_multi_token_prediction_would_not_read_is_refused(predicting: Any) -> None:
+    tokens = draw_tokens()
+    with raises(ModelError, "--dataloader-inter-document-masking", code="mtp"):
+        losses(predicting, tokens, **masked(tokens))
+    no_end = tokens.clamp(max=255)
+    assert losses(predicting, no_end, **masked(no_end)).isfinite().all()  # a causal mask says nothing of documents
 
 
 BAD_PACKS: list[tuple[dict[str, Any], str]] = [

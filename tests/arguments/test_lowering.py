@@ -103,16 +103,22 @@ def test_the_vocabulary_may_be_padded_and_no_other() -> None:
 
 
 def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_the_models() -> None:
-    """Of a field that a new Megatron brings, read whether it changes the model: then ask for it in lowering, or list it."""
+    """Of a field that a new Megatron brings, read whether it changes the model: then ask for it in lowering, or list it.
+
+    Those of its parallel configuration say how the same model is spread and run.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    fields, spread = (
+        {field.name for field in dataclasses.fields(of)} for of in (MLATransformerConfig, ModelParallelConfig)
+    )
     asked = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
     words = NOT_THE_MODELS.read_text().split()
     listed = {word.lstrip("+-") for word in words}
     other = "+" if {word[1:] for word in words if word[0] == "-"} <= fields else "-"  # since 0.20, or until 0.19
-    assert asked & listed == set()
-    assert sorted(fields - asked - listed) == []
+    assert asked & (listed | spread) == listed & spread == set()
+    assert sorted(fields - asked - listed - spread) == []
     assert sorted(listed - fields) == sorted(word[1:] for word in words if word[0] == other)
 
 

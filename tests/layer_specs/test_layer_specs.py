@@ -310,11 +310,11 @@ def test_a_shared_layer_attends_to_exactly_the_indices_of_its_full_layer(model: 
     assert bool(((full[0] >= 0).sum(-1) == (rows[..., 0] + 1).clamp(max=8)).all())
 
 
-def test_a_shared_layer_without_its_full_layer_raises(still: Any, tokens: torch.Tensor) -> None:
-    x_SBD, shared = random(S, B, D), layer(still, FAMILIES["S"])
+def test_a_shared_layer_without_its_full_layer_raises(model: Any, tokens: torch.Tensor) -> None:
+    x_SBD, shared = random(S, B, D), layer(model, FAMILIES["S"])
     with raises(ModelError, "layer 9", "layer 5", code="not-published"):
         shared(hidden_states=x_SBD, attention_mask=MASK)
-    run(still, tokens)
+    run(model, tokens)
     with raises(ModelError, "layer 9", "layer 5", code="not-published"):
         shared(hidden_states=x_SBD, attention_mask=MASK)
 

@@ -98,6 +98,7 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
         seen.append((command[command.index("--nproc") + 1], len(gpus)))
         return SimpleNamespace(returncode=1)
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(train.subprocess, "run", run)
     monkeypatch.setattr(train, "tokenizer_words", lambda *_, **__: ())
     words = [str(ROOT / "experiments/gpus.yaml"), "--data", "corpus", "--output", str(tmp_path / "rows.csv")]

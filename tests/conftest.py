@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before anything imports torch: several workers share few cores.
@@ -19,6 +20,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.set_threshold(50_000)
 # Else argparse has gettext look for a catalogue of translations for every text of a parser, and asks for the terminal's size.
 os.environ |= {"LANGUAGE": "C", "COLUMNS": "80", "LINES": "24"}
+
+# What a user's shell may name is none of the tests' business.
+for name in ("MEGACPP_CONFIG", "MEGACPP_DISABLE_TE"):
+    os.environ.pop(name, None)
+
+# The same examples in every run, however long one takes.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 # A shell's background jobs start with Ctrl-C ignored, and so would all that they start; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore import settings as plugin_config
@@ -198,7 +198,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         plugin_config.load(tmp_path / "latin.yaml")
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     import tempfile

@@ -152,6 +152,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
             run_id=f"{_RUN_ID}{os.getpid()}",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=logs),

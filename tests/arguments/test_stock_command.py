@@ -129,7 +129,7 @@ WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).fil
 FLAGS = st.from_regex(r"--[a-z][a-z-]{0,8}", fullmatch=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.dictionaries(FLAGS, st.lists(WORDS, max_size=3), max_size=5),
     st.dictionaries(st.from_regex("[A-Z_]{1,8}", fullmatch=True), WORDS, max_size=3),

@@ -25,11 +25,6 @@ from tests import stock
 LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
 
 
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-
-
 @pytest.fixture(scope="module")
 def lane() -> Iterator[None]:
     with stock.cpu_lane():

@@ -215,7 +215,7 @@ def try_index(prefix: str, content: bytes) -> None:
     assert index.tokens == tokens.size
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_found_and_named(prefix, pristine, data):
     changed = []

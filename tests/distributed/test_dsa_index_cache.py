@@ -142,10 +142,7 @@ def process(results: list[dict[Any, Any]], tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_every_gradient(
-    process: None, results: list[dict[Any, Any]], name: str, recompute: str, masked: bool, monkeypatch: Any
-) -> None:
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+def test_every_gradient(process: None, results: list[dict[Any, Any]], name: str, recompute: str, masked: bool) -> None:
     ranks = [result[name, recompute, masked] for result in results]
     assert max(rank["in flight"] for rank in ranks) >= 2
     first = ranks[0]["first"] | ranks[1]["first"]

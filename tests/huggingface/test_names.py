@@ -45,7 +45,6 @@ def test_every_size_is_an_argument_of_the_configuration() -> None:
 
 
 def test_the_model_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
     assert [model_of(configuration(preset(name)), "exported").name for name in PRESETS] == list(PRESETS)
     yarn = {"mla": {"yarn": {"rotary_scaling_factor": 2.0}}}
     with raises(CheckpointError, "exported is of no preset"):  # which no tensor and no role shows

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore.data.prepare import prepare
@@ -32,7 +32,6 @@ class Unigram(torch.nn.Module):
         return self.nats[labels]
 
 
-@settings(deadline=None)
 @given(st.integers(2, 300), st.integers(1, 40))
 def test_every_token_but_the_first_is_a_label_once_after_its_predecessor(count: int, sequence: int) -> None:
     windows = heldout.cut_windows(np.arange(count), sequence)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore.errors import ModelError, PatternError
@@ -218,7 +218,6 @@ def test_the_size_of_nam56r(nam56r: Model) -> None:
     assert round((total - nam56r.parameters()["mtp"]) / 1e9, 2) == 4.33
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8]))
 def test_the_padded_vocabulary(vocab: int, tensor: int) -> None:
     model = with_overrides(preset("nam56r_tiny"), {"vocab_size": vocab})

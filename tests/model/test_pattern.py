@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore.errors import ModelError, PatternError
@@ -37,7 +37,6 @@ def roles(layers: str) -> tuple[str | None, ...]:
     return attention_roles(layers, "-FSS")
 
 
-@settings(deadline=None)
 @given(legal)
 def test_print_inverts_parse(text: str) -> None:
     parsed = parse(text)
@@ -45,7 +44,6 @@ def test_print_inverts_parse(text: str) -> None:
     assert parse(str(parsed)) == parsed
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="AMER|/ax", max_size=12))
 def test_every_text_parses_or_is_refused(text: str) -> None:
     parts = text.split("/")
@@ -80,7 +78,6 @@ def test_refusals(text: str, character: str, position: int, says: str) -> None:
         parse(text)
 
 
-@settings(deadline=None)
 @given(st.lists(letters, min_size=2, max_size=4), st.integers(1, 60))
 def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
     staged, whole = parse("|".join(stages)), "".join(stages)
@@ -122,7 +119,6 @@ def test_schedules_that_do_not_fit() -> None:
     assert attention_roles("EMER", "-FS") == (None,) * 4
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="AMER", min_size=1, max_size=30), st.text(alphabet="-FS", min_size=1, max_size=8))
 def test_roles_follow_the_tiled_schedule_or_are_refused(text: str, schedule: str) -> None:
     count = text.count("A")
@@ -163,7 +159,6 @@ def test_promotion_for_pipeline_layouts(
     )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 60))
 def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, depth: int) -> None:
     if depth % (pipeline * virtual):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore.commands import cli
@@ -36,7 +36,6 @@ MAIN, ENGINE = 11, 12
 _intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 
 
-@settings(deadline=None)
 @given(_intervals, _intervals)
 def test_a_cover_counts_every_instant_once(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     left, right = ({at for start, end in each for at in range(start, end)} for each in (one, other))

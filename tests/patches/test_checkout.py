@@ -150,7 +150,7 @@ LINES = st.lists(
 ).map(lambda pieces: b"".join([*pieces, b"\n"]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LINES, st.just(b"") | LINES, st.just(b"") | LINES)
 def test_only_our_line_goes_also_from_a_file_that_was_edited(content: bytes, before: bytes, after: bytes) -> None:
     assert hook_line.take_apart(content) == Content(content)

@@ -266,7 +266,7 @@ def sources_of(roles: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def patched(process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+def patched(process: Path) -> Iterator[Registry]:
     """The patch, applied; no file."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
@@ -275,7 +275,6 @@ def patched(process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry
     DSAIndexerLossLoggingHelper.tracker.clear()
     # Made here, because the CPU lane makes no device tensors during a backward pass.
     DSAIndexerLossLoggingHelper.tracker["values"] = torch.zeros(LAYERS)
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
     with stock.patched(PATCH) as registry:
         yield registry
 

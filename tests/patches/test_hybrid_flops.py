@@ -301,8 +301,7 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
 
 
 @pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_without_a_file_the_arguments_name_the_preset(ours: Count, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+def test_without_a_file_the_arguments_name_the_preset(ours: Count, host: str) -> None:
     args = stock.parse(stock.words(TINY, host=host))
     args.padded_vocab_size = TINY.vocab_size_padded(1)
     assert ours(args, 2) == flops.step(TINY, 2).total.training

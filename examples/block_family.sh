@@ -8,7 +8,7 @@ mkdir -p "$folder"
 here=$(cd "$(dirname "$0")" && pwd)
 
 megacpp-mcore data prepare "$here/../README.md" --output "$folder/text"
-megacpp-mcore recipe emit nam56r_tiny --host gpt --as args --data "$folder/text" \
+megacpp-mcore recipe emit nam56r_tiny --model-class gpt --as args --data "$folder/text" \
     --set train_iters=3 global_batch_size=2 > "$folder/words"
 mapfile -t words < "$folder/words"
 # The last --spec counts. A launch imports specs of this package and of Megatron only, unless it is told to.

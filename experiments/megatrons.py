@@ -4,7 +4,7 @@
 
 PYTHON is that of an environment with the Megatron to judge, which NAME names in the rows: ``make venv`` prints that of the
 wheel, ``python requirements/environment.py megatron DIR`` that of a checkout. ``compat`` compares sources; ``steps`` trains
-nam56r_tiny on Megatron's mock data, on each host (the digest is that of every loss and gradient norm, in all digits of fp32);
+nam56r_tiny on Megatron's mock data, of each class (the digest is that of every loss and gradient norm, in all digits of fp32);
 ``demo`` trains, kills, resumes and scores; ``tests`` is the CPU suite.
 """
 
@@ -86,19 +86,19 @@ def ran(part: str, megatron: Path) -> tuple[int, str]:
 
 
 def trained() -> list[tuple[int, str]]:
-    """Train on each host; returns whether it ended well, and its last loss and the digest of all."""
+    """Train each model class; returns whether it ended well, and its last loss and the digest of all."""
 
-    def of(host: str) -> tuple[int, str]:
-        steps, problems = trial.train(STEPS, timeout_s=1200, host=host)
+    def of(model_class: str) -> tuple[int, str]:
+        steps, problems = trial.train(STEPS, timeout_s=1200, model_class=model_class)
         if problems:
-            return 1, f"{host} host: {'; '.join(problems)}"
+            return 1, f"{model_class}: {'; '.join(problems)}"
         figures = [
             {name: step[name] for name in sorted(step) if "loss" in name or name == "grad norm"} for step in steps
         ]
         digest = hashlib.sha256(json.dumps(figures).encode()).hexdigest()[:12]
-        return 0, f"{host} host: lm loss {steps[-1]['lm loss']} at step {len(steps)}, digest {digest}"
+        return 0, f"{model_class}: lm loss {steps[-1]['lm loss']} at step {len(steps)}, digest {digest}"
 
-    return [of(host) for host in (GPT, HYBRID)]
+    return [of(model_class) for model_class in (GPT, HYBRID)]
 
 
 if __name__ == "__main__":

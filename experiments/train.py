@@ -5,7 +5,7 @@
 The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
 definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
 (``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
-runs); ``host: gpt`` trains Megatron's GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via: stock`` a
+runs); ``model_class: gpt`` trains GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via: stock`` a
 model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that is named
 twice trains every arm twice. ``--rates`` trains every arm with each of these learning rates. ``apart`` is the largest
 difference in a step's loss from the first run of the same arm and seed, or, for that run itself, from the first arm with as
@@ -46,7 +46,7 @@ from megacpp_mcore.data.manifest import load_manifest
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import DEFAULT_HOST, Training
+from megacpp_mcore.model.training import DEFAULT_MODEL_CLASS, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.profile import table as profiles
 from megacpp_mcore.observe.receipts.fields import RESIDENT
@@ -81,7 +81,7 @@ class Arm:
     layout: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     words: Sequence[Any] = ()
-    host: str = DEFAULT_HOST
+    model_class: str = DEFAULT_MODEL_CLASS
     via: str = "launch"
     recipe: str = ""
 
@@ -204,7 +204,7 @@ def _train(
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
-        words = lower(Run(model, Layout(**arm.layout), training, arm.host))
+        words = lower(Run(model, Layout(**arm.layout), training, arm.model_class))
         command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if arm.via != "stock":

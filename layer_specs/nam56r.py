@@ -1,6 +1,6 @@
 """``--spec megacpp_mcore nam56r``, or another preset: assembles the layers of a pipeline or virtual stage of an A/M/E/R model.
 
-Megatron's GPTModel is the host: it calls the function below once per model chunk and gets that chunk's layer specs.
+Megatron's GPTModel calls the function below once per model chunk and gets that chunk's layer specs.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         LaunchError: as :func:`megacpp_mcore.policy.check_memory`.
     """
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
-        return Run(model, layout_of(config), host=HYBRID if config.is_hybrid_model else GPT, settings=settings)
+        return Run(model, layout_of(config), model_class=HYBRID if config.is_hybrid_model else GPT, settings=settings)
     lowering.check_unused(sys.argv[1:])
     device, processes = "cpu" if cpu.is_active() else "cuda", torch.distributed.get_world_size()
     run = read(sys.argv[1:], device=device, processes=processes, model=model, settings=settings)

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
             f"module {__name__!r} has no attribute {name!r}; it has __version__, {', '.join(lowering.SPECS)}"
         )
     # Megatron looks the name up in vars(megacpp_mcore), which never asks __getattr__.
-    globals()[name] = importlib.import_module("megacpp_mcore.layer_specs.hybrid_host").Spec(named)
+    globals()[name] = importlib.import_module("megacpp_mcore.layer_specs.hybrid_model").Spec(named)
     return globals()[name]
 
 

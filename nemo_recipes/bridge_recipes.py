@@ -259,7 +259,7 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
         "train.manual_gc_interval": GC_INTERVAL if how.manual_gc else 0,
         "logger.log_interval": how.log_interval,
     }
-    if run.host == HYBRID:
+    if run.model_class == HYBRID:
         fields["model.hybrid_layer_pattern"] = hybrid.plan(cast("Model", run.model), run.layout).text
     for key, value in fields.items():
         if key not in given:

@@ -27,7 +27,7 @@ from megatron.core.quantization.utils import load_quantization_recipe
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.read import RUN, model_of
-from megacpp_mcore.layer_specs.hybrid_host import nam56r_hybrid
+from megacpp_mcore.layer_specs.hybrid_model import nam56r_hybrid
 from megacpp_mcore.layer_specs.nam56r import nam56r
 from megacpp_mcore.model import Model, flops
 from megacpp_mcore.model.run import Run
@@ -36,7 +36,7 @@ from megacpp_mcore.model.training import GPT, HYBRID
 
 @dataclass
 class _Provider(MLATransformerConfig):
-    """What the providers of both hosts have: the run's model, and what Bridge leaves out of it.
+    """What the providers of both model classes have: the run's model, and what Bridge leaves out of it.
 
     Bridge ignores ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``).
     """
@@ -90,8 +90,10 @@ class _Provider(MLATransformerConfig):
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
         """Count the audited FLOPs of training ``batch_size`` sequences, for Bridge's throughput log."""
         run = getattr(self, RUN, None)  # left by the spec
-        host = HYBRID if self.is_hybrid_model else GPT
-        model = model_of((self,), plugin_config.from_environment(), host=host) if run is None else run.model
+        model_class = HYBRID if self.is_hybrid_model else GPT
+        model = (
+            model_of((self,), plugin_config.from_environment(), model_class=model_class) if run is None else run.model
+        )
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
         return step.total.training
 
@@ -156,9 +158,9 @@ def provider(run: Run) -> NAM56RProvider | NAM56RHybridProvider:
     """
     model, layout, training = cast("Model", run.model), run.layout, run.training
     model.check_layout(layout)
-    fields = {argument.field: argument.expected for argument in lowering.model_arguments(model, run.host)}
+    fields = {argument.field: argument.expected for argument in lowering.model_arguments(model, run.model_class)}
     fields["activation_func"] = torch.nn.functional.gelu
-    return (NAM56RProvider if run.host == GPT else NAM56RHybridProvider)(
+    return (NAM56RProvider if run.model_class == GPT else NAM56RHybridProvider)(
         **fields,
         megacpp_preset=model.name,
         moe_grouped_gemm=run.has_engine,

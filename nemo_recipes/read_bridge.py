@@ -47,7 +47,7 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
         )
     found = {name: attrgetter(path)(config) for name, path in _FOUND.items()}
     fp32_reduced = config.ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
-    run = Run(chosen.model, layout_of(model), training, chosen.host, settings=chosen.settings)
+    run = Run(chosen.model, layout_of(model), training, chosen.model_class, settings=chosen.settings)
     found |= {
         "distributed_optimizer": config.ddp.use_distributed_optimizer or optimizer.use_distributed_optimizer,
         "exp_avg": DTYPES.get(optimizer.exp_avg_dtype),

@@ -68,7 +68,10 @@ _PLANNED = {
 
 
 def run(
-    name: str, overrides: Sequence[str] = (), recording: launcher.Recording | None = None, host: str | None = None
+    name: str,
+    overrides: Sequence[str] = (),
+    recording: launcher.Recording | None = None,
+    model_class: str | None = None,
 ) -> None:
     """Train recipe ``name``, changed by ``overrides``.
 
@@ -76,7 +79,7 @@ def run(
         name: of the recipe.
         overrides: ``key=value`` as in ``recipe emit --set``, or ``section.key=value`` of Bridge's configuration.
         recording: what to record of the run, and where.
-        host: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``; None: the recipe's.
+        model_class: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``; None: the recipe's.
 
     Raises:
         LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: the run cannot work; before Megatron starts.
@@ -87,7 +90,9 @@ def run(
         check_form(override)  # before the minute in which Bridge is imported
     check_once(ours, overrides)
     chosen = changed(with_own_model(recipe(name), plugin_config.from_environment()), ours)
-    chosen = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, host=host or chosen.run.host))
+    chosen = dataclasses.replace(
+        chosen, run=dataclasses.replace(chosen.run, model_class=model_class or chosen.run.model_class)
+    )
     settings = chosen.run.settings
     with contextlib.ExitStack() as stack:
         stack.enter_context(stand_in.process_environment())
@@ -211,7 +216,7 @@ def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str]) -> No
     Raises:
         ModelError: names the size that is not divisible, or the DSA schedule that the stages need.
     """
-    if chosen.run.host == HYBRID and any(override.startswith(_STAGES[0]) for override in overrides):
+    if chosen.run.model_class == HYBRID and any(override.startswith(_STAGES[0]) for override in overrides):
         raise ModelError(f"{_STAGES[0]} is for GPTModel; stages of HybridModel are marked by '|' in {_STAGES[1]}")
     if any(override.startswith(_STAGES) for override in overrides):
         chosen.model.check_divisible(layout)
@@ -291,7 +296,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     config.check_optimizer()
     config.model.vocab_size = chosen.model.vocab_size  # later set by the tokenizer
     try:
-        lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}", chosen.run.host)
+        lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}", chosen.run.model_class)
     except ArgumentMismatchError as error:
         raise ArgumentMismatchError(f"{error}\nOverrides of a recipe may not change its model.") from error
     finally:
@@ -476,7 +481,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.nemo_recipes.run", description=__doc__)
     parser.add_argument("--recipe", metavar="NAME", help="what to train")
     parser.add_argument("--list", action="store_true", help="name the recipes")
-    parser.add_argument("--host", choices=tuple(lowering.SCRIPTS), help="Megatron's model class that holds the layers")
+    parser.add_argument(
+        "--model-class", choices=tuple(lowering.SCRIPTS), help="Megatron's model class that holds the layers"
+    )
     launcher.Recording.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args(arguments)
@@ -484,7 +491,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(RECIPES))
         return 0 if options.list else 2
     try:
-        run(options.recipe.removesuffix("_config"), options.overrides, launcher.Recording.read(options), options.host)
+        run(
+            options.recipe.removesuffix("_config"),
+            options.overrides,
+            launcher.Recording.read(options),
+            options.model_class,
+        )
     except MegacppError as error:
         print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
-"""checkpoint-hosts: a distributed checkpoint of GPTModel loads into HybridModel, and back, where both host our model.
+"""checkpoint-hosts: a distributed checkpoint of GPTModel loads into HybridModel, and back, where both hold our model.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["checkpoint-hosts"])``.
 Scope: runs and checkpoints that use this spec; upstream handles all others.
 Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/common/language_module/language_module.py`` and
@@ -26,14 +26,14 @@ _SIZES = (
     "vocab_size", "hidden_size", "num_attention_heads", "ffn_hidden_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
     "qk_pos_emb_head_dim", "v_head_dim", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
-"""Arguments that decide the shapes of parameters, under either host."""
+"""Arguments that decide the shapes of parameters, under either model class."""
 _MTP = "MTP depths"
 
 
-def _outline(args: Any, host: str) -> dict[str, Any]:
-    """Return what the arguments of a run or checkpoint with ``host``'s spec say of its model; E layers by number."""
+def _outline(args: Any, model_class: str) -> dict[str, Any]:
+    """Return what the arguments of a run or checkpoint with the class's spec say of its model; E layers by number."""
     sizes = {name: getattr(args, name, None) for name in _SIZES}
-    if host == HYBRID:
+    if model_class == HYBRID:
         trunk, *depths = args.hybrid_layer_pattern.split("/")
         layers = trunk.replace("|", "")
         experts = [number for number, symbol in enumerate(layers, start=1) if symbol == "E"]
@@ -50,7 +50,7 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
     def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
         if any(lowering.preset_of(getattr(one, "spec", None)) is None for one in (args, ckpt_args)):
             return original(args, ckpt_args, model)
-        run, saved = map(lowering.host_of, (args, ckpt_args))
+        run, saved = map(lowering.model_class_of, (args, ckpt_args))
         wanted, found = _outline(args, run), _outline(ckpt_args, saved)
         differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
         if differ:
@@ -88,7 +88,7 @@ def _without_empty_state(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="checkpoint-hosts",
     fixes=(
-        "a checkpoint of our model loads only into the host (GPTModel or HybridModel) that saved it, though all keys and "
+        "a checkpoint of our model loads only into the class (GPTModel or HybridModel) that saved it, though all keys and "
         "shapes are the same but for one empty key"
     ),
     source=(
@@ -111,11 +111,11 @@ PATCH = Patch(
         ),
     ),
     seam=(
-        "_maybe_setup_gpt_to_hybrid_load is the one place that compares the hosts of run and checkpoint, and its answer "
+        "_maybe_setup_gpt_to_hybrid_load is the one place that compares the classes of run and checkpoint, and its answer "
         "'as it is' leaves the whole of the loading to upstream; LanguageModule.sharded_state_dict is what HybridModel has in "
         "place of the method in which GPTModel drops that key"
     ),
     leaves_alone="what is loaded and how: all other keys, shards, optimizer state, refusals; other models in either direction",
-    retire_when="upstream compares keys instead of hosts, or lets a spec say that its keys are those of a GPTModel",
+    retire_when="upstream compares keys instead of classes, or lets a spec say that its keys are those of a GPTModel",
     cost="nothing",
 )

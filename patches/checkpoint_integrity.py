@@ -1,6 +1,6 @@
 """checkpoint-integrity: a damaged checkpoint is refused by the name of the file, and no checkpoint's code is run.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["checkpoint-integrity"])``.
 Scope: manifests: distributed checkpoints in the format torch_dist. Tracker files and unpickling: every load of Megatron's loop.
 Provenance: megatron-core 0.19.2 ``training/checkpointing.py`` and ``core/dist_checkpointing``.

@@ -1,6 +1,6 @@
 """checkpoint-layout: checkpoints of our model record the layout of their M and R layers; a different one is refused by name.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["checkpoint-layout"])``.
 Scope: distributed checkpoints of GPTModels with our spec (our stack on HybridModel does the same itself). Upstream handles
 others; only their content metadata gets, when read in a process with our specs, a note of the folder.

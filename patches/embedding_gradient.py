@@ -3,7 +3,7 @@
 Upstream fills a dense gradient of the whole vocabulary for each use of the table, the trunk's and one for every MTP depth, sums
 them, and adds the sum to ``main_grad``. The kernel is that of :mod:`megacpp_mcore.ops.embedding`.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["embedding-gradient"])``.
 Scope: GPUs, gradient accumulation fusion, one tensor- and pipeline-parallel rank, weights that nothing else wraps.
 Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``, ``core/models/common/language_module/language_module.py``.

@@ -5,7 +5,7 @@ had one dtype: without ``--use-distributed-optimizer`` it counts only the 16-bit
 order it then uses. Training does not use these numbers; saving and loading do. In two formats it also loads in place, with
 grad enabled, into views of the model's fp32 parameters, which PyTorch does not allow.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["mixed-precision-optimizer"])``.
 Scope: optimizers that hold both dtypes; all others are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py`` and ``core/optimizer/distrib_optimizer.py``.

@@ -4,7 +4,7 @@ Upstream checks the loss of every micro-batch and the norm of every gradient buc
 by default), and names the rank. In its default ``--rerun-mode validate_results`` it checks nothing in the first step of a
 process, which then fills the parameters with NaN.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["non-finite-origin"])``.
 Scope: NaN and infinity, found by upstream's own checks; those of the first step raise. Without the checks, the gradient norm.
 Provenance: megatron-core 0.19.2 ``core/rerun_state_machine.py``, ``core/optimizer/optimizer.py``.

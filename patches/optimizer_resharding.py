@@ -11,7 +11,7 @@ What is not a tensor differs between layouts: with tensor or expert parallelism 
 distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
 groups of the checkpoint that are its own.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["optimizer-resharding"])``. Between kinds of optimizer it needs ``checkpoint-layout``.
 Scope: the fully reshardable format of the distributed optimizer, and loads whose optimizers are others than the checkpoint's.
 Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py`` and ``core/optimizer/optimizer.py``; the buckets are

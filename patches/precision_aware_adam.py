@@ -4,7 +4,7 @@ Upstream's is Transformer Engine's ``FusedAdam``, which saves a copy of an fp32 
 16-bit moments to fp32 to save them, and needs a GPU. The distributed optimizer is given
 :class:`megacpp_mcore.ops.remainder_adam.PrecisionAwareAdam` instead, whose states are saved as they are kept.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["precision-aware-adam"])``.
 Scope: ``--use-precision-aware-optimizer`` with the distributed optimizer. Upstream's stays, for parameters of one dtype, where
 states are offloaded or kept in dtypes that ours does not have, and under Megatron-FSDP.

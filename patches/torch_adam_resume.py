@@ -4,7 +4,7 @@ Without Transformer Engine and Apex, upstream's Adam is ``torch.optim.Adam(W)``,
 Upstream reads that count before it exists, assigns one shared tensor to all parameters, which each of them then increments, and
 expects it in each parameter's checkpoint state.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (on either host); or
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
 ``megacpp_mcore.patches.apply(["torch-adam-resume"])``.
 Scope: ``--use-distributed-optimizer`` with PyTorch's Adam; all other optimizers are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py``; PyTorch 2.11 ``torch/optim/adam.py``.

@@ -38,13 +38,13 @@ def words(
     device: str = "cpu",
     data: Sequence[str] = ("--mock-data",),
     layout: Layout | None = None,
-    host: str = GPT,
+    model_class: str = GPT,
     **training: Any,
 ) -> list[str]:
     """Megatron's arguments that train ``model``: on the CPU in fp32 with Megatron's own layers, if not told otherwise."""
     on_cpu = {"precision": "fp32", "transformer_impl": "local"} if device == "cpu" else {}
     given = {**on_cpu, "device": device, "data": tuple(data), "tokenizer": tokenizer_words(model), **training}
-    return list(lower(Run(model, layout or Layout(), Training(**given, extra=extra), host)))
+    return list(lower(Run(model, layout or Layout(), Training(**given, extra=extra), model_class)))
 
 
 def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
@@ -182,7 +182,7 @@ def build(
     *extra: str,
     precision: str = "fp32",
     seed: int = 1234,
-    host: str = GPT,
+    model_class: str = GPT,
     layout: Layout | None = None,
     changed: Callable[[list[str]], None] = lambda _: None,
     **settings: Any,
@@ -201,13 +201,18 @@ def build(
     file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides), **settings}))
     ranks = layout.processes if layout else 1
     command = words(
-        with_overrides(preset, overrides), *extra, precision=precision, host=host, layout=layout, processes=ranks
+        with_overrides(preset, overrides),
+        *extra,
+        precision=precision,
+        model_class=model_class,
+        layout=layout,
+        processes=ranks,
     )
     changed(command)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         restart_random(seed)
         groups, args = ProcessGroupCollection.use_mpu_process_groups(), parse(command, ranks)
-        if host == GPT:
+        if model_class == GPT:
             return GPTModelBuilder(argument_utils.gpt_config_from_args(args)).build_model(groups)
         with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
             return HybridModelBuilder(argument_utils.hybrid_config_from_args(args)).build_model(groups)

@@ -18,16 +18,16 @@ from megacpp_mcore.model.families import FAMILIES
 from megacpp_mcore.model.families.base import Argument, absent, option, switch
 from megacpp_mcore.model.run import FEATURES, FIELDS, TORCH_FSDP, Run
 from megacpp_mcore.model.run import words_of as field_words
-from megacpp_mcore.model.training import BY_MUON, DEFAULT_HOST, GPT, HYBRID, MUON_SCALE, check_optimizer
+from megacpp_mcore.model.training import BY_MUON, DEFAULT_MODEL_CLASS, GPT, HYBRID, MUON_SCALE, check_optimizer
 from megacpp_mcore.util import flags
 
 SPECS: Mapping[str, str] = MappingProxyType({f"{name}{end}": name for name in PRESETS for end in ("", "_hybrid")})
-"""Second word of ``--spec megacpp_mcore NAME`` to the preset that is built without a file, on either host."""
+"""Second word of ``--spec megacpp_mcore NAME`` to the preset that is built without a file, with either model class."""
 SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
-"""Host to the stock script that builds it."""
+"""Model class to the stock script that builds it."""
 
-_IN_MODULES = ("megacpp_mcore.layer_specs.nam56r.nam56r", "megacpp_mcore.layer_specs.hybrid_host.nam56r_hybrid")
-"""Specs of one host, by the modules that have them."""
+_IN_MODULES = ("megacpp_mcore.layer_specs.nam56r.nam56r", "megacpp_mcore.layer_specs.hybrid_model.nam56r_hybrid")
+"""Specs of one model class, by the modules that have them."""
 
 _UNUSED: Mapping[tuple[str, ...], str] = {
     (
@@ -83,26 +83,26 @@ def preset_of(spec: Sequence[str] | None) -> str | None:
     return SPECS.get(name) if module == "megacpp_mcore" or words in _IN_MODULES else None
 
 
-def host_of(arguments: Any) -> str:
+def model_class_of(arguments: Any) -> str:
     """Return the model class that Megatron's ``arguments`` build: a pattern makes it a HybridModel."""
     return GPT if getattr(arguments, "hybrid_layer_pattern", None) is None else HYBRID
 
 
-def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
+def model_arguments(model: Model, model_class: str = GPT) -> tuple[Argument, ...]:
     """List the stock arguments that belong to the model, in a fixed order; of HybridModel's pattern, the fields it sets.
 
     Raises:
-        ModelError: unknown host.
+        ModelError: unknown model class.
     """
-    if host not in SCRIPTS:
-        raise ModelError(f"the host is {host!r}; expected one of {', '.join(SCRIPTS)}")
+    if model_class not in SCRIPTS:
+        raise ModelError(f"the model class is {model_class!r}; expected one of {', '.join(SCRIPTS)}")
     arguments = _gpt_arguments(model)
-    return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
+    return tuple(arguments if model_class == GPT else _on_hybrid(model, arguments))
 
 
 def model_flags(model: Model) -> set[str]:
-    """Return every flag that decides what is trained: those of the model's arguments on either host, present or absent."""
-    arguments = (argument for host in SCRIPTS for argument in model_arguments(model, host))
+    """Return every flag that decides what is trained: those of the model's arguments with either class, present or absent."""
+    arguments = (argument for model_class in SCRIPTS for argument in model_arguments(model, model_class))
     return {*(argument.flag for argument in arguments), "--seq-length", "--hybrid-layer-pattern", "--spec"}
 
 
@@ -177,7 +177,7 @@ def lower(run: Run) -> tuple[str, ...]:
     Raises:
         ModelError: the run has no model of this package, its layout does not fit it, its experts cannot run in the FP8 that
             the training plan requests, its optimizer has no moments of their dtype, FSDP2 does not support the layout, or the
-            host is unknown.
+            model class is unknown.
     """
     model, training = run.model, run.training
     if model is None:
@@ -193,7 +193,7 @@ def lower(run: Run) -> tuple[str, ...]:
 def words_of(model: Model, run: Run) -> tuple[str, ...]:
     """Return what :func:`lower` does for a run of ``model``, without its checks."""
     layout, training, how = run.layout, run.training, run.execution
-    words = [word for argument in model_arguments(model, run.host) for word in argument.words]
+    words = [word for argument in model_arguments(model, run.model_class) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
     if run.has_moe:
         words += ["--moe-token-dispatcher-type", how.moe_dispatcher]
@@ -210,7 +210,7 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
         words += ["--make-vocab-size-divisible-by", str(divisor)]
     words += ["--sequence-parallel"] if layout.sequence_parallel else []
     stages = grammar.parse(model.pattern).stages
-    if run.host == HYBRID:
+    if run.model_class == HYBRID:
         words += ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     elif len(stages) > 1:
         words += ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
@@ -334,17 +334,17 @@ def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
         raise ModelError(f"{TORCH_FSDP}: {'; '.join(found)}; change that, or leave {TORCH_FSDP} out")
 
 
-def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list[str]:
+def mismatches(model: Model, sources: Sequence[object], model_class: str = GPT) -> list[str]:
     """List every contradiction between a run's configuration and ``model``, one sentence each.
 
     Args:
         model: what the run is meant to train.
         sources: the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
             then its GPTModelConfig or HybridModelConfig).
-        host: the model's host in that run.
+        model_class: the model class of that run.
     """
     found = []
-    for argument in model_arguments(model, host):
+    for argument in model_arguments(model, model_class):
         holder = next((source for source in sources if hasattr(source, argument.field)), None)
         if holder is None:
             found.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
@@ -352,12 +352,12 @@ def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list
         value = getattr(holder, argument.field)
         if not same(value, argument.expected):
             found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
-    if host == HYBRID:
+    if model_class == HYBRID:
         found += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
     return found + _precision_mismatches(model, sources) + _vocabulary_mismatch(model, sources)
 
 
-def check_sizes(model: Model, words: Sequence[str], origin: str = "", host: str = GPT) -> None:
+def check_sizes(model: Model, words: Sequence[str], origin: str = "", model_class: str = GPT) -> None:
     """Refuse a command line whose numbers, or patterns, are not the model's; what it does not say is not compared.
 
     Raises:
@@ -368,13 +368,13 @@ def check_sizes(model: Model, words: Sequence[str], origin: str = "", host: str 
     def differing(model: Model) -> list[str]:
         found = [
             f"{one.field}: found {text}, expected {one.expected!r} ({one.remedy})"
-            for one in model_arguments(model, host)
+            for one in model_arguments(model, model_class)
             if (text := flags.first(given, one.flag)) and _differs(text, one.expected)
         ]
-        text = flags.first(given, "--hybrid-layer-pattern") if host == HYBRID else None
+        text = flags.first(given, "--hybrid-layer-pattern") if model_class == HYBRID else None
         return found if text is None else found + hybrid.contradictions(model, text)
 
-    _refuse(model, differing, origin, host)
+    _refuse(model, differing, origin, model_class)
 
 
 def _differs(text: str, expected: Any) -> bool:
@@ -442,23 +442,24 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def check_arguments(model: Model, sources: Sequence[object], origin: str = "", host: str = GPT) -> None:
+def check_arguments(model: Model, sources: Sequence[object], origin: str = "", model_class: str = GPT) -> None:
     """Refuse a run whose configuration contradicts ``model``, listing all contradictions at once, and ``origin``.
 
     Raises:
         ArgumentMismatchError: one line per contradiction, with the argument that resolves it; the closest preset, if the
             configuration is rather of another.
     """
-    _refuse(model, lambda one: mismatches(one, sources, host), origin, host)
+    _refuse(model, lambda one: mismatches(one, sources, model_class), origin, model_class)
 
 
-def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, host: str) -> None:
+def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, model_class: str) -> None:
     """Raise if a run differs from ``model``; ``differing`` says, of any model, in what."""
     found = differing(model)
     if found:
         places = {one.name: [line.partition(":")[0] for line in differing(one)] for one in PRESETS.values()}
         closest = min(places, key=lambda name: len(places[name]))
         spec, equal, advice = f"--spec {' '.join(spec_of(closest))}", "", ""
+        option = "" if model_class == DEFAULT_MODEL_CLASS else f" --model-class {model_class}"
         if not places[closest]:
             equal = f", and are those of {closest} ({spec})"
         elif len(places[closest]) < len(found):
@@ -467,6 +468,6 @@ def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, 
             f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}"
             f"{equal}:\n  "
             + "\n  ".join(found)
-            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == DEFAULT_HOST else f' --host {host}'}` prints "
+            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{option}` prints "
             f"the whole command.{advice}"
         )

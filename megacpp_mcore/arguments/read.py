@@ -84,12 +84,12 @@ def read(
     """
     given = flags.read(words)
     named = lowering.preset_of(given.get("--spec"))
-    host = HYBRID if named is not None and "--hybrid-layer-pattern" in given else GPT
+    model_class = HYBRID if named is not None and "--hybrid-layer-pattern" in given else GPT
     if model is None and settings is not None:
         model = settings.model
     if model is None and named is not None:
         model = preset(named)
-    layout = _layout(given, model, host)
+    layout = _layout(given, model, model_class)
     plan, file = _precision(given)
     impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
     if model is None and impl != "transformer_engine":
@@ -104,7 +104,7 @@ def read(
             processes=processes,
             **({} if model is None else _numbers(given)),
         )
-    run = Run(model, layout, training, host, settings=settings)
+    run = Run(model, layout, training, model_class, settings=settings)
     found = {name: known.default for name, known in FIELDS.items()} | given_in(given)
     found |= {
         "precision_file": file,
@@ -132,14 +132,16 @@ def layout_of(config: Any) -> Layout:
     )
 
 
-def model_of(sources: Sequence[object], settings: PluginConfig | None, named: str = DEFAULT, host: str = GPT) -> Model:
+def model_of(
+    sources: Sequence[object], settings: PluginConfig | None, named: str = DEFAULT, model_class: str = GPT
+) -> Model:
     """Return the model of a run: that of the settings' file, or the preset that the run names; checked.
 
     Args:
         sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them.
         settings: the file of ``MEGACPP_CONFIG``; None without.
         named: by the run's spec; a source's own ``megacpp_preset`` counts more.
-        host: the model class that holds its layers.
+        model_class: the model class that holds its layers.
 
     Raises:
         ModelError: no preset has the name, or the file is about another model.
@@ -154,11 +156,11 @@ def model_of(sources: Sequence[object], settings: PluginConfig | None, named: st
         raise ModelError(
             f"the run names {named}, and {settings.path} (MEGACPP_CONFIG) is about {settings.preset}; leave one of them out"
         )
-    lowering.check_arguments(model, sources, origin, host=host)
+    lowering.check_arguments(model, sources, origin, model_class=model_class)
     return model
 
 
-def _layout(given: flags.Flags, model: Model | None, host: str) -> Layout:
+def _layout(given: flags.Flags, model: Model | None, model_class: str) -> Layout:
     """Read the layout, without what Megatron switches off without tensor parallelism, or refuses without stages."""
     tensor, pipeline, expert, context = (
         flags.whole(given, f"--{name}-parallel-size", LaunchError, 1) or 1
@@ -166,7 +168,7 @@ def _layout(given: flags.Flags, model: Model | None, host: str) -> Layout:
     )
     virtual = flags.whole(given, "--num-virtual-stages-per-pipeline-rank", LaunchError, 1) or 1
     stages = 1 if model is None else len(grammar.parse(model.pattern).stages)
-    if host == HYBRID:
+    if model_class == HYBRID:
         stages = len(hybrid.chunks(flags.first(given, "--hybrid-layer-pattern") or ""))
     if stages > 1:
         virtual = max(1, stages // pipeline)

@@ -15,7 +15,7 @@ from megacpp_mcore.model.training import GPT, HYBRID
 
 STEPS = 3
 TIMEOUT = 600
-"""Seconds for the steps on one host."""
+"""Seconds for the steps of one model class."""
 TOLERANCE = 1e-3
 """Relative; of a figure that rounds otherwise on another CPU. Another model is further off."""
 FIGURES = {
@@ -24,7 +24,7 @@ FIGURES = {
     "indexer loss": (1.498690e-4, 1.581253e-4, 1.432061e-4),
     "grad norm": (1.400721, 1.383224, 1.304774),
 }
-"""What nam56r_tiny trains on Megatron's mock data, step by step; of 0.19.2, on either host."""
+"""What nam56r_tiny trains on Megatron's mock data, step by step; of 0.19.2, with either model class."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         "--run",
         action="store_true",
         dest="train",
-        help=f"also train {STEPS} steps of nam56r_tiny on the CPU, on both of its hosts",
+        help=f"also train {STEPS} steps of nam56r_tiny on the CPU, of both model classes",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     report = drift.examine(Checkout(args.checkout), args.since)
     report["runs"] = {}
     if args.train:
-        report["runs"] = {host: _trained(Path(report["root"]), host) for host in (GPT, HYBRID)}
+        report["runs"] = {model_class: _trained(Path(report["root"]), model_class) for model_class in (GPT, HYBRID)}
         if any(report["runs"].values()):
             report |= {"status": len(drift.VERDICTS) - 1, "verdict": drift.VERDICTS[-1]}
     if args.json:
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _trained(root: Path, host: str) -> list[str]:
+def _trained(root: Path, model_class: str) -> list[str]:
     """Train with the Megatron in ``root``; returns what is not as recorded, or how the run ended."""
-    steps, problems = trial.train(STEPS, timeout_s=TIMEOUT, host=host, first_on_path=[str(root)])
+    steps, problems = trial.train(STEPS, timeout_s=TIMEOUT, model_class=model_class, first_on_path=[str(root)])
     return problems or [
         f"{name} of step {number} is {found.get(name)}, expected {expected}"
         for name, values in FIGURES.items()
@@ -103,8 +103,8 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
     for name in ("flags", "fields"):
         found = report[name]
         yield f"{name} used: {found['known']}, gone: {', '.join(found['gone']) or 'none'}"
-    for host, problems in report["runs"].items():
-        yield f"{STEPS} steps on the {host} host: {'as recorded' if not problems else 'not as recorded'}"
+    for model_class, problems in report["runs"].items():
+        yield f"{STEPS} steps of {model_class}: {'as recorded' if not problems else 'not as recorded'}"
         yield from (f"  {problem}" for problem in problems)
     yield f"verdict: {report['verdict']}"
 

@@ -28,7 +28,7 @@ from megacpp_mcore.model.flops import utilisation as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import CAPTURED, Run
-from megacpp_mcore.model.training import DEFAULT_HOST, RECOMPUTED, Recompute, Training, named_as
+from megacpp_mcore.model.training import DEFAULT_MODEL_CLASS, RECOMPUTED, Recompute, Training, named_as
 from megacpp_mcore.util import flags
 from megacpp_mcore.util.nearest import nearest
 
@@ -58,7 +58,7 @@ _OF_LAYOUT: dict[str, Mapping[str, Any]] = {
 _OF_RUN: dict[str, Mapping[str, Any]] = {
     "settings": {"metavar": "FILE", "help": "write the changed model there, for MEGACPP_CONFIG; --set of a model needs it"},
     "overwrite": {"action": "store_true", "help": "replace the file of --settings, whatever it says"},
-    "host": {"choices": tuple(SCRIPTS), "help": "hybrid (default): pretrain_hybrid.py; gpt: pretrain_gpt.py"},
+    "model-class": {"choices": tuple(SCRIPTS), "help": "hybrid (default): pretrain_hybrid.py; gpt: pretrain_gpt.py"},
     "via": {
         "choices": WAYS,
         "help": "launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
@@ -326,8 +326,8 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
     asked = recipe.run.asked if recipe else {}
-    run = Run(model, layout, training, args.host or DEFAULT_HOST, asked, loaded)
-    script = SCRIPTS[run.host]
+    run = Run(model, layout, training, args.model_class or DEFAULT_MODEL_CLASS, asked, loaded)
+    script = SCRIPTS[run.model_class]
     arguments = _with_extra(model, run, tuple(args.stock_command), None if args.via == "wheel" else Path(script))
     if of_training.get("cuda_graphs") and not run.is_captured:
         print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)

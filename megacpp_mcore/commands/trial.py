@@ -20,14 +20,14 @@ from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.launch import plan
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import DEFAULT_HOST, Training
+from megacpp_mcore.model.training import DEFAULT_MODEL_CLASS, Training
 
 
 def train(
     steps: int,
     *,
     timeout_s: float,
-    host: str = DEFAULT_HOST,
+    model_class: str = DEFAULT_MODEL_CLASS,
     device: str = "cpu",
     engine: bool = False,
     script: Sequence[str] = (),
@@ -39,7 +39,7 @@ def train(
 
     Args:
         steps, timeout_s: how many, and the seconds after which the process is ended.
-        host, device: ``gpt`` or ``hybrid``; ``cpu`` or ``cuda``.
+        model_class, device: ``gpt`` or ``hybrid``; ``cpu`` or ``cuda``.
         engine: whether layers are Transformer Engine's.
         script: the training script, found in the checkout of ``MEGATRON_LM``; by default the wheel's stock loop.
         first_on_path: folders from which to import first.
@@ -70,7 +70,7 @@ def train(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="megacpp-mcore-trial-") as folder:
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", device, "--verbose"]
-        command += ["--observe", folder, "--", *script, *lower(Run(model, Layout(), training, host))]
+        command += ["--observe", folder, "--", *script, *lower(Run(model, Layout(), training, model_class))]
         if switches is not None:
             environment[settings.VARIABLE] = str(Path(folder, "switches.json"))
             Path(folder, "switches.json").write_text(json.dumps({"model": model.name, **switches}))

@@ -139,7 +139,7 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
     # Until the first step.
     unset = set() if getattr(arguments, "group_query_attention", False) else {"num_query_groups"}
     text, of_gpt = getattr(arguments, "hybrid_layer_pattern", None), lowering.model_arguments(model)
-    for argument in lowering.model_arguments(model, lowering.host_of(arguments)):
+    for argument in lowering.model_arguments(model, lowering.model_class_of(arguments)):
         if argument not in of_gpt:  # HybridModel's pattern sets it, in no argument
             continue
         if hasattr(arguments, argument.field) and argument.field not in unset:

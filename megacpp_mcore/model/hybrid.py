@@ -80,7 +80,7 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
     for letter in dict.fromkeys(model.layers):
         if not FAMILIES[letter].slots:
             raise ModelError(
-                f"{model.name}: {letter} layers have no slot in HybridModel; train on GPTModel (--host gpt)"
+                f"{model.name}: {letter} layers have no slot in HybridModel; train on GPTModel (--model-class gpt)"
             )
     symbols = [
         FAMILIES[letter].slots[0].symbol if role is None else SPARSE_MLA if role in SPARSE else FULL_MLA

@@ -323,7 +323,7 @@ def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:
                 run.model.check_layout(layout)
             except ModelError:
                 continue
-            other = Run(run.model, layout, training, run.host, asked)
+            other = Run(run.model, layout, training, run.model_class, asked)
             held = states(other)
             if held is not None and fits(held, gpu_bytes):
                 found = True

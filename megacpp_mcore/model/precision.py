@@ -19,7 +19,7 @@ from megacpp_mcore.model.families import EXPERTS
 from megacpp_mcore.util.te_imports import ALIGNMENT
 
 EXPERTS_FILE = Path(__file__).resolve().with_name("fp8_experts.yaml")
-"""Precision file that names the experts' linear layers and their FP8 recipe; the same for every model, layout and host."""
+"""Precision file that names the experts' linear layers and their FP8 recipe; the same for every model, layout and class."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.definition import Layout, Model
 from megacpp_mcore.model.families import EXPERTS, FAMILIES
 from megacpp_mcore.model.families.attention_family import FULL_INDEX
-from megacpp_mcore.model.training import DEFAULT_HOST, Training
+from megacpp_mcore.model.training import DEFAULT_MODEL_CLASS, Training
 from megacpp_mcore.util import flags
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Run:
         model: what is trained; None where that is no model of this package.
         layout: how it is sharded.
         training: precision, batch, optimizer and data; :attr:`Training.processes` is how many there are.
-        host: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``.
+        model_class: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``.
         asked: fields of :class:`Execution` that are not what is usual for such a run.
         settings: the file of ``MEGACPP_CONFIG``, read once; None without.
         given: fields of :class:`Execution`, and ``precision``, that somebody set, whether to the usual value or not.
@@ -177,7 +177,7 @@ class Run:
     model: Model | None = None
     layout: Layout = field(default_factory=Layout)
     training: Training = field(default_factory=Training)
-    host: str = DEFAULT_HOST
+    model_class: str = DEFAULT_MODEL_CLASS
     asked: Mapping[str, Any] = field(default_factory=dict)
     settings: PluginConfig | None = None
     given: frozenset[str] = field(default=frozenset(), compare=False)

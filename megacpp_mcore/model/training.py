@@ -15,8 +15,8 @@ from megacpp_mcore.model.precision import PrecisionPlan
 from megacpp_mcore.util.nearest import nearest
 
 GPT, HYBRID = "gpt", "hybrid"
-"""The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
-DEFAULT_HOST = HYBRID
+"""The model classes: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
+DEFAULT_MODEL_CLASS = HYBRID
 """Of runs that name none; upstream mends GPTModel in critical cases only."""
 
 

@@ -33,7 +33,7 @@ def check_memory(run: Run) -> None:
         _warn_of_activations(run, gpu.total_memory)
         return
     origin = "" if run.settings is None else f" of {run.settings.path} (MEGACPP_CONFIG)"
-    check_sizes(run.model, run.training.extra, origin, run.host)
+    check_sizes(run.model, run.training.extra, origin, run.model_class)
     narrow = memory.states(dataclasses.replace(run, asked={**run.asked, **NARROW}).as_usual())
     found = []
     if run.precision == "bf16" and not run.torch_fsdp and narrow is not None and memory.fits(narrow, gpu.total_memory):

@@ -220,17 +220,17 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layo
     nam56r.check_layout(model, config.transformer, chunks)
 
 
-@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_launch_flags_of_gpus_pass_megatrons_validation(
-    process: Path, layout: Layout, precision: str, host: str
+    process: Path, layout: Layout, precision: str, model_class: str
 ) -> None:
     """With two data-parallel replicas every flag is on, in each layout; what Megatron then has is what was asked for."""
     model = with_overrides(preset("nam56r_tiny"), PIPELINED)
     given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
     processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
-    words = lower(Run(model, layout, Training(processes=processes, **given), host))
+    words = lower(Run(model, layout, Training(processes=processes, **given), model_class))
     how = read(words, device="cuda", processes=processes, model=model).execution
     with stock.gpu_host():
         arguments = stock.parse(words, processes)
@@ -267,10 +267,10 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (here, Layout(tensor=2, sequence_parallel=True)),
         (staged, Layout(pipeline=2)),
     ):
-        for host in (GPT, HYBRID):
-            words = lower(Run(model, layout, dataclasses.replace(plain, global_batch_size=16), host))
+        for model_class in (GPT, HYBRID):
+            words = lower(Run(model, layout, dataclasses.replace(plain, global_batch_size=16), model_class))
             assert words[words.index(graphs[0]) :][:2] == graphs
-    for model, layout, training, host in (
+    for model, layout, training, model_class in (
         (here, Layout(), Training(), GPT),
         (staged, Layout(pipeline=2, expert=2), plain, GPT),
         (staged, Layout(pipeline=2), Training(global_batch_size=17, processes=2, **own), GPT),
@@ -281,7 +281,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (here, Layout(), Training(precision="bf16_te_fp8_experts", **own), GPT),
         (here, Layout(), Training(extra=(TORCH_FSDP,), **own), GPT),
     ):
-        assert graphs[0] not in lower(Run(model, layout, training, host))
+        assert graphs[0] not in lower(Run(model, layout, training, model_class))
 
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:

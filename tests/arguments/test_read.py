@@ -29,10 +29,10 @@ def described(run: Run) -> Run:
     return read(lower(run), device=run.device, processes=run.training.processes, model=known)
 
 
-@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_read_from_its_command_line(name: str, host: str) -> None:
-    run = dataclasses.replace(RECIPES[name].run, host=host)
+def test_a_recipe_is_read_from_its_command_line(name: str, model_class: str) -> None:
+    run = dataclasses.replace(RECIPES[name].run, model_class=model_class)
     given = {"data": DATA, "tokenizer": tokenizer_words(RECIPES[name].model), "extra": ("--exit-interval", "7")}
     training = dataclasses.replace(run.training, **given, cuda_graphs=run.is_captured)
     run = dataclasses.replace(run, training=training)
@@ -105,7 +105,7 @@ def test_runs_drawn_at_random_are_read_from_their_command_lines(start: int) -> N
         run = drawn(seed)
         assert described(run) == run, seed
         assert lower(described(run)) == lower(run), seed
-        seen |= {run.host, run.device, run.training.precision, *run.asked, run.layout.pipeline}
+        seen |= {run.model_class, run.device, run.training.precision, *run.asked, run.layout.pipeline}
     assert {GPT, HYBRID, "cuda", "cpu", "bf16_te_fp8_experts", 1, 2} <= seen
     assert len(seen & FIELDS.keys()) > 10
 

@@ -160,14 +160,14 @@ def emit(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> st
     return printed.err if status else printed.out
 
 
-@pytest.mark.parametrize("host", ["gpt", "hybrid"])
+@pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
 @pytest.mark.parametrize("name", [*RECIPES, "nam52"])
 def test_every_recipe_has_every_form_and_they_agree(
-    name: str, host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, model_class: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name in RECIPES and RECIPES[name].settings:
         monkeypatch.setenv(plugin_config.VARIABLE, str(RECIPES[name].settings))
-    options = [name, "--host", host, "--data", "a b"]
+    options = [name, "--model-class", model_class, "--data", "a b"]
     written = yaml.safe_load(emit(capsys, *options, "--as", "yaml"))
     words = emit(capsys, *options, "--as", "args").splitlines()
     given = flags.read(words)

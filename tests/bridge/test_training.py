@@ -147,13 +147,13 @@ def test_a_run_that_would_overwrite_its_checkpoint_is_refused(
     )
 
 
-def test_the_other_host_goes_on_from_its_checkpoint(
+def test_the_other_class_goes_on_from_its_checkpoint(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:
     """The same steps, parameters and moments, bit for bit, under the same names."""
     folder, log = trained
     other = recipe_run(
-        bridge_python, corpus, tmp_path, "--host", "gpt", f"train.train_iters={STEPS}",
+        bridge_python, corpus, tmp_path, "--model-class", "gpt", f"train.train_iters={STEPS}",
         f"checkpoint.load={folder}/saved", f"checkpoint.ckpt_step={RESUMED}", f"checkpoint.save={tmp_path}/saved",
     )  # fmt: skip
     assert "building nam56r_tiny on HybridModel" in log

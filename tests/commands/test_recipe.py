@@ -99,7 +99,7 @@ def test_arguments_after_two_dashes_say_how_a_run_is_carried_out(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("host", "words", "named"),
+    ("model_class", "words", "named"),
     [
         ("gpt", "--hidden-size 64", "--hidden-size after -- would change the model"),
         ("gpt", "--seq-length 64", "--seq-length after -- would change the model"),
@@ -111,9 +111,9 @@ def test_arguments_after_two_dashes_say_how_a_run_is_carried_out(capsys: pytest.
     ],
 )
 def test_arguments_after_two_dashes_leave_the_model_as_it_is(
-    capsys: pytest.CaptureFixture[str], host: str, words: str, named: str
+    capsys: pytest.CaptureFixture[str], model_class: str, words: str, named: str
 ) -> None:
-    command = ["emit", "nam56r_tiny", "--host", host, "--data", "c", "--"]
+    command = ["emit", "nam56r_tiny", "--model-class", model_class, "--data", "c", "--"]
     assert named in recipe(capsys, *command, *words.split(), status=2)
     assert "--seq-length 256" in recipe(capsys, *command, "--seq-length", "256")
 

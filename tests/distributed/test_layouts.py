@@ -53,7 +53,7 @@ def test_losses_gradient_norm_and_every_gradient_of_the_first_step(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["CP 2", "CP 2, TP 2 with SP"])
 def test_sequences_are_shared_on_hybrid_model_too(laboratory: Laboratory, name: str) -> None:
-    found = laboratory.compared(name, host=HYBRID)
+    found = laboratory.compared(name, model_class=HYBRID)
     assert differing_runs(laboratory.compared(ONE), found, TOLERANCE, steps=COMPARED) == []
 
 

@@ -47,7 +47,7 @@ class Runs(Laboratory):
         *,
         layout: Layout = ONE,
         processes: int = 1,
-        host: str = GPT,
+        model_class: str = GPT,
         load: Run | None = None,
         step: int = HALF,
     ) -> Run:
@@ -55,8 +55,10 @@ class Runs(Laboratory):
         from_: tuple[str, ...] = ()
         if load is not None:
             from_ = ("--load", str(load.checkpoints), "--ckpt-step", str(step), "--auto-detect-ckpt-format")
-        every, replicas = (1 if host == HYBRID else HALF), processes // layout.processes
-        return self.run(name, layout, STEPS, (*words, *from_), save_every=every, replicas=replicas, host=host)
+        every, replicas = (1 if model_class == HYBRID else HALF), processes // layout.processes
+        return self.run(
+            name, layout, STEPS, (*words, *from_), save_every=every, replicas=replicas, model_class=model_class
+        )
 
 
 LABORATORY = functools.partial(
@@ -159,9 +161,9 @@ def test_remainders_go_to_another_layout(laboratory: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_each_host_goes_on_with_the_others_checkpoint(laboratory: Runs, optimizer: str) -> None:
+def test_each_class_goes_on_with_the_others_checkpoint(laboratory: Runs, optimizer: str) -> None:
     words, whole = OPTIMIZERS[optimizer], laboratory.whole(optimizer)
-    hybrid = laboratory.steps(f"hybrid {optimizer}", words, host=HYBRID, load=whole)
+    hybrid = laboratory.steps(f"hybrid {optimizer}", words, model_class=HYBRID, load=whole)
     assert_goes_on(whole, hybrid)
     back = laboratory.steps(f"back {optimizer}", words, load=hybrid, step=HALF + 1)
     assert_goes_on(whole, back, first=HALF + 2)

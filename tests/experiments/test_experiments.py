@@ -43,11 +43,11 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         arm = train._arm(content, name, part or {})
         model, layout = with_overrides(preset(content["model"]), arm.overrides), Layout(**arm.layout)
         given = {"processes": layout.processes, **arm.training, "extra": tuple(map(str, arm.words))}
-        words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.host))
+        words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.model_class))
         assert words[-3] == "--spec"
         if arm.via == "stock":
             own = given.pop("extra")
-            words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.host))
+            words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.model_class))
             assert_stock_trains(train.of_stock(words, model, own), arm.training["learning_rate"])
             continue
         # As on the machine that it is for, of H200 at most.
@@ -301,5 +301,7 @@ def test_a_megatron_has_a_row_of_what_compat_says(tmp_path: Path, monkeypatch: p
     with output.open(newline="") as text:
         compared, *trained = csv.DictReader(text)
     assert re.fullmatch(r"fits: (\d+) of \1 targets equal", compared["found"])
-    assert [row["found"] for row in trained] == [f"{host} host: died of signal 9; no more" for host in (GPT, HYBRID)]
+    assert [row["found"] for row in trained] == [
+        f"{model_class}: died of signal 9; no more" for model_class in (GPT, HYBRID)
+    ]
     assert [row["status"] for row in (compared, *trained)] == ["0", "1", "1"]

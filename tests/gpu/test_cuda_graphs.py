@@ -75,7 +75,7 @@ def begin(
     *words: str,
     layout: Layout = runs.ALONE,
     processes: int = 1,
-    host: str = GPT,
+    model_class: str = GPT,
     **settings: Any,
 ) -> subprocess.Popen[str]:
     """A training that is under way, recorded in ``folder / "run"``."""
@@ -83,7 +83,7 @@ def begin(
     model = with_overrides(preset("nam56r_tiny"), overrides)
     arguments = runs.words_of(
         model, *words, corpus=corpus, train_iters=STEPS, learning_rate=1e-3, global_batch_size=4, micro_batch_size=2,
-        layout=layout, processes=processes, host=host,
+        layout=layout, processes=processes, model_class=model_class,
     )  # fmt: skip
     file = folder / "megacpp.json"
     file.write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides, **settings}))
@@ -109,7 +109,7 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
             overrides,
             *words,
             *(GRAPHS if with_graphs else ()),
-            host=HYBRID if case in HYBRID_CASES else GPT,
+            model_class=HYBRID if case in HYBRID_CASES else GPT,
             **SETTINGS.get(case, {}),
         )
         for case, (overrides, words) in CASES.items()
@@ -216,7 +216,7 @@ def test_a_pipeline_replays_mixers_and_the_prediction_between_layers_that_are_no
     overrides, words = sizes | {"pattern": "AEME|AEMEAEMR"}, (*words, "--micro-batch-size", "1")
     graphs = (*GRAPHS, "--cuda-graph-modules", "attn")
     layout = Layout(pipeline=2)
-    eager, replayed = trained_on_two(corpus, tmp_path, overrides, words, graphs, layout=layout, host=HYBRID)
+    eager, replayed = trained_on_two(corpus, tmp_path, overrides, words, graphs, layout=layout, model_class=HYBRID)
     assert_close(scalars(replayed), scalars(eager))
     assert captured(eager) == {}
     # A forward and a backward graph for each of four micro-batches; MTP's layer is applied at two depths.

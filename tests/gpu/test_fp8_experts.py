@@ -295,11 +295,12 @@ STEPS, SAVED = 20, 10
 def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
     """Trains nam56r_tiny through the stock loop, two micro-batches a step; the loss of every step, in full precision."""
 
-    def run(precision: str, *extra: str, host: str = GPT) -> list[float]:
+    def run(precision: str, *extra: str, model_class: str = GPT) -> list[float]:
         record = tmp_path_factory.mktemp("run") / "steps"
         words = words_of(
             preset("nam56r_tiny"), *extra,
-            corpus=corpus, precision=precision, host=host, micro_batch_size=4, train_iters=STEPS, learning_rate=1e-3,
+            corpus=corpus, precision=precision, model_class=model_class, micro_batch_size=4, train_iters=STEPS,
+            learning_rate=1e-3,
         )  # fmt: skip
         runs.train(words, record)
         return [step.losses["lm loss"] for step in read_steps(record)]
@@ -329,9 +330,9 @@ def test_losses_stay_beside_those_of_bf16(train: Callable[..., list[float]], sav
     assert fp8[-1] < 0.9 * fp8[0]
 
 
-def test_the_hybrid_host_trains_the_same(train: Callable[..., list[float]], saved: tuple[str, list[float]]) -> None:
+def test_the_hybrid_model_trains_the_same(train: Callable[..., list[float]], saved: tuple[str, list[float]]) -> None:
     _, fp8 = saved
-    hybrid = train(FP8, host=HYBRID)
+    hybrid = train(FP8, model_class=HYBRID)
     assert hybrid[0] == pytest.approx(fp8[0], rel=1e-4)
     assert worst(hybrid, fp8) < 1e-2
 

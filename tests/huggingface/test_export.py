@@ -20,7 +20,7 @@ MODEL = preset("nam56r_tiny")
 
 
 @pytest.mark.parametrize(
-    ("host", "name", "wrong", "says"),
+    ("model_class", "name", "wrong", "says"),
     [
         # The first step writes the number of key heads into them; a converted checkpoint has them as they were.
         (GPT, "group_query_attention", lambda _: True, f"num_query_groups is 1, expected {MODEL.heads}"),
@@ -28,8 +28,8 @@ MODEL = preset("nam56r_tiny")
         (HYBRID, "hybrid_layer_pattern", lambda was: was.replace("G", "+", 1), hybrid.plan(MODEL).text),
     ],
 )
-def test_arguments_of_another_model(host: str, name: str, wrong: Callable[[Any], Any], says: str) -> None:
-    found = stock.parse(stock.words(MODEL, host=host))
+def test_arguments_of_another_model(model_class: str, name: str, wrong: Callable[[Any], Any], says: str) -> None:
+    found = stock.parse(stock.words(MODEL, model_class=model_class))
     saved = {"args": found, "content_metadata": {layout.MODEL_KEY: layout.recorded(MODEL)}}
     export._check_trained(Path("saved"), MODEL, saved)
     setattr(found, name, wrong(getattr(found, name)))

@@ -282,7 +282,7 @@ def test_packed_rows_on_inner_stages_of_a_stock_script_are_refused(words: str, t
 
 @pytest.mark.parametrize("name", ["pretrain_hybrid.py", "pretrain_mamba.py"])
 def test_text_that_pretrain_hybrid_would_not_cut_up_is_refused(tmp_path: Path, name: str) -> None:
-    """It has no dataset for it, nor have those that run it; the wheel's loop has, on either host."""
+    """It has no dataset for it, nor have those that run it; the wheel's loop has, with either model class."""
     words = ["--hybrid-layer-pattern", "M", "--fim-data", *CPU_ARGUMENTS]
     script = script_in(tmp_path, name=name)
     with raises(LaunchError, name, "--fim-data"):
@@ -529,7 +529,7 @@ def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, mon
     assert plan("--spec", "megatron.core.spec", *CPU_ARGUMENTS).spec is not None
 
 
-def test_a_name_of_the_other_host_needs_its_pattern() -> None:
+def test_a_name_of_the_other_class_needs_its_pattern() -> None:
     words = ["--spec", "megacpp_mcore", "nam56r_hybrid", *CPU_ARGUMENTS]
     with raises(SpecImportError, "nam56r_hybrid", "--hybrid-layer-pattern"):
         plan(*words)

@@ -22,7 +22,7 @@ from megacpp_mcore.layer_specs.documents import check_run, documents
 from megacpp_mcore.model import preset
 from megacpp_mcore.ops.testing import assert_parity
 from tests import micro_batch, stock
-from tests.e2e import test_hybrid_host
+from tests.e2e import test_hybrid_model
 from tests.errors import raises
 from tests.host_reads import host_reads
 from tests.micro_batch import losses_of as losses
@@ -112,7 +112,7 @@ def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plai
 
 
 def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
-    gpt, hybrid = test_hybrid_host.build_gpt(process), test_hybrid_host.build(process)
+    gpt, hybrid = test_hybrid_model.build_gpt(process), test_hybrid_model.build(process)
     stock.loss_scale(1.0)
     tokens = draw_tokens()
     with torch.no_grad():

@@ -31,10 +31,12 @@ S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
 
 
-def built(folder: Path, backend: str, *words: str, host: str = GPT) -> Any:
+def built(folder: Path, backend: str, *words: str, model_class: str = GPT) -> Any:
     stock.loss_scale(1.0)
     backends = {"feed_forward": backend}
-    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends=backends, host=host).train()
+    return stock.build(
+        OVERRIDES, preset("nam56r_tiny"), folder, *words, backends=backends, model_class=model_class
+    ).train()
 
 
 def layer_of(model: Any) -> Any:
@@ -80,9 +82,9 @@ def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(
         torch.testing.assert_close(parameter.main_grad - 1, weight.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("host", "is_fp8"), [(GPT, False), (GPT, True), (HYBRID, True)])
+@pytest.mark.parametrize(("model_class", "is_fp8"), [(GPT, False), (GPT, True), (HYBRID, True)])
 def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
-    process: Path, monkeypatch: pytest.MonkeyPatch, host: str, is_fp8: bool
+    process: Path, monkeypatch: pytest.MonkeyPatch, model_class: str, is_fp8: bool
 ) -> None:
     scopes = Scopes(
         FP8(recipe="current", attention=False, shared_experts=not is_fp8, mtp=is_fp8), depth=2
@@ -90,7 +92,7 @@ def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
     monkeypatch.setattr(layer_plan, "scopes_of", lambda *_, **__: scopes)
     monkeypatch.setattr(quantized, "watch", lambda: None)
     with mock.patch.object(scopes, "install") as install:
-        model = built(process, AUTO, host=host)
+        model = built(process, AUTO, model_class=model_class)
     if not is_fp8:
         assert install.call_count == model.config.moe_layer_freq.count(1)
         return

@@ -166,14 +166,14 @@ def test_weights_that_graphs_read_quantised_are_renewed_before_a_replay(monkeypa
 def build(process: Path) -> Callable[..., Any]:
     """Builds equal models, with or without layers that are run as captured ones are."""
 
-    def make(*, captured: bool, host: str = GPT) -> Any:
+    def make(*, captured: bool, model_class: str = GPT) -> Any:
         planned = plan(preset("nam56r_tiny")) if captured else graphs.GraphPlan()
         with (
             mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=planned),
             mock.patch.object(graphs, "GraphManager", Recording),
         ):
             overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
-            model = stock.build(overrides, preset("nam56r_tiny"), process, host=host)
+            model = stock.build(overrides, preset("nam56r_tiny"), process, model_class=model_class)
         for layer in model.decoder.layers:
             layer.config.cuda_graph_impl = "local" if captured else "none"
         stock.loss_scale(1.0)
@@ -182,16 +182,16 @@ def build(process: Path) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize(("host", "packed"), [(GPT, False), (GPT, True), (HYBRID, True)])
+@pytest.mark.parametrize(("model_class", "packed"), [(GPT, False), (GPT, True), (HYBRID, True)])
 def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_no_trace(
-    build: Callable[..., Any], host: str, packed: bool
+    build: Callable[..., Any], model_class: str, packed: bool
 ) -> None:
     Recording.given = []
     tokens = micro_batch.draw_tokens(1, S)
     told = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}
     found = []
     for captured in (False, True):
-        model = build(captured=captured, host=host)
+        model = build(captured=captured, model_class=model_class)
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
         losses = micro_batch.losses_of(model, tokens, **told)
         losses.mean().backward()

@@ -40,9 +40,9 @@ def core(attention: Any) -> Any:
     return attention.self_attention.core_attention
 
 
-@pytest.mark.parametrize("host", ["gpt", "hybrid"])
-def test_the_layers_of_the_preset(make: Make, host: str) -> None:
-    model = make(LONG, host=host)
+@pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
+def test_the_layers_of_the_preset(make: Make, model_class: str) -> None:
+    model = make(LONG, model_class=model_class)
     roles = preset("nam56r_tiny_long").roles
     layers = [model.decoder.layers[number] for number, role in enumerate(roles) if role is not None]
     assert [getattr(core(layer), "window", None) for layer in layers] == [WINDOW, None, None]

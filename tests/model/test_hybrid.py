@@ -77,7 +77,7 @@ def option(words: tuple[str, ...], flag: str) -> str:
 
 
 def test_both_hosts_get_the_same_words_but_for_what_the_pattern_says() -> None:
-    gpt, hybrid_ = (lower(Run(TINY, Layout(), CUDA, host)) for host in (GPT, HYBRID))
+    gpt, hybrid_ = (lower(Run(TINY, Layout(), CUDA, model_class)) for model_class in (GPT, HYBRID))
     flags = [{word for word in words if word.startswith("--")} for words in (gpt, hybrid_)]
     assert flags[0] - flags[1] == {"--num-layers", "--moe-layer-freq", "--mtp-num-layers"}
     assert flags[1] - flags[0] == {"--hybrid-layer-pattern"}
@@ -112,7 +112,7 @@ def test_every_mismatch_is_listed_at_once() -> None:
     run.hidden_size, run.moe_layer_freq, run.hybrid_layer_pattern = 256, [0, 1], "+EMEDEMEDEMM/+-"
     run.experimental_attention_variant = None
     with pytest.raises(ArgumentMismatchError) as raised:
-        lowering.check_arguments(TINY, [run], host=HYBRID)
+        lowering.check_arguments(TINY, [run], model_class=HYBRID)
     lines = str(raised.value).splitlines()
     assert "in 4 places" in lines[0]
     assert [line.split(":")[0].strip() for line in lines[1:5]] == [
@@ -125,7 +125,7 @@ def test_every_mismatch_is_listed_at_once() -> None:
     [
         (["megacpp_mcore", "nam56r"], "nam56r"), (["megacpp_mcore.nam56r_hybrid"], "nam56r"),
         (["megacpp_mcore", "nam56r_tiny_hybrid"], "nam56r_tiny"), (["megacpp_mcore.nam52"], "nam52"),
-        (["megacpp_mcore.layer_specs.hybrid_host", "nam56r_hybrid"], "nam56r"), (None, None), ([], None),
+        (["megacpp_mcore.layer_specs.hybrid_model", "nam56r_hybrid"], "nam56r"), (None, None), ([], None),
         (["local"], None), (["megacpp_mcore", "nam57"], None), (["megacpp_mcore.layer_specs.nam56r", "nam56r_hybrid"], None),
     ],
 )  # fmt: skip
@@ -134,7 +134,7 @@ def test_what_a_spec_names(words: list[str] | None, named: str | None) -> None:
 
 
 @pytest.mark.parametrize(("script", "other"), [(GPT, HYBRID), (HYBRID, GPT)])
-def test_a_script_of_the_other_host_is_refused(script: str, other: str, tmp_path: Path) -> None:
+def test_a_script_of_the_other_class_is_refused(script: str, other: str, tmp_path: Path) -> None:
     """Told by the pattern, which Megatron itself misses, or ignores."""
     named, instead = lowering.SCRIPTS[script], lowering.SCRIPTS[other]
     (tmp_path / named).touch()

@@ -209,13 +209,13 @@ def test_a_step_that_is_estimated_too_large_is_warned_of(gpu: Any, caplog: pytes
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
 @pytest.mark.parametrize("name", sorted({*PRESETS} - {"nam56r"}))
 def test_memory_is_not_advised_on_for_a_model_that_the_arguments_are_not_of(
-    gpu: Any, tmp_path: Path, name: str, host: str
+    gpu: Any, tmp_path: Path, name: str, model_class: str
 ) -> None:
     gpu("NVIDIA H100 80GB HBM3", H100)
-    *words, named = lower(Run(preset(name), host=host))
+    *words, named = lower(Run(preset(name), model_class=model_class))
     spec = named.replace(name, "nam56r")
     with raises(ArgumentMismatchError, "contradict nam56r in ", f"are those of {name} (--spec megacpp_mcore {named})"):
         policy.check_memory(read([*words, spec], device="cuda", processes=1))

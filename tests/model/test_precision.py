@@ -28,8 +28,8 @@ FILE = ("--te-precision-config-file", str(precision.EXPERTS_FILE))
 EXPERT_NAMES = [f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 3, 17, 51) for half in (1, 2)]
 
 
-def words_of(model: Model, precision_name: str, host: str = GPT) -> list[str]:
-    return stock.words(model, device="cuda", precision=precision_name, host=host)
+def words_of(model: Model, precision_name: str, model_class: str = GPT) -> list[str]:
+    return stock.words(model, device="cuda", precision=precision_name, model_class=model_class)
 
 
 def config_of(words: list[str]) -> Any:
@@ -38,15 +38,15 @@ def config_of(words: list[str]) -> Any:
         return stock.model_config(words)
 
 
-@pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_the_precision_adds_the_file_and_leaves_out_graphs(host: str) -> None:
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
+def test_the_precision_adds_the_file_and_leaves_out_graphs(model_class: str) -> None:
     twin = RECIPES["nam56r_pretrain_8gpu_h200_bf16"]
     plain = dataclasses.replace(twin.run.training, cuda_graphs=False)
     eight_bit = dataclasses.replace(twin.run.training, precision="bf16_te_fp8_experts")
-    found = lower(Run(twin.model, twin.run.layout, eight_bit, host))
+    found = lower(Run(twin.model, twin.run.layout, eight_bit, model_class))
     at = found.index(FILE[0])
     assert found[at : at + 2] == FILE
-    assert (*found[:at], *found[at + 2 :]) == lower(Run(twin.model, twin.run.layout, plain, host))
+    assert (*found[:at], *found[at + 2 :]) == lower(Run(twin.model, twin.run.layout, plain, model_class))
     assert "--fp8-format" not in found
     assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
 

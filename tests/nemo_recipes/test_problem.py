@@ -192,9 +192,11 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
         GPT: "model.pipeline_model_parallel_layout=Et*9|t*3mL",
         HYBRID: "model.hybrid_layer_pattern=+EMEDEMED|EMG/+-",
     }
-    for host, override in cut.items():
-        run.check_stages(dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, host=host)), stages, [override])
-    on_hybrid = dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, host=HYBRID))
+    for model_class, override in cut.items():
+        run.check_stages(
+            dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, model_class=model_class)), stages, [override]
+        )
+    on_hybrid = dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, model_class=HYBRID))
     with raises(ModelError, "model.pipeline_model_parallel_layout=", "model.hybrid_layer_pattern="):
         run.check_stages(on_hybrid, stages, [cut[GPT]])
     file = tmp_path / "settings.yaml"

@@ -291,8 +291,8 @@ def test_a_run_that_does_not_end_well_is_broken(
     monkeypatch.setattr(command.trial, "subprocess", forks.trial())
     found = report(tree, capsys, 3, "--run")
     assert [patch["verdict"] for patch in found["patches"]] == ["fits"] * 3
-    for host in (GPT, HYBRID):
-        said = found["runs"][host]
+    for model_class in (GPT, HYBRID):
+        said = found["runs"][model_class]
         assert said[0].startswith("ended with status ")
         assert "is not one that this run's patches were written for" in said[1]  # the tree has three files
 
@@ -302,18 +302,20 @@ def test_a_run_that_does_not_end_is_broken(
 ) -> None:
     monkeypatch.setattr(command, "TIMEOUT", 0.01)
     assert report(tree, capsys, 3, "--run")["runs"] == {
-        host: ["did not finish within 0.01 s"] for host in (GPT, HYBRID)
+        model_class: ["did not finish within 0.01 s"] for model_class in (GPT, HYBRID)
     }
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_a_run_has_to_give_the_recorded_figures(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
+def test_a_run_has_to_give_the_recorded_figures(
+    model_class: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert command.FIGURES["grad norm"]
     monkeypatch.setitem(command.FIGURES, "grad norm", (1.0, command.FIGURES["grad norm"][1], 1.0))
     (tmp_path / "megatron").symlink_to(wheel_root() / "megatron")  # alone: beside it may be older packages than here
-    problems = command._trained(tmp_path, host)
+    problems = command._trained(tmp_path, model_class)
     assert [problem.partition(" is ")[0] for problem in problems] == ["grad norm of step 1", "grad norm of step 3"]
 
 

@@ -300,9 +300,9 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
     assert ours(hybrid("MD"), len(ROWS), **sums) == upstream(hybrid("MD"), len(ROWS), **sums)
 
 
-@pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_without_a_file_the_arguments_name_the_preset(ours: Count, host: str) -> None:
-    args = stock.parse(stock.words(TINY, host=host))
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
+def test_without_a_file_the_arguments_name_the_preset(ours: Count, model_class: str) -> None:
+    args = stock.parse(stock.words(TINY, model_class=model_class))
     args.padded_vocab_size = TINY.vocab_size_padded(1)
     assert ours(args, 2) == flops.step(TINY, 2).total.training
     sequences = {sequence: flops.step(TINY, 2, seq_length=sequence).total.training for sequence in (256, 128)}

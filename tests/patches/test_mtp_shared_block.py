@@ -138,16 +138,16 @@ def test_each_depth_weighs_by_the_decay(model: Any, tokens: torch.Tensor, masked
         assert torch.allclose(equal[k - 1], 0.3 / K * per_token, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("model_class", [GPT, HYBRID])
 def test_no_call_of_the_block_is_marked_as_the_first_of_a_step(
-    process: Path, monkeypatch: pytest.MonkeyPatch, host: str
+    process: Path, monkeypatch: pytest.MonkeyPatch, model_class: str
 ) -> None:
     """Megatron marks Transformer Engine's layers so, and the gradient of a marked call replaces those of other depths."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     for kind in (ColumnParallelLinear, RowParallelLinear):
         monkeypatch.setattr(kind, "is_first_microbatch", True, raising=False)
-    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, host=host)
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, model_class=model_class)
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "is_first_microbatch")}
     unmarked = {name for name, one in layers.items() if getattr(one, "disable_parameter_transpose_cache", False)}
     assert unmarked == {name for name in layers if name.startswith("mtp.")}

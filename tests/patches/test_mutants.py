@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = "tests/patches/test_small_patches.py"
 SUMS = "tests/distributed/test_tensor_parallel_sums.py"
 TESTS = {
-    "checkpoint-hosts": ["tests/e2e/test_hybrid_host.py"],
+    "checkpoint-hosts": ["tests/e2e/test_hybrid_model.py"],
     "checkpoint-layout": ["tests/checkpoints/test_layout.py"],
     "torch-adam-resume": ["tests/patches/test_mixed_precision_optimizer.py"],
     "tensor-parallel-sums": [SUMS],

@@ -42,14 +42,14 @@ def train(
     *words: str,
     processes: int = 1,
     layout: Layout | None = None,
-    host: str = GPT,
+    model_class: str = GPT,
     path: str = "",
 ) -> tuple[int, str, Path]:
     """Status and output of a training, and where it leaves what it found."""
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
     model = with_overrides(preset("nam56r_tiny"), OVERRIDES)
     sizes = {"global_batch_size": 1 if "every" in how else 4, "micro_batch_size": 1, "train_iters": 3}
-    arguments = stock.words(model, *words, layout=layout, host=host, **sizes)
+    arguments = stock.words(model, *words, layout=layout, model_class=model_class, **sizes)
     script = [f"{path}/pretrain_gpt.py"] if path else []
     variables = {"PYTHONPATH": f"{path}:{ROOT}".strip(":"), "MEGACPP_CONFIG": str(folder / "config.yaml")}
     command = ["-m", "tests.patches.non_finite", how, str(folder / "found"), *script, *arguments]
@@ -159,8 +159,8 @@ def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["recomputed", "HybridModel"])
 def test_recompute_and_the_other_host(tmp_path: Path, how: str) -> None:
-    words, host = (stock.full_recompute(), GPT) if how == "recomputed" else ((), HYBRID)
-    status, output, found = train(tmp_path, "first R, activation, nan", *words, host=host)
+    words, model_class = (stock.full_recompute(), GPT) if how == "recomputed" else ((), HYBRID)
+    status, output, found = train(tmp_path, "first R, activation, nan", *words, model_class=model_class)
     assert status != 0
     check_unchanged(found)
     assert "the first layer whose output is not finite is layer 12 (R)" in output, output[-4000:]

@@ -165,7 +165,7 @@ def _config(options: Options, model: Model) -> Any:
         transformer_impl="local" if lacking(options.device) else "transformer_engine",
         tokenizer=tokenizer_words(model), data=("--mock-data",),
     )  # fmt: skip
-    words = ["bench", *lower(Run(model, training=training, host=GPT))]
+    words = ["bench", *lower(Run(model, training=training, model_class=GPT))]
     with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
         arguments = parse_args()
         validate_args(arguments)

@@ -344,7 +344,7 @@ _SLOTS = (
          "Shared layers, which one spec a slot cannot tell apart: they are told apart by layer number"),
     Slot(MTP_BLOCK, None, "multi-head latent attention, then a dense feed-forward layer", True,
          "the shared MTP block, one TransformerLayer of stock MLA and stock MLP: the same computation as two layers, under the "
-         "names that the GPT host has"),
+         "names that GPTModel has"),
 )  # fmt: skip
 
 ATTENTION = Family(

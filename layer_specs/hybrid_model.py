@@ -1,8 +1,8 @@
 """``--spec megacpp_mcore nam56r``, or another preset: an A/M/E/R model on HybridModel, for ``pretrain_hybrid.py``.
 
-For ``pretrain_gpt.py`` the same name builds a GPTModel (:class:`Spec`). The layers are those of the GPT host
+For ``pretrain_gpt.py`` the same name builds a GPTModel (:class:`Spec`). The layers are those of GPTModel
 (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots assigned by :mod:`megacpp_mcore.model.hybrid`, and every parameter has
-the same name and place as there. So checkpoints of either host, optimizer state included, load in the other without conversion.
+the same name and place as there. So checkpoints of either class, optimizer state included, load in the other unconverted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NAM56RStack(HybridStack):
     """Stock HybridStack that looks up the run's model, fills every slot with our specs, and can have a final norm without TE.
 
     Stock builds Transformer Engine's final norm whatever ``transformer_impl`` is; that is switched off, and this class adds
-    the norm of the GPT host, under the GPT host's name.
+    the norm of GPTModel, under GPTModel's name.
 
     Args:
         config: Megatron's TransformerConfig (stock scripts), or a provider that is one and has the model's fields (Bridge).
@@ -70,7 +70,7 @@ class NAM56RStack(HybridStack):
         preset: the model, unless the file of ``MEGACPP_CONFIG`` or the provider names it.
 
     Raises:
-        ArgumentMismatchError, ConfigFileError, ModelError: as the GPT host's callable; no layer has been built.
+        ArgumentMismatchError, ConfigFileError, ModelError: as GPTModel's callable; no layer has been built.
     """
 
     has_keys_of_gpt_model = True  # read by the patch checkpoint-hosts
@@ -122,7 +122,7 @@ class NAM56RStack(HybridStack):
 
 
 class SharedMTPLayer(RepeatedLayer):
-    """The MTP layer of the GPT host, in place of the stack of stock layers that HybridModel builds from the pattern.
+    """The MTP layer of GPTModel, in place of the stack of stock layers that HybridModel builds from the pattern.
 
     Raises:
         ModelError: the MTP pattern is not :data:`megacpp_mcore.model.hybrid.MTP_BLOCK`.
@@ -155,7 +155,7 @@ class SharedMTPLayer(RepeatedLayer):
 
 
 class Spec:
-    """What ``--spec megacpp_mcore PRESET`` names, for either host, which asks for no more than it needs.
+    """What ``--spec megacpp_mcore PRESET`` names, for either model class, which asks for no more than it needs.
 
     HybridModel builds its stack from it, as from a ModuleSpec. It is none, since GPTModel's builder calls what is not.
     """
@@ -209,7 +209,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
     sources, text = _described(config)
     model = model_of(sources, settings, preset, HYBRID)
     chunks = _chunks(model, config, text)
-    if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in the GPT host
+    if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in GPTModel
         ranks.compare(settings)
     gpt_host.check_layout(model, config, chunks, settings)
     expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]

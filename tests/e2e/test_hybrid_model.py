@@ -32,7 +32,7 @@ SMALL = with_overrides(TINY, OVERRIDES)
 
 def build(process: Path, *extra: str, changed: Callable[[list[str]], None] = lambda _: None) -> Any:
     """The HybridModel that stock builds; ``changed`` may edit the command line."""
-    return stock.build(OVERRIDES, TINY, process, *extra, host=HYBRID, changed=changed).train()
+    return stock.build(OVERRIDES, TINY, process, *extra, model_class=HYBRID, changed=changed).train()
 
 
 def build_gpt(process: Path) -> Any:
@@ -41,7 +41,7 @@ def build_gpt(process: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def pair(process: Path) -> tuple[Any, Any]:
-    """The model of each host, from one seed, nothing copied; tests leave them as they are, but for gradients."""
+    """The model of each class, from one seed, nothing copied; tests leave them as they are, but for gradients."""
     return build_gpt(process), build(process)
 
 
@@ -98,7 +98,7 @@ def test_copies_of_the_configuration_for_each_layer_change_nothing(
 
 
 def test_a_sequence_in_pieces_gives_what_it_gives_at_once(pair: tuple[Any, Any]) -> None:
-    """With an inference context; on the GPT host: tests/layer_specs/test_decode.py."""
+    """With an inference context; with GPTModel: tests/layer_specs/test_decode.py."""
     tokens, model = micro_batch.draw_tokens(B, S - 1), pair[1].eval()
     whole, found = logits(model, tokens), in_pieces(model, tokens, [20, 1, 11])
     model.train()
@@ -181,7 +181,7 @@ def test_patterns_of_other_models(process: Path, pattern: str, error: type[Excep
 def test_layers_built_by_hand_that_are_of_no_model_are_refused(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With neither a stock script's arguments nor a provider's fields; with a configuration for each layer instead of
     symbols, as newer Megatron gives it, that is of none; of another MTP block."""
-    from megacpp_mcore.layer_specs.hybrid_host import NAM56RStack, SharedMTPLayer, hybrid_layer_allocation
+    from megacpp_mcore.layer_specs.hybrid_model import NAM56RStack, SharedMTPLayer, hybrid_layer_allocation
 
     config = stock.model_config(stock.words(SMALL)).transformer
     with raises(ArgumentMismatchError, "hybrid_layer_pattern", None):
@@ -197,17 +197,17 @@ def test_layers_built_by_hand_that_are_of_no_model_are_refused(process: Path, mo
 @pytest.mark.parametrize("name", ["nam56r_tiny", "nam56r_tiny_hybrid"])
 def test_one_spec_builds_both_hosts(process: Path, pair: tuple[Any, Any], name: str) -> None:
     """By the scripts' own builders, from the two words of ``--spec`` that both are given."""
-    for built, host in zip(pair, (GPT, HYBRID), strict=True):
-        model = stock.build(OVERRIDES, TINY, process, host=host, changed=put("megacpp_mcore", name))
+    for built, model_class in zip(pair, (GPT, HYBRID), strict=True):
+        model = stock.build(OVERRIDES, TINY, process, model_class=model_class, changed=put("megacpp_mcore", name))
         assert type(model) is type(built)
         assert list(dict(model.named_parameters())) == list(dict(built.named_parameters()))
 
 
 def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: Path | None = None) -> Run:
-    """Losses, gradient norms and checkpoints of both hosts, bit for bit; the run on the hybrid one, by ``script``."""
-    gpt = laboratory.run(GPT, layout, 2, ("--lr-warmup-iters", "1"), host=GPT)
+    """Losses, gradient norms and checkpoints of both model classes, bit for bit; the run of HybridModel, by ``script``."""
+    gpt = laboratory.run(GPT, layout, 2, ("--lr-warmup-iters", "1"), model_class=GPT)
     laboratory.script = script
-    found = laboratory.run(HYBRID, layout, 2, ("--lr-warmup-iters", "1"), host=HYBRID)
+    found = laboratory.run(HYBRID, layout, 2, ("--lr-warmup-iters", "1"), model_class=HYBRID)
     assert {"lm loss", "mtp_1 loss", "indexer loss", "grad norm"} <= gpt.scalars.keys()
     assert found.scalars == gpt.scalars
     assert_same_bytes(gpt.tensors(2), found.tensors(2))
@@ -217,7 +217,7 @@ def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: P
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.checkout
-def test_the_stock_script_trains_what_the_gpt_host_trains(megatron_lm: Path, tmp_path: Path) -> None:
+def test_the_stock_script_trains_what_gpt_model_trains(megatron_lm: Path, tmp_path: Path) -> None:
     """``pretrain_hybrid.py`` as it is, from the same seed."""
     laboratory = Laboratory(tmp_path, overrides={})
     found = assert_both_train_the_same(laboratory, Layout(), megatron_lm / "pretrain_hybrid.py")
@@ -227,12 +227,12 @@ def test_the_stock_script_trains_what_the_gpt_host_trains(megatron_lm: Path, tmp
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
-    """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
+    """Two processes, two stages each, which the pattern's '|' marks for the one class and an argument for the other."""
     laboratory = Laboratory(tmp_path, overrides={"dsa": {"schedule": "-FF"}})  # legal in four stages
     assert_both_train_the_same(laboratory, Layout(pipeline=2, virtual=2))
 
 
-def saved(host: str, **changes: Any) -> SimpleNamespace:
+def saved(model_class: str, **changes: Any) -> SimpleNamespace:
     """The arguments that a checkpoint of nam56r_tiny holds, as far as they matter."""
     common = {"num_layers": 12, "mtp_num_layers": 1}
     placed = [int(letter == "E") for letter in TINY.layers]
@@ -244,7 +244,7 @@ def saved(host: str, **changes: Any) -> SimpleNamespace:
             "hybrid_layer_pattern": hybrid.plan(TINY).text,
         },
     }
-    return SimpleNamespace(**(common | own[host] | changes))
+    return SimpleNamespace(**(common | own[model_class] | changes))
 
 
 @pytest.fixture(scope="module")
@@ -266,10 +266,10 @@ def test_either_way_nothing_is_translated(decide: Callable[..., Any]) -> None:
     "spec", [None, [], ["local"], ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]]
 )
 def test_other_models_are_stocks_affair(decide: Callable[..., Any], spec: list[str] | None) -> None:
-    for host, other in ((GPT, HYBRID), (HYBRID, GPT)):
-        assert decide(saved(host), saved(other, spec=spec), []) == "stock's"
-        assert decide(saved(host, spec=spec), saved(other), []) == "stock's"
-        assert decide(saved(host), saved(host), []) == "stock's"
+    for model_class, other in ((GPT, HYBRID), (HYBRID, GPT)):
+        assert decide(saved(model_class), saved(other, spec=spec), []) == "stock's"
+        assert decide(saved(model_class, spec=spec), saved(other), []) == "stock's"
+        assert decide(saved(model_class), saved(model_class), []) == "stock's"
     assert decide(saved(GPT), SimpleNamespace(), []) == "stock's"
 
 
